@@ -26,7 +26,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-ddp \
+.PHONY: help demo schema test test-all test-zero torture bench bench-steps bench-scaling bench-ddp \
 	bench-precision bench-scale gpu
 
 help:  ## list these targets
@@ -57,6 +57,9 @@ test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, 
 
 test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-all does
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
+
+schema: $(TESTS)  ## write templates/schemas/ anew, after an edit of the fields of train.py or a task
+	@UPDATE_SCHEMAS=1 $(PYTEST) -n 0 -q tests/test_schema.py -k committed
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py

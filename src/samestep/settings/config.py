@@ -190,8 +190,9 @@ def describe(schema: dict[str, Any]) -> str:
         return f"{words} of {len(schema['prefixItems'])}"
     if schema.get("items"):
         words += f", each {describe(schema['items'])}"
-    if isinstance(schema.get("additionalProperties"), dict):
-        words += f", each value {describe(schema['additionalProperties'])}"
+    values = schema.get("additionalProperties")
+    if isinstance(values, dict) and "type" in values:
+        words += f", each value {describe(values)}"
     if {"minimum", "maximum"} <= schema.keys():
         return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
     limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
@@ -301,12 +302,13 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
 
 
 def parse_config(
-    config_class: type, arguments: list[str], usage: str
+    config_class: type, arguments: list[str], about: str | None
 ) -> tuple[Any, Path, dict[str, Any], list[str]]:
     """The config from defaults, recipe and flags, the later first; the recipe's path; the values of
     the flags; remarks.
 
-    Raises ValueError with one line that names the place of the mistake. --help ends the program.
+    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
+    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
     """
     config_flag = dataclasses.field(metadata=ONE_COMMAND)
     fields = {"config": (str, config_flag), **fields_of(config_class)}
@@ -324,7 +326,8 @@ def parse_config(
         raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
     cfg = replace_fields(config_class(), recipe | flags)
     if HELP & {*arguments}:
-        show_help(cfg, path, usage)
+        paragraphs = (about or "").split("\n\n")
+        show_help(cfg, path, paragraphs[1].strip() if len(paragraphs) > 1 else about or USAGE)
         raise SystemExit(0)
     remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
     for name, switch, values in READERS:
