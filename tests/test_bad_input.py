@@ -47,7 +47,7 @@ FLAGS = {  # what is written, and what the line says
     "--lr 1": "no field lr; it is learning_rate here",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
-    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=---hi",
+    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=VALUE",
     "--task.completion_column prompt": "completion_column is 'prompt' but must be another than",
     "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, bake, train_module
+from samestep.programs.schema import recipe_schema
 from samestep.settings import config
 
 TASKS = [path.stem for path in sorted((ROOT / "templates" / "tasks").glob("*.py"))]
@@ -45,7 +46,7 @@ def schemas():
     found = {}
     for task in TASKS:
         with train_module(ROOT / "templates" / "tasks" / f"{task}.py") as train:
-            schema = json.loads(json.dumps(config.recipe_schema(train.Config)))
+            schema = json.loads(json.dumps(recipe_schema(train.Config)))
             found[task] = schema, config.fields_of(train.Config)
         if os.environ.get("UPDATE_SCHEMAS"):
             text = json.dumps(schema, indent=2, ensure_ascii=False)

@@ -7,15 +7,45 @@ task.py. Visual Studio Code reads it with the extension YAML of Red Hat, other e
 yaml-language-server.
 """
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
 
 from samestep.processes import shutdown
 from samestep.programs import make_parser
-from samestep.settings.config import recipe_schema
+from samestep.settings.config import field_notes, fields_of
 from samestep.start.startup import find_project
 
 PATH = Path("configs/schema.json")
+
+
+def recipe_schema(config_class: Any) -> dict[str, Any]:
+    """The JSON schema of recipes, by which editors complete and check them."""
+    notes = field_notes(config_class)
+    defaults = config_class()
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
+    for name, (kind, field) in fields_of(config_class).items():
+        try:
+            own = TypeAdapter(kind).json_schema()
+        except PydanticUserError:  # it can only be set in the code
+            continue
+        if "one_command" in field.metadata:
+            continue
+        own["description"] = " ".join(notes.get(name, [])[1:])
+        own["default"] = functools.reduce(getattr, name.split("."), defaults)
+        if "$defs" in own:  # of types with fields of their own
+            schema.setdefault("$defs", {}).update(own.pop("$defs"))
+        *sections, last = name.split(".")
+        place = schema["properties"]
+        for each in sections:
+            empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
+            place = place.setdefault(each, empty)["properties"]
+        place[last] = own
+    return schema
 
 
 def write() -> None:

@@ -13,8 +13,8 @@ import json
 import operator
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -120,9 +120,12 @@ def text_of(node: yaml.Node) -> Any:
 
 SCALARS = {str, int, float, bool, NoneType}
 CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-# Tensors hold integers below 2**63, and optimizers compute with float32.
-INT64 = Field(gt=-(2**63), lt=2**63)
-FLOAT32 = Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)
+LARGEST = 3.4028234663852886e38  # that float32 holds, with which optimizers compute
+FROM_TEXT = {
+    int: Annotated[int, Field(gt=-(2**63), lt=2**63)],  # as tensors hold them
+    float: Annotated[float, Field(ge=-LARGEST, le=LARGEST)],
+    str: Annotated[str, Field(pattern="^[^\0]*$")],
+}
 WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
 WORDS |= {"string": "text", "array": "a list", "object": "a mapping"}
 LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "maximum": "at most"}
@@ -145,12 +148,8 @@ def for_text(kind: Any) -> Any:
     field of `int | str`. The options of a Literal are compared as they are written.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is int:
-        return Annotated[int, INT64]
-    if kind is float:
-        return Annotated[float, FLOAT32]
-    if kind is str:
-        return Annotated[str, Field(pattern="^[^\0]*$")]
+    if kind in (int, float, str):
+        return FROM_TEXT[kind]
     if origin is Literal:
         options = {str(option): option for option in inner}
         return Annotated[kind, BeforeValidator(lambda text: options.get(str(text), text))]
@@ -247,9 +246,7 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
         elif not equals and bool in members:  # --check is short for --check true
             text = "true"
         elif not equals:
-            is_text = words and words[0][2:].partition("=")[0] not in fields
-            hint = f"; write --{name}={shlex.quote(words[0])}" if is_text else ""
-            raise ValueError(f"--{name}: expected one argument{hint}")
+            raise ValueError(f"--{name}: expected one argument; write --{name}=VALUE")
         is_list = re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
         if (is_list and not SCALARS.issuperset(members)) or Any in members:
             yield name, read_yaml(text), None
@@ -427,7 +424,7 @@ def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-# ---- Help and schema -----------------------------------------------------------------------------
+# ---- Help ----------------------------------------------------------------------------------------
 
 # In the source of a dataclass: a comment that opens a group, a field, a docstring.
 PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)
@@ -442,10 +439,9 @@ def field_notes(config_class: Any, prefix: str = "", title: str = "") -> dict[st
     for base in config_class.__mro__[:-1]:
         heading = title or "Fields"
         new = [""]
-        try:
+        source = ""
+        with suppress(OSError, TypeError):  # it was typed at a prompt
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # it was typed at a prompt
-            source = ""
         for comment, field, text in PARTS.findall(source):
             if comment:
                 heading = f"{title}: {comment}" if title else comment
@@ -477,27 +473,3 @@ def show_help(cfg: Any, recipe: Path, usage: str) -> None:
         metavar = name.rpartition(".")[2].upper()
         groups[heading].add_argument(f"--{name}", metavar=metavar, help=about)
     parser.print_help()
-
-
-def recipe_schema(config_class: Any) -> dict[str, Any]:
-    """The JSON schema of recipes, by which editors complete and check them."""
-    notes = field_notes(config_class)
-    defaults = config_class()
-    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
-    for name, (kind, field) in fields_of(config_class).items():
-        try:
-            own = TypeAdapter(kind).json_schema()
-        except PydanticUserError:  # it can only be set in the code
-            continue
-        if "one_command" in field.metadata:
-            continue
-        own["description"] = " ".join(notes.get(name, [])[1:])
-        own["default"] = functools.reduce(getattr, name.split("."), defaults)
-        schema.setdefault("$defs", {}).update(own.pop("$defs", {}))
-        *sections, last = name.split(".")
-        place = schema["properties"]
-        for each in sections:
-            empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
-            place = place.setdefault(each, empty)["properties"]
-        place[last] = own
-    return schema

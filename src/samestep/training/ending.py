@@ -25,7 +25,7 @@ from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error, attempt, catch
 from samestep.processes.shutdown import STOPPED
-from samestep.report import curves, model_card, tracking
+from samestep.report import model_card, tracking
 from samestep.training import from_outside
 from samestep.training.log import RunLog
 from samestep.training.run import Run
@@ -89,6 +89,8 @@ def finish(
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
         if run.asked:
             attempt("the export was not checked", check_export, run, run.output / "model")
+        from samestep.report import curves  # matplotlib takes 0.4 s, which each start would wait
+
         picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
         print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
