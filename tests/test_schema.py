@@ -23,13 +23,13 @@ class EditorLoader(yaml.SafeLoader):
 
 
 for name, pattern, first in [
-    ("null", r"~|null|", "~n"),
-    ("bool", r"true|false", "tf"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("null", r"~|null|", ["~", "n", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
 ]:
     tag = f"tag:yaml.org,2002:{name}"
-    EditorLoader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), [*first])
+    EditorLoader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), first)
 EditorLoader.add_constructor(
     "tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node))
 )
