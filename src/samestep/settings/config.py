@@ -185,13 +185,6 @@ def describe(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return repr(schema["const"])
     words = WORDS.get(schema.get("type"), schema.get("type", "anything"))
-    if "prefixItems" in schema:
-        return f"{words} of {len(schema['prefixItems'])}"
-    if schema.get("items"):
-        words += f", each {describe(schema['items'])}"
-    values = schema.get("additionalProperties")
-    if isinstance(values, dict) and "type" in values:
-        words += f", each value {describe(values)}"
     if {"minimum", "maximum"} <= schema.keys():
         return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
     limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
@@ -200,20 +193,25 @@ def describe(schema: dict[str, Any]) -> str:
 
 
 def convert(kind: Any, node: yaml.Node) -> Any:
-    """The value of a field with this type. Raises ValueError, which names the expected values."""
+    """The value of a field with this type.
+
+    Raises ValueError, which says what is expected; in pydantic's words if it lies inside a list.
+    """
     untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
     value = plain_value(node, StrictLoader) if untyped else text_of(node)
     try:
         return TypeAdapter(for_text(kind), config=CHECKS).validate_python(value)
     except PydanticUserError:
         wrong = value
+        problem = f"expected {describe_type(kind)}"
     except ValidationError as error:
         deepest = max(error.errors(), key=lambda each: len(each["loc"]))
-        if deepest["type"] == "value_error":  # of a validator in the owner's code
-            raise deepest["ctx"]["error"] from None
         wrong = deepest["input"]
+        problem = deepest["msg"]
+        if wrong is value and deepest["type"] != "value_error":  # that of an owner's validator
+            problem = f"expected {describe_type(kind)}"
     got = {dict: "a mapping", list: "a list", NoneType: "nothing"}.get(type(wrong))
-    raise ValueError(f"expected {describe_type(kind)}; got {got or one_line(repr(wrong), 60)}")
+    raise ValueError(f"{problem}; got {got or one_line(repr(wrong), 60)}")
 
 
 # ---- Fields --------------------------------------------------------------------------------------
