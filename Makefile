@@ -38,7 +38,7 @@ python_fits = $(if $(filter-out file,$(origin PYTHON)),@\
 	asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && test "$$asked" = "$$has" || { \
 	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; })
 
-.PHONY: help demo test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
+.PHONY: help demo schema test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
 	bench-scale gpu
 
 help:  ## list these targets
@@ -71,6 +71,9 @@ test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, 
 
 test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-all does
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
+
+schema: $(TESTS)  ## write templates/schemas/ anew, after an edit of the fields of train.py or a task
+	@UPDATE_SCHEMAS=1 $(PYTEST) -n 0 -q tests/test_schema.py -k committed
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../$(VENV)/bin/python torture.py

@@ -5,11 +5,12 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 import yaml
+from pydantic import AfterValidator
 
 from conftest import ROOT, SOURCE, train_module
 from samestep.settings import accelerate_yaml, config
@@ -46,7 +47,7 @@ FLAGS = {  # what is written, and what the line says
     "--lr 1": "no field lr; it is learning_rate here",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
-    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=---hi",
+    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=VALUE",
     "--task.completion_column prompt": "completion_column is 'prompt' but must be another than",
     "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",
@@ -79,16 +80,16 @@ FLAGS = {  # what is written, and what the line says
     + ("use cpu.yaml" if torch.version.cuda else f"torch {torch.__version__} is built without CU"),
 }
 RECIPES = {
-    "learning_rat: 3\n": "bad.yaml: there is no field learning_rat",
+    "learning_rat: 3\n": "bad.yaml: line 1: there is no field learning_rat",
     "seed: 1\nseed: 2\n": "bad.yaml: line 2: seed is given twice",
     "seed: 1\n~: 2\n": "bad.yaml: line 2: a key must be a name",
-    "task.data: a\ntask:\n  data: b\n": "bad.yaml: task.data is given twice",
+    "task.data: a\ntask:\n  data: b\n": "bad.yaml: line 3: task.data is given twice",
     "- seed: 1\n": "expected lines of the form 'field: value'",
     "seed: [1\n": "bad.yaml: line 2: expected",
     "seed: {class_path: spy.Spy}\n": "got a mapping",
     "task: {class_path: spy.Spy}\n": "there is no field task.class_path",
     "task:\n  data: {class_path: spy.Spy}\n": "task.data: expected text or a list; got a mapping",
-    "seed:\n": "got nothing",
+    "# mine\n\nseed:\n": "bad.yaml: line 3: seed: expected a whole number, at least 0; got nothing",
     'output_dir: "a\\0b"\n': "output_dir: expected text; got 'a\\x00b'",
     "<<: {seed: 1}\n": "line 1: a key must be a name, not <<",
     "a: &a [x, x]\nb: [*a, *a]\n": "line 1: & and * (anchors",
@@ -197,6 +198,12 @@ def test_the_line_is_all_that_is_printed_and_the_exit_code_is_2(place, name):
         assert [line for line in printed.splitlines() if not line.startswith("Prepar")] == []
 
 
+def check_even(number):
+    if number % 2:
+        raise ValueError("it must be even")
+    return number
+
+
 @dataclass
 class Own:
     """Fields of an owner's task, of types that the shipped ones do not have."""
@@ -204,6 +211,9 @@ class Own:
     hidden: list[int] = field(default_factory=lambda: [64])
     name: str | None = "a"
     depth: int | Literal["auto"] = "auto"
+    width: int | str = 4
+    bits: Literal[4, 8] = 8
+    even: Annotated[int, AfterValidator(check_even)] = 2
     scale: tuple[float, float] = (0.0, 1.0)
     weights: dict[str, float] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
@@ -228,6 +238,9 @@ GIVEN = {  # a field: what is written, and what it is
     "hidden": ("[1, 2]", [1, 2]),
     "name": ("null", None),
     "depth": ("auto", "auto"),
+    "width": ("8", 8),
+    "bits": ("4", 4),
+    "even": ("4.0", 4),
     "scale": ("[1, 2.5]", (1.0, 2.5)),
     "weights": ('{"a": 1e3}', {"a": 1000.0}),
     "tags": ("[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
@@ -263,16 +276,32 @@ def test_odd_characters_of_a_text_come_back_from_config_yaml(tmp_path):
         assert parsed(tmp_path, written).name == text
 
 
+def test_a_recipe_may_begin_with_a_mark_and_have_lines_of_windows(tmp_path):
+    assert parsed(tmp_path, "\ufeff# mine\r\nown:\r\n  depth: 5\r\n").depth == 5
+    with pytest.raises(ValueError, match=r"own.yaml: line 3: own.depth: expected"):
+        parsed(tmp_path, "\ufeff# mine\r\nown:\r\n  depth: x\r\n")
+
+
+def test_the_password_of_a_url_is_in_no_line(tmp_path):
+    address = "s3://me:secret@b"
+    for text in (f"own.depth: {address}", f"{address}: 1", f"own.hidden: [{address}]"):
+        with pytest.raises(ValueError) as error:
+            parsed(tmp_path, text)
+        assert "s3://b" in str(error.value) and "secret" not in str(error.value)
+
+
 BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"
 REFUSED = [
     ("hidden", BOMB, "& and * (anchors"),
     ("weights", "{a: 1, a: 2}", "a is given twice"),
-    ("weights", "{a: {b: 1}}", "expected a number; got a mapping"),
-    ("hidden", "[1, 2.5]", "expected a whole number; got '2.5'"),
-    ("hidden", "3", "own.hidden: expected a list; got '3'; write [3]"),
-    ("scale", "[1]", "expected a list of 2; got a list"),
+    ("weights", "{a: {b: 1}}", "own.weights: Input should be a valid number; got a mapping"),
+    ("hidden", "[1, 2.5]", "unable to parse string as an integer; got '2.5'"),
+    ("hidden", "3", "own.hidden: expected a list; got '3'"),
+    ("bits", "5", "own.bits: expected one of 4, 8; got '5'"),
+    ("even", "3", "own.even: Value error, it must be even; got '3'"),
+    ("scale", "[1]", "own.scale: expected a list, maxItems 2 and minItems 2; got a"),
     ("depth", "deep", "expected a whole number or 'auto'; got 'deep'"),
-    ("extra", "[1:30]", "own.extra: expected a whole number; got '1:30'"),
+    ("extra", "[1:30]", "own.extra: invalid literal for int() with base 10: '1:30'"),
     ("extra", "!!python/name:os.system", "& and * (anchors, aliases) and !"),
     ("kind", "os.system", "can only be set in the code; got 'os.system'"),
 ]
@@ -372,6 +401,19 @@ def test_help_names_every_flag_and_no_other(project):
     assert "\n  --task.data DATA " in printed.stdout and "--task " not in printed.stdout
     for group in ("Run:\n  --seed", "Optimizer:\n  --learning_rate", "Task: Data:\n"):
         assert f"\n{group}" in printed.stdout
+
+
+@pytest.mark.slow
+def test_help_without_docstrings(project):
+    """PYTHONOPTIMIZE=2 strips them; those of fields are in the source."""
+    for command in (["train.py", "--help"], ["-m", "samestep"]):
+        printed = project.run("python", *command, PYTHONOPTIMIZE="2")
+        assert printed.stderr == ""
+    for words in (["train.py", "--seed", "x"], ["-m", "samestep", "prepare", "--seed", "x"]):
+        ended = project.run("python", *words, check=False, PYTHONOPTIMIZE="2")
+        assert ended.returncode == 2 and "seed: expected a whole number" in ended.stderr
+    printed = project.run("python", "train.py", "--help", PYTHONOPTIMIZE="2").stdout
+    assert "usage: accelerate launch" in printed and "Peak learning rate." in printed
 
 
 def test_good_input_is_one_line_too_and_a_check_trains_nothing(project, tmp_path):

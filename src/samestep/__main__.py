@@ -7,20 +7,22 @@ plot       draws the curves of a run, or compares runs
 hardware   tests this machine: check, bench and smoke; recommend says which YAML
 example    lists whole task files, or writes one
 eject      copies the library's source beside train.py, to be changed
+schema     writes configs/schema.json, by which editors complete and check recipes
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
 import importlib
 import sys
+from pathlib import Path
 
-VERBS = [line.split()[0] for line in __doc__.splitlines()[2:]]
+VERBS = sorted(path.stem for path in Path(__file__).parent.glob("programs/[a-z]*.py"))
 
 
 def main() -> int | None:
     """Runs a verb; the exit code."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
-        print(__doc__.strip())
+        print((__doc__ or "\n".join(VERBS)).strip())  # PYTHONOPTIMIZE=2 strips docstrings
         return 0
     if verb not in VERBS:
         sys.stderr.write(f"samestep: {verb!r} is not a verb; give one of {', '.join(VERBS)}\n")

@@ -315,7 +315,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
 def prepare() -> RunStart:
     """What needs no model. The library reads the number of stages from the environment."""
-    cfg, *_ = parse_config(Config, sys.argv[1:], __doc__.split("\n\n")[1].strip())
+    cfg, *_ = parse_config(Config, sys.argv[1:], __doc__)
     os.environ[STAGES], os.environ[TP] = str(cfg.stages), str(cfg.tensor_parallel)
     given = {"exact": cfg.exact, "compile": cfg.compile}
     check_pairs(*((value, name, "stages", "use train.py") for name, value in given.items()))

@@ -13,8 +13,8 @@ import json
 import operator
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -80,6 +80,10 @@ class StrictLoader(yaml.SafeLoader):
         return first if first == "\x85" else found  # not a space: config.yaml has it as it is
 
 
+# In YAML 1.1, 010 is 8 and 1:30 is 90; in a field that takes anything, 10 and an error.
+StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
 def read_yaml(source: str | Path) -> yaml.Node:
     """A YAML text or file as it is written; raises OSError, or ValueError with the line."""
     if isinstance(source, Path):
@@ -95,10 +99,10 @@ def read_yaml(source: str | Path) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
     try:
-        return yaml.SafeLoader("").construct_object(node, deep=True)
+        return loader("").construct_object(node, deep=True)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
@@ -116,9 +120,12 @@ def text_of(node: yaml.Node) -> Any:
 
 SCALARS = {str, int, float, bool, NoneType}
 CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-# Tensors hold integers below 2**63, and optimizers compute with float32.
-INT64 = Field(gt=-(2**63), lt=2**63)
-FLOAT32 = Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)
+LARGEST = 3.4028234663852886e38  # that float32 holds, with which optimizers compute
+FROM_TEXT = {
+    int: Annotated[int, Field(gt=-(2**63), lt=2**63)],  # as tensors hold them
+    float: Annotated[float, Field(ge=-LARGEST, le=LARGEST)],
+    str: Annotated[str, Field(pattern="^[^\0]*$")],
+}
 WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
 WORDS |= {"string": "text", "array": "a list", "object": "a mapping"}
 LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "maximum": "at most"}
@@ -141,20 +148,20 @@ def for_text(kind: Any) -> Any:
     field of `int | str`. The options of a Literal are compared as they are written.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is int:
-        return Annotated[int, INT64]
-    if kind is float:
-        return Annotated[float, FLOAT32]
-    if kind is str:
-        return Annotated[str, Field(pattern="^[^\0]*$")]
+    if kind in (int, float, str):
+        return FROM_TEXT[kind]
     if origin is Literal:
         options = {str(option): option for option in inner}
         return Annotated[kind, BeforeValidator(lambda text: options.get(str(text), text))]
     if origin is Annotated:
-        return Annotated[(for_text(inner[0]), *inner[1:])]
+        parts = (for_text(inner[0]), *inner[1:])
+        return Annotated[parts]
     if origin in (Union, UnionType):
-        members = functools.reduce(operator.or_, map(for_text, inner))
-        return Annotated[members, Field(union_mode="left_to_right")]
+        others = [for_text(each) for each in inner if each is not NoneType]
+        union = functools.reduce(operator.or_, others)
+        if len(others) > 1:
+            union = Annotated[union, Field(union_mode="left_to_right")]
+        return union | None if NoneType in inner else union
     if origin in (list, tuple, dict):
         return origin[tuple(map(for_text, inner))]
     return kind
@@ -178,8 +185,6 @@ def describe(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return repr(schema["const"])
     words = WORDS.get(schema.get("type"), schema.get("type", "anything"))
-    if schema.get("items"):
-        words += f", each {describe(schema['items'])}"
     if {"minimum", "maximum"} <= schema.keys():
         return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
     limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
@@ -188,20 +193,25 @@ def describe(schema: dict[str, Any]) -> str:
 
 
 def convert(kind: Any, node: yaml.Node) -> Any:
-    """The value of a field with this type. Raises ValueError, which names the expected values."""
+    """The value of a field with this type.
+
+    Raises ValueError, which says what is expected; in pydantic's words if it lies inside a list.
+    """
     untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
-    value = plain_value(node) if untyped else text_of(node)
+    value = plain_value(node, StrictLoader) if untyped else text_of(node)
     try:
         return TypeAdapter(for_text(kind), config=CHECKS).validate_python(value)
     except PydanticUserError:
         wrong = value
+        problem = f"expected {describe_type(kind)}"
     except ValidationError as error:
         deepest = max(error.errors(), key=lambda each: len(each["loc"]))
-        if deepest["type"] == "value_error":  # of a validator in the owner's code
-            raise deepest["ctx"]["error"] from None
         wrong = deepest["input"]
+        problem = deepest["msg"]
+        if wrong is value and deepest["type"] != "value_error":  # that of an owner's validator
+            problem = f"expected {describe_type(kind)}"
     got = {dict: "a mapping", list: "a list", NoneType: "nothing"}.get(type(wrong))
-    raise ValueError(f"expected {describe_type(kind)}; got {got or one_line(repr(wrong), 60)}")
+    raise ValueError(f"{problem}; got {got or one_line(repr(wrong), 60)}")
 
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -234,9 +244,7 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
         elif not equals and bool in members:  # --check is short for --check true
             text = "true"
         elif not equals:
-            is_text = words and words[0][2:].partition("=")[0] not in fields
-            hint = f"; write --{name}={shlex.quote(words[0])}" if is_text else ""
-            raise ValueError(f"--{name}: expected one argument{hint}")
+            raise ValueError(f"--{name}: expected one argument; write --{name}=VALUE")
         is_list = re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
         if (is_list and not SCALARS.issuperset(members)) or Any in members:
             yield name, read_yaml(text), None
@@ -289,12 +297,13 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
 
 
 def parse_config(
-    config_class: type, arguments: list[str], usage: str
+    config_class: type, arguments: list[str], about: str | None
 ) -> tuple[Any, Path, dict[str, Any], list[str]]:
     """The config from defaults, recipe and flags, the later first; the recipe's path; the values of
     the flags; remarks.
 
-    Raises ValueError with one line that names the place of the mistake. --help ends the program.
+    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
+    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
     """
     config_flag = dataclasses.field(metadata=ONE_COMMAND)
     fields = {"config": (str, config_flag), **fields_of(config_class)}
@@ -312,7 +321,8 @@ def parse_config(
         raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
     cfg = replace_fields(config_class(), recipe | flags)
     if HELP & {*arguments}:
-        show_help(cfg, path, usage)
+        paragraphs = (about or "").split("\n\n")
+        show_help(cfg, path, paragraphs[1].strip() if len(paragraphs) > 1 else about or USAGE)
         raise SystemExit(0)
     remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
     for name, switch, values in READERS:
@@ -412,7 +422,7 @@ def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-# ---- Help and schema -----------------------------------------------------------------------------
+# ---- Help ----------------------------------------------------------------------------------------
 
 # In the source of a dataclass: a comment that opens a group, a field, a docstring.
 PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)
@@ -427,10 +437,9 @@ def field_notes(config_class: Any, prefix: str = "", title: str = "") -> dict[st
     for base in config_class.__mro__[:-1]:
         heading = title or "Fields"
         new = [""]
-        try:
+        source = ""
+        with suppress(OSError, TypeError):  # it was typed at a prompt
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # it was typed at a prompt
-            source = ""
         for comment, field, text in PARTS.findall(source):
             if comment:
                 heading = f"{title}: {comment}" if title else comment
@@ -462,27 +471,3 @@ def show_help(cfg: Any, recipe: Path, usage: str) -> None:
         metavar = name.rpartition(".")[2].upper()
         groups[heading].add_argument(f"--{name}", metavar=metavar, help=about)
     parser.print_help()
-
-
-def recipe_schema(config_class: Any) -> dict[str, Any]:
-    """The JSON schema of recipes, by which editors complete and check them."""
-    notes = field_notes(config_class)
-    defaults = config_class()
-    schema = {"type": "object", "additionalProperties": False, "properties": {}}
-    for name, (kind, field) in fields_of(config_class).items():
-        try:
-            own = TypeAdapter(kind).json_schema()
-        except PydanticUserError:  # it can only be set in the code
-            continue
-        if "one_command" in field.metadata:
-            continue
-        own["description"] = " ".join(notes.get(name, [])[1:])
-        own["default"] = functools.reduce(getattr, name.split("."), defaults)
-        schema.setdefault("$defs", {}).update(own.pop("$defs", {}))
-        *sections, last = name.split(".")
-        place = schema["properties"]
-        for each in sections:
-            empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
-            place = place.setdefault(each, empty)["properties"]
-        place[last] = own
-    return schema

@@ -100,34 +100,37 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     return train, task
 
 
-def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
+def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
     """The config of this run from defaults, recipe and flags, and lines to print about it."""
-    commands = about.split("\n\n")[1].strip()
-    cfg, recipe, _, remarks = config.parse_config(config_class, sys.argv[1:], commands)
+    cfg, recipe, _, remarks = config.parse_config(config_class, sys.argv[1:], about)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     output, data = cfg.output_dir, folder_of_data(cfg)
-    steps = cfg.profile_steps or [1, 1]
-    few = len(steps) in (2, 3) and 0 <= steps[1] - steps[0] < min([100, *steps[2:]])
-    limit = "give the first and the last of at most 100 steps, such as [10, 13], or [10, 13, 1000] "
-    limit += "for the same every 1000 steps"
-    launcher = "to train, give it to the launcher: accelerate launch --config_file FILE train.py"
-    shown = f"output_dir is {one_line(output, 100)}, "
-    unread = cfg.config_file and not cfg.check
-    refuse(
-        (output.startswith("~"), f"{shown}there is no such user"),
-        ("://" in output, f"{shown}a URL; give a folder, and copy it when the run ends"),
-        (escaped(output) != output, f"{shown}which a terminal cannot show; give another"),
-        (
-            data,
+    shown = f"output_dir is {one_line(output, 100)}"
+    if output.startswith("~"):
+        raise ValueError(f"{shown}, there is no such user")
+    if "://" in output:
+        raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
+    if escaped(output) != output:
+        raise ValueError(f"{shown}, which a terminal cannot show; give another")
+    if data:
+        raise ValueError(
             f"output_dir {output} lies in {data}, where files of the run would count as data; "
-            "give another --output_dir",
-        ),
-        (not few, f"profile_steps is {steps}; {limit}"),
-        (unread, f"only --check reads config_file; {launcher}"),
-    )
+            "give another --output_dir"
+        )
+    steps = cfg.profile_steps or [1, 1]
+    if len(steps) not in (2, 3) or not 0 <= steps[1] - steps[0] < min([100, *steps[2:]]):
+        raise ValueError(
+            f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
+            "[10, 13], or [10, 13, 1000] for the same every 1000 steps"
+        )
+    if cfg.config_file and not cfg.check:
+        raise ValueError(
+            "only --check reads config_file; to train, give it to the launcher: "
+            "accelerate launch --config_file FILE train.py"
+        )
     return cfg, remarks
 
 

@@ -1,0 +1,159 @@
+"""The JSON schema, by which editors complete and check recipes: it knows what train.py knows."""
+
+import json
+import os
+import re
+
+import jsonschema
+import pytest
+import yaml
+
+from conftest import ROOT, bake, train_module
+from samestep.programs.schema import recipe_schema
+from samestep.settings import config
+
+TASKS = [path.stem for path in sorted((ROOT / "templates" / "tasks").glob("*.py"))]
+COMMITTED = ROOT / "templates" / "schemas"
+
+
+class EditorLoader(yaml.SafeLoader):
+    """Reads YAML as editors do, by version 1.2: 1e-3 is a number, yes is text."""
+
+    yaml_implicit_resolvers = {}
+
+
+for name, pattern, first in [
+    ("null", r"~|null|", ["~", "n", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+]:
+    tag = f"tag:yaml.org,2002:{name}"
+    EditorLoader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), first)
+EditorLoader.add_constructor(
+    "tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node))
+)
+
+
+def read(text):
+    """A recipe as an editor sees it."""
+    return yaml.load(text, EditorLoader)
+
+
+@pytest.fixture(scope="module")
+def schemas():
+    """For each task what the fields give, and those that are flags alone; may be written anew."""
+    found = {}
+    for task in TASKS:
+        with train_module(ROOT / "templates" / "tasks" / f"{task}.py") as train:
+            schema = json.loads(json.dumps(recipe_schema(train.Config)))
+            found[task] = schema, config.fields_of(train.Config)
+        if os.environ.get("UPDATE_SCHEMAS"):
+            text = json.dumps(schema, indent=2, ensure_ascii=False)
+            (COMMITTED / f"{task}.json").write_text(f"{text}\n", encoding="utf-8")
+    return found
+
+
+@pytest.fixture(scope="module")
+def projects(schemas, tmp_path_factory):
+    """A project of each task."""
+    folder = tmp_path_factory.mktemp("projects")
+    return {task: bake(folder / task, task=task) for task in TASKS}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_committed_schema_is_that_of_the_fields(schemas, projects, task):
+    """If fields change: make schema"""
+    schema, fields = schemas[task]
+    committed = json.loads((COMMITTED / f"{task}.json").read_text("utf-8"))
+    assert committed == schema, "run make schema"
+    project = projects[task].path
+    assert json.loads((project / "configs" / "schema.json").read_text("utf-8")) == schema
+    jsonschema.Draft202012Validator.check_schema(schema)
+    described = {**schema["properties"], **schema["properties"]["task"]["properties"]}
+    assert described["learning_rate"]["description"] == "Peak learning rate."
+    assert described["keep_checkpoints"]["description"].startswith("Newest checkpoints to keep")
+    assert described["cache_dir"]["description"].startswith("Folder for prepared data")
+    sections = {name for name in schema["properties"] if "properties" in schema["properties"][name]}
+    assert sections == {"task", "ddp"}
+    assert all(each["description"] for name, each in described.items() if name not in sections)
+    names = {name.rpartition(".")[2] for name in fields if "ddp" not in name}
+    flags = {n for n, (_, field) in fields.items() if "one_command" in field.metadata}
+    assert {*described} - sections == names - flags and flags == {
+        "accept_changes", "check", "config_file", "eval_only",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_recipe_names_its_schema_and_follows_it(projects, task):
+    recipes = sorted(projects[task].path.glob("configs/train/*.yaml"))
+    assert len(recipes) >= 2
+    for path in recipes:
+        text = path.read_text("utf-8")
+        named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
+        schema = json.loads((path.parent / named[1]).read_text("utf-8"))
+        jsonschema.validate(read(text), schema)
+        assert {"max_steps", "tracker"} <= read(text).keys()
+
+
+RIGHT = """
+max_steps: 10
+learning_rate: 1e-3
+eval_every: epoch
+device_shares: [2, 1]
+num_workers: null
+task:
+  data: [{path: a.jsonl, weight: 2}]
+ddp: {bucket_cap_mb: 5}
+"""
+WRONG = [  # what is written, and the field that train.py names
+    ("learning_rat: 1e-3", "learning_rat"),
+    ("max_steps: many", "max_steps"),
+    ("max_steps: 1.5", "max_steps"),
+    ("max_steps: -1", "max_steps"),
+    ("global_batch_size: 0", "global_batch_size"),
+    ("beta1: 1", "beta1"),
+    ("lr_schedule: cosin", "lr_schedule"),
+    ("eval_every: epochs", "eval_every"),
+    ("exact: 3", "exact"),
+    ("output_dir: null", "output_dir"),
+    ("device_shares: [0]", "device_shares"),
+    ("profile_steps: 10", "profile_steps"),
+    ("check: true", "check"),
+    ("task: {context_length: 1}", "task.context_length"),
+    ("task: {dropout: 1.0}", "task.dropout"),
+    ("task: {colour: red}", "task.colour"),
+    ("ddp: {bucket_cap_mb: 0}", "ddp.bucket_cap_mb"),
+    ("task: 3", "task"),
+]
+
+
+def test_what_the_schema_refuses_train_py_refuses_too(projects, tmp_path):
+    schema = json.loads((projects["causal_lm"].path / "configs" / "schema.json").read_text("utf-8"))
+    path = tmp_path / "mine.yaml"
+    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py") as train:
+        for right in (RIGHT, "max_steps: 10\ntask:\n"):
+            jsonschema.validate(read(right), schema)
+            path.write_text(right)
+            config.parse_config(train.Config, ["--config", str(path)], "")
+        for wrong, name in WRONG:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(read(wrong), schema)
+            path.write_text(wrong)
+            with pytest.raises(ValueError) as error:
+                config.parse_config(train.Config, ["--config", str(path)], "")
+            assert re.search(rf"\b{name}\b", str(error.value)), error.value
+
+
+def test_make_schema_writes_it_anew(projects):
+    """After an edit of task.py, with a class of its owner's."""
+    project = projects["seq2seq"]
+    source = ROOT / "templates" / "examples" / "plain_module.py"
+    (project.path / "task.py").write_text(source.read_text("utf-8"), encoding="utf-8")
+    said = project.run("python", "-m", "samestep", "schema").stdout
+    assert said == "configs/schema.json: the fields of recipes\n"
+    schema = json.loads((project.path / "configs" / "schema.json").read_text("utf-8"))
+    fields = schema["properties"]["task"]["properties"]
+    assert fields["samples"] == {
+        "type": "integer", "default": 1000, "description": "Points to train on.",
+    }  # fmt: skip
