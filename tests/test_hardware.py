@@ -75,7 +75,6 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(accelerate_yaml, "cuda_error", lambda: "")  # of a build for CUDA
     monkeypatch.setattr(accelerate_yaml, "is_deepspeed_available", lambda: True)
-    monkeypatch.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: True)
     monkeypatch.setattr(launching, "is_fp8_available", lambda: True)
     return monkeypatch
 
@@ -114,7 +113,7 @@ def test_check_and_launcher_agree_on_the_layout(machine, name):
     if processes > 1:
         machine.setenv("WORLD_SIZE", str(processes))
     assert layout.this_layout() == checked
-    accelerate_yaml.check_launched(checked)
+    accelerate_yaml.check_launched(checked, FOLDER / f"{name}.yaml")
     # One place for each number: the recipe has these.
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in env
     assert "ACCELERATE_GRADIENT_CLIPPING" not in env
@@ -140,8 +139,10 @@ def test_each_key_is_explained_and_the_commands_name_the_file(name):
 FSDP = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n"
 ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
-MEGATRON = ZERO.replace("DEEPSPEED", "MEGATRON_LM")
-V2 = FSDP + "fsdp_config: {fsdp_version: 2}\n"
+FP8 = DDP.replace("bf16", "fp8")
+SHARDED, ZERO2_KEYS = "fsdp_config: {fsdp_version: 2}\n", "deepspeed_config: {zero_stage: 2}\n"
+V2 = FSDP + SHARDED
+ONE = "distributed_type: 'NO'\nnum_processes: 1\n"
 TWO = "num_machines: 2\nmain_process_ip: 10.0.0.1\n"
 
 
@@ -160,32 +161,27 @@ def zero(keys):
 
 REFUSED = [  # a YAML, and what is said
     (FSDP, "train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config"),
-    (V2.replace("bf16", "fp16"), "fp16 does not go with FSDP"),
-    (ZERO.replace("bf16", "fp8"), "fp8 does not go with DeepSpeed; write bf16"),
-    (MEGATRON, "Megatron-LM trains models of its"),
-    (DDP + sizes(dp_replicate=2, tp=2), "DDP does not go with tensor parallelism; use hsdp.yaml"),
-    (DDP + sizes(dp_shard=4), "parallelism_config needs distributed_type FSDP"),
-    (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
+    (V2.replace("bf16", "fp16"), "fp16 does not go with sharded weights; write bf16"),
+    (ZERO.replace("bf16", "fp8"), "fp8 goes with DDP and FSDP alone; write bf16"),
+    (DDP + sizes(dp_replicate=2, tp=2), "parallelism_config shards nothing without FSDP; use hsdp"),
+    (DDP + sizes(dp_shard=4), "parallelism_config shards nothing without FSDP; use hsdp.yaml"),
+    (ZERO + sizes(dp_shard=2), "parallelism_config shards nothing without FSDP; use hsdp.yaml"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
     (V2 + sizes(dp_replicate=2), "needs 2 processes (dp_replicate 2), and num_processes is 4"),
-    *(
-        (V2 + sizes(dp_shard=size), f"parallelism_config_dp_shard_size is {shown}; give a whole")
-        for size, shown in (("two", "'two'"), (0, "0"), (-2, "-2"), ("null", "None"))
-    ),
-    (fsdp("fsdp_cpu_ram_efficient_loading: null"), "is None; give true or false"),
+    (V2 + sizes(dp_shard="two"), "invalid literal for int() with base 10: 'two'"),
     (V2 + "parallelism_config: {tp_size: 2}", "did you mean parallelism_config_tp_size?"),
-    (DDP + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
-    (ZERO + sizes(dp_shard=2), "does not go with DeepSpeed"),
+    (FP8 + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
     (FSDP + "fsdp_config: {fsdp_verion: 2}", "no key fsdp_verion; did you mean fsdp_version?"),
-    (fsdp("fsdp_offload_params: cpu"), "fsdp_offload_params is 'cpu'; give true or"),
-    (fsdp("offload_params: 'no'"), "fsdp_config: offload_params is 'no'; give true or false"),
     (fsdp("fsdp_sharding_strategy: FULL_SHARD"), "remove fsdp_sharding_strategy; FSDP 2 does not"),
+    (fsdp("activation_checkpointing: true"), "the recipe's field gradient_checkpointing decides"),
+    (DDP + SHARDED, "fsdp_config has no effect here: write distributed_type: FSDP, or remove fs"),
+    (ONE + SHARDED, "fsdp_config has no effect here: write distributed_type: FSDP, or remove fs"),
+    (V2 + ZERO2_KEYS, "deepspeed_config has no effect here: write distributed_type: DEEPSPEED"),
+    (ONE + sizes(tp=2), "parallelism_config has no effect here: write distributed_type: FSDP"),
+    (DDP + "fp8_config: {backend: AO}\n", "fp8_config has no effect here: write mixed_precision"),
     (zero("gradient_accumulation_steps: 4"), "the recipe's field micro_batch_size decides"),
     (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
-    (zero("zero_stage: 4"), "zero_stage is 4; give 2 or 3"),
-    (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
     (zero("zero_stage: 2") + TWO, "write deepspeed_multinode_launcher: standard"),
-    (DDP.replace("bf16", "fp8") + "fp8_config: {backend: MSAMP}", "needs torchao (pip install"),
     (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
 ]
 
@@ -206,8 +202,6 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
             accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
         return str(error.value)
 
-    machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
-    assert "fp8 needs torchao (pip install torchao), or TE" in said("fp8")
     machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)
     for name in ("deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"):
         assert "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use" in said(name)
@@ -226,7 +220,6 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 @pytest.mark.parametrize(
     "kind, name, value, said",
     [
-        ("MEGATRON_LM", "MEGATRON_LM", "true", "Megatron-LM trains"),
         ("DEEPSPEED", "GRADIENT_ACCUMULATION_STEPS", "2", "the recipe's field micro_batch_size"),
         ("DEEPSPEED", "DEEPSPEED_CONFIG_FILE", "ds.json", "unset ACCELERATE_DEEPSPEED_CONFIG_FIL"),
     ],
@@ -235,7 +228,7 @@ def test_refused_in_what_the_launcher_has_set(machine, kind, name, value, said):
     machine.setenv(f"ACCELERATE_USE_{kind}", "true")
     machine.setenv(f"ACCELERATE_{name}", value)
     with pytest.raises(ValueError, match=said):
-        accelerate_yaml.check_launched(layout.this_layout())
+        accelerate_yaml.check_launched(layout.this_layout(), None)
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
@@ -302,6 +295,17 @@ def test_check_prints_one_line(tiny, tmp_path, name, said):
     assert said in errors
 
 
+def test_a_section_without_effect_is_told_under_accelerates_own_launcher(tiny, tmp_path):
+    """Nothing has checked the YAML before; it would train unsharded, without a word."""
+    text = (FOLDER / "cpu.yaml").read_text() + SHARDED
+    (tmp_path / "mine.yaml").write_text(text)
+    launcher = ["accelerate", "launch", "--quiet", "--config_file", tmp_path / "mine.yaml"]
+    result = tiny.run(*launcher, "train.py", "--output_dir", tmp_path / "run", check=False)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert f"train.py: {tmp_path}/mine.yaml: fsdp_config has no effect here" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
     code = "from train import Config; from samestep.settings.config import fields_of; "
     code += "print(*fields_of(Config))"
@@ -310,6 +314,40 @@ def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
         keys = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
         sections = [value for value in keys.values() if isinstance(value, dict)]
         assert not fields & {*keys, *(key for section in sections for key in section)}
+
+
+# ---- hardware.yaml of a run ----------------------------------------------------------------------
+
+
+def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_changed(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "http://me:secret@proxy")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--save_every", 2]
+    assert "hardware: " not in tiny.train(1, *flags, "--max_steps", 2)
+    first = yaml.safe_load((output / "hardware.yaml").read_text())
+    assert (first["processes"], first["nodes"], first["precision"]) == (1, 1, "fp32")
+    assert first["sharding"] == "none" and [*first["devices"].values()] == [1]
+    assert first["environment"]["NCCL_SOCKET_IFNAME"] == "http://proxy"
+    assert "secret" not in (output / "hardware.yaml").read_text()
+
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    printed = tiny.train(2, *flags, "--max_steps", 4, env={"ACCELERATE_MIXED_PRECISION": "bf16"})
+    (line,) = [line for line in printed.splitlines() if line.startswith("hardware: ")]
+    assert line.startswith("hardware: processes 1 -> 2, ")
+    assert "NCCL_SOCKET_IFNAME http://proxy -> eth0" in line and "secret" not in printed
+    assert printed.count("fp32 -> bf16") == 1  # with what rounds otherwise
+    second = yaml.safe_load((output / "hardware.yaml").read_text())
+    assert (second["processes"], second["precision"]) == (2, "bf16")
+    assert [*second["devices"].values()] == [2]
+
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert "hardware: " not in tiny.train(2, *flags, "--max_steps", 6, env=env)
+    (output / "hardware.yaml").write_text("devices: [\n")  # a damaged one is no reason to stop
+    assert "hardware: " not in tiny.train(2, *flags, "--max_steps", 8, env=env)
+    assert yaml.safe_load((output / "hardware.yaml").read_text()) == second
 
 
 # ---- docs/hardware.md ----------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def two(project, tmp_path_factory):
 def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(one):
     output, printed = one
     assert {p.name for p in output.iterdir()} >= {
-        "config.yaml", "metrics.jsonl", "checkpoints", "model", "curves.png", "status.json",
+        "config.yaml", "hardware.yaml", "metrics.jsonl", "checkpoints", "model", "curves.png",
+        "status.json",
     }  # fmt: skip
     assert json.loads((output / "status.json").read_text())["exit_code"] == 0
     training = lines(output, "loss")

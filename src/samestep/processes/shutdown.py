@@ -3,6 +3,7 @@
 A signal sets a flag. The ranks agree on it between two steps, save a checkpoint, and exit.
 """
 
+import argparse
 import atexit
 import contextlib
 import errno
@@ -56,6 +57,22 @@ def find_launcher() -> int | None:
 
 
 LAUNCHER_PID = find_launcher()  # now, since the launcher may die before training begins
+
+
+def launcher_yaml() -> Path | None:
+    """The YAML of accelerate's launcher; None: unknown, or samestep launch has checked it."""
+    if LAUNCHER_PID is None or "LAUNCHING" in os.environ:
+        return None
+    try:
+        launcher = psutil.Process(LAUNCHER_PID)
+        words = launcher.cmdline()
+        folder = launcher.cwd()
+    except psutil.Error:
+        return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file", "--config-file")
+    known, _ = parser.parse_known_args(words)
+    return Path(folder, known.config_file) if known.config_file else None
 
 
 class StopRequest:

@@ -27,7 +27,7 @@ from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.base.fields import check_pairs, refuse
 from samestep.checkpoint import checkpoints
 from samestep.data.cache import digest_of
-from samestep.processes import agreement, ranks
+from samestep.processes import agreement, ranks, shutdown
 from samestep.processes.device import use_cpu
 from samestep.processes.ranks import UserError
 from samestep.report import tracking
@@ -177,7 +177,7 @@ def read_layout(cfg: Any) -> Layout:
     if cfg.check:  # samestep launch without a YAML
         return layout_of(int(os.environ.get("LAUNCH_PROCESSES", 1)), 0, (), {})
     layout = this_layout()
-    accelerate_yaml.check_launched(layout)
+    accelerate_yaml.check_launched(layout, shutdown.launcher_yaml())
     if layout.kinds and use_cpu():
         raise UserError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
     return layout

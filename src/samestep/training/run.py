@@ -14,6 +14,7 @@ from samestep.checkpoint import weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
+from samestep.start import hardware_file
 from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
 from samestep.step import batches, deepspeed, exact, sharding
 
@@ -61,18 +62,37 @@ class Run:
         print_on_main(f"{self.output}: {self.hardware}")
         for remark in self.resume_point.remarks:
             print_on_main(remark)
+        self.describe_hardware()
         if self.ranks.layout.deepspeed:
             deepspeed.configure(accelerator, self.plan, cfg.max_grad_norm)
         self.unit = getattr(self.task, "UNIT", "samples")
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 
+    def describe_hardware(self) -> None:
+        """Prints what changed since the last start, for a run that continues."""
+        versions, device_type = self.start.manifest["versions"], self.accelerator.device.type
+        name = {"cpu": versions["cpu"], "cuda": versions.get("gpu")}.get(device_type, device_type)
+        precision = self.accelerator.mixed_precision.replace("no", "fp32")
+        devices = self.ranks.gather(name)
+        self.facts = hardware_file.describe_hardware(self.ranks.layout, precision, devices)
+        if self.resume_point.checkpoint:
+            before = hardware_file.read_hardware_file(self.output / "hardware.yaml")
+            remarks = "\n".join(self.resume_point.remarks)
+            if changed := hardware_file.changed_hardware(before, self.facts, remarks):
+                print_on_main(changed)
+
     def start_logging(self) -> None:
-        """Writes config.yaml and the status, and starts the tracker: on the main process."""
+        """Writes config.yaml, hardware.yaml and the status, and starts the tracker.
+
+        Only the main process calls it.
+        """
         if self.cfg.eval_only:
             return
         settings = self.start.manifest["config"]
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
+        text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
+        files.replace_text(self.output / "hardware.yaml", text)
         if learnt := learnt_vocabulary(self.cfg, self.start.prepared):
             files.replace_text(self.output / learnt.name, learnt.read_text(encoding="utf-8"))
         run_folder.write_status(self.output, "running")
