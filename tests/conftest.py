@@ -297,7 +297,7 @@ def status(output):
     return json.loads((output / "status.json").read_text())
 
 
-def wait_until(condition, run=None, seconds=60):
+def wait_until(condition, run=None, seconds=300):
     """Waits for something, which a run does if one is given."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -491,9 +491,9 @@ def test_a_launch_without_a_program(tiny, words, code):
 
 @pytest.mark.parametrize("more", [[], ["--check"]])
 def test_a_misspelt_flag_of_the_launcher_is_found_before_the_check_is_through(tiny, tmp_path, more):
-    output = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 30]
+    output = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 3000]
     words = ["python", "-m", "samestep", "launch", "--num_procesess", 2, "train.py", *output, *more]
-    result = tiny.run(*words, check=False, timeout=25)
+    result = tiny.run(*words, check=False)
     assert result.returncode == 2 and not (tmp_path / "run" / "status.json").exists()
     line = (
         "samestep launch: unrecognized arguments: --num_procesess; see accelerate launch --help\n"

@@ -113,7 +113,7 @@ def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path
     # The line of step 2 is written before the third step is fetched.
     wait_until(lambda: (output / "metrics.jsonl").exists() and len(lines(output, "loss")) == 2, run)
     run.terminate()
-    printed, _ = run.communicate(timeout=60)
+    printed, _ = run.communicate(timeout=300)
     assert run.returncode == 75
     assert "stopped after step 3;" in printed
     assert [f.name for f in (output / "checkpoints").glob("step-*")] == ["step-00000003"]

@@ -193,7 +193,7 @@ def begin_and_wait(tiny, slowed, code, folder, *flags):
 
 def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, slowed, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
-    code = "write(share, folder); len(calls) == 2 and time.sleep(60)"
+    code = "write(share, folder); len(calls) == 2 and time.sleep(900)"
     partial = output / "checkpoints" / ".step-00000006.partial"
     slow = ["--task.row_seconds", 0.02]
     runs = begin_and_wait(tiny, slowed, code, partial, "--output_dir", output, *slow)
@@ -209,10 +209,9 @@ def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, slowed, tmp_pat
 def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path):
     output = tmp_path / "run"
     flags = ["--max_steps", 100_000, "--task.row_seconds", 0.01, "--save_every", 5]
-    code = "write(share, folder); len(calls) == 1 and time.sleep(1)"
-    partial = output / "checkpoints" / ".step-00000005.partial"
-    runs = begin_and_wait(tiny, slowed, code, partial, "--output_dir", output, *flags)
-    runs[-1].send_signal(signal.SIGTERM)
+    code = "if len(calls) == 1 and os.environ['RANK'] == '1':\n"
+    code += "        os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)"
+    runs = tiny.start(2, *ASYNC, "--output_dir", output, *flags, **slowed(code))
     printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
     assert [run.returncode for run in runs] == [75] * 2, printed
     last = lines(output, "loss")[-1]["step"]

@@ -76,15 +76,23 @@ def test_a_mistake_is_a_line(tiny, flags, said):
 
 
 def test_a_signal_stops_the_preparation_at_once(tiny, number=signal.SIGTERM):
-    program = "from samestep.programs import prepare; print('begun', flush=True); "
-    program += "prepare.main()"
-    command = ["python", "-c", program, "--task.prepare_seconds", "100"]
+    program = """
+import task, time
+from samestep.programs import prepare
+
+def prepare_data(cfg):
+    print("begun", flush=True)
+    time.sleep(1000)
+
+task.prepare_data = prepare_data
+prepare.main()
+"""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tiny.path, env=tiny.env(), **pipes) as run:
-        run.stdout.readline()
-        time.sleep(1)
+    env = tiny.env(PYTHONPATH=str(tiny.path))
+    with subprocess.Popen(["python", "-c", program], cwd=tiny.path, env=env, **pipes) as run:
+        assert run.stdout.readline() == "begun\n"
         run.send_signal(number)
-        printed = run.communicate(timeout=90)
+        printed = run.communicate(timeout=300)
         assert run.returncode == 75
     assert printed[1].endswith("stopped before the first step; the same command starts again\n")
 

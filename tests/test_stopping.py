@@ -39,8 +39,8 @@ def begin(project, launcher, hardware, output, *flags):
 
 def end(run, processes):
     """Waits until all have ended; what was printed."""
-    printed = run.communicate(timeout=60)[0]
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    printed = run.communicate(timeout=300)[0]
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive, f"left behind: {alive}\n{printed}"
     return printed
 
@@ -219,7 +219,7 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
     processes = family(run)
     if phase == "start":  # the check has ended, and accelerate begins
         checks = [each for each in processes[1:] if "--check" in each.cmdline()]
-        psutil.wait_procs(checks, timeout=30)
+        psutil.wait_procs(checks, timeout=300)
         time.sleep(0.5)
         processes = family(run)
     os.kill(run.pid, signal.SIGINT)
@@ -313,14 +313,14 @@ def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
     slow.mkdir(exist_ok=True)
     for module in ("torch", "yaml", "psutil", "json"):
         (slow / f"{module}.py").write_text(
-            "print('now', flush=True)\nimport time; time.sleep(60)\n"
+            "print('now', flush=True)\nimport time; time.sleep(900)\n"
         )
     env = {"PYTHONPATH": str(slow)}
 
     (run,) = tiny.start(1, program=name, **env)
     assert run.stdout.readline() == "now\n"
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=20)
+    out, err = run.communicate(timeout=300)
     assert run.returncode == 75 and out == ""
     name = name.removeprefix("-m ")
     assert err == f"{name}: stopped before it began; the same command starts again\n"

@@ -518,7 +518,7 @@ def test_next_window_is_fetched_ahead(config, tmp_path, store):
     rows, starts = in_order(train)
     for start in starts[:5]:  # of the first window, of 24 rows
         found = rows.__getitems__(range(start, start + 4))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while len(store.copied) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     later = {train.locate(i)[0] for i in rows.ids(range(24, 48))}

@@ -11,7 +11,6 @@ with a model.
 import contextlib
 import copy
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,16 +64,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @functools.cache
 def find_flash() -> Callable | None:
-    """FlashAttention for packed rows, if this version of torch and this GPU have it."""
+    """FlashAttention for packed rows, if this GPU has it."""
     fits = torch.cuda.is_available() and not torch.version.hip
     if not fits or torch.cuda.get_device_capability() < (8, 0):
         return None
-    try:  # it imports torch._dynamo, which takes a second
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    arguments = {*inspect.signature(varlen_attn).parameters}  # torch 2.10 has others
-    return varlen_attn if {"window_size", "scale", "enable_gqa"} <= arguments else None
+    # It imports torch._dynamo, which takes a second.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def packed_attention(
