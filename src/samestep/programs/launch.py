@@ -91,7 +91,7 @@ class Signals:
 
     def __init__(self, program: str):
         self.program, self.received = program, False
-        self.codes: dict[str, int] = {}  # of processes that have stopped, or that must not restart
+        self.codes: dict[str, int] = {}  # of the processes that torchelastic has last seen fail
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
@@ -127,10 +127,10 @@ class Signals:
 
         def monitor_workers(*arguments: Any) -> Any:
             result = monitor(*arguments)
-            codes = name_failures(result.failures)
-            if codes and (self.received or 2 in codes.values()):
-                self.codes = codes
-                raise SignalException("not to be restarted", signal.SIGTERM)
+            if result.failures:
+                self.codes = name_failures(result.failures)
+                if self.received or 2 in self.codes.values():
+                    raise SignalException("not to be restarted", signal.SIGTERM)
             return result
 
         LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
@@ -208,7 +208,9 @@ def main() -> int:
     signals.end_restarts()
     try:
         codes = train(arguments, signals)
-    except Exception as error:  # of accelerate and torch, before any process has trained
+    except Exception as error:  # of accelerate and torch, before any process has trained, or after
+        if STOPPED in signals.codes.values():  # they have saved, and the rendezvous is gone
+            return STOPPED
         cause = error.__cause__ or error
         problem = f"{type(cause).__name__}: {one_line(cause)}"
         if isinstance(cause, DistError):
