@@ -94,9 +94,6 @@ def baked(tmp_path_factory):
         for recipe in path.glob("configs/train/*.yaml"):
             text = recipe.read_text(encoding="utf-8")
             recipe.write_text(re.sub(r"^max_steps: \d+", "max_steps: 6", text, flags=re.M))
-        for name in ("accelerate/cpu", "train/default"):  # as if recommend had run
-            file = path / "configs" / f"{name}.yaml"
-            shutil.copy(file, file.with_name("recommended.yaml"))
     return projects
 
 
@@ -169,7 +166,7 @@ class Checker:
         """Raises AssertionError for a command with a target, a verb, a file or a flag too many."""
         program, *rest = words
         for word in rest:
-            made = word.endswith(("/X.yaml", "recommended.yaml"))
+            made = word.endswith("/X.yaml")
             if re.match(r"(benchmarks|cluster|configs|vendor)/", word) and not made:
                 assert any([*folder.glob(word)] for folder in self.folders), words
         if program == "make":
@@ -331,8 +328,6 @@ def test_commands_run(tmp_path, baked, trained, shell, task, name):
         rows = [row for row in rows if all(map(can_run, commands(row)))]
         if script not in others and any(map(commands, rows)):
             folder = shutil.copytree(trained(task), tmp_path / str(number), symlinks=True)
-            for recommended in folder.glob("configs/*/recommended.yaml"):
-                recommended.unlink()
             if "make plot" in script:
                 shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
             shell(BakedProject(folder), "\n".join(rows))
