@@ -94,9 +94,6 @@ def baked(tmp_path_factory):
         for recipe in path.glob("configs/train/*.yaml"):
             text = recipe.read_text(encoding="utf-8")
             recipe.write_text(re.sub(r"^max_steps: \d+", "max_steps: 6", text, flags=re.M))
-        for name in ("accelerate/cpu", "train/default"):  # as if recommend had run
-            file = path / "configs" / f"{name}.yaml"
-            shutil.copy(file, file.with_name("recommended.yaml"))
     return projects
 
 
@@ -169,7 +166,7 @@ class Checker:
         """Raises AssertionError for a command with a target, a verb, a file or a flag too many."""
         program, *rest = words
         for word in rest:
-            made = word.endswith(("/X.yaml", "recommended.yaml"))
+            made = word.endswith("/X.yaml")
             if re.match(r"(benchmarks|cluster|configs|vendor)/", word) and not made:
                 assert any([*folder.glob(word)] for folder in self.folders), words
         if program == "make":
@@ -183,7 +180,7 @@ class Checker:
         elif program in PYTHON and rest[0] == "-c":
             ast.parse(rest[1])
         elif program in PYTHON:
-            of_file = rest[0] == "-" or rest[0].startswith("benchmarks/")
+            of_file = rest[0] == "-" or rest[0].startswith(("benchmarks/", "tests/"))
             assert of_file or rest[1] in ("pip", "venv", "llama_cpp.server"), words
         else:
             assert program in OTHERS, f"{program} of {words} is not in OTHERS"
@@ -347,8 +344,6 @@ def test_commands_run(tmp_path, blocks, trained, shell, task, name):
     for number, rows in blocks[task, name].items():
         if rows:
             folder = shutil.copytree(trained(task), tmp_path / str(number), symlinks=True)
-            for recommended in folder.glob("configs/*/recommended.yaml"):
-                recommended.unlink()
             if "make plot" in "".join(rows):
                 shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
             shell(BakedProject(folder), "\n".join(rows))

@@ -51,11 +51,3 @@ def peaks_of(device: torch.device) -> dict[str, float]:
             named = zip((*FORMATS, "memory"), numbers, strict=True)
             return {format: number for format, number in named if number}
     return {}
-
-
-def fp8_type(device: torch.device) -> torch.dtype:
-    """The fp8 that a device multiplies: AMD's MI300 has one of its own."""
-    if device.type == "cuda" and torch.version.hip:
-        if "gfx94" in torch.cuda.get_device_properties(device).gcnArchName:
-            return torch.float8_e4m3fnuz
-    return torch.float8_e4m3fn
