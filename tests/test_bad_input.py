@@ -1,19 +1,22 @@
 """Bad input: one line that says what is wrong and where, exit code 2, and nothing is lost."""
 
+import enum
 import importlib
 import json
 import shutil
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 import yaml
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel
 
 from conftest import ROOT, SOURCE, train_module
 from samestep.settings import accelerate_yaml, config
+from samestep.start import startup
 
 CPU = "configs/accelerate/cpu.yaml"
 
@@ -284,6 +287,37 @@ def test_the_password_of_a_url_is_in_no_line(tmp_path):
         with pytest.raises(ValueError) as error:
             parsed(tmp_path, text)
         assert "s3://b" in str(error.value) and "secret" not in str(error.value)
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Size(BaseModel):
+    width: int = 1
+
+
+@dataclass
+class Odd:
+    """Fields of types that YAML does not have."""
+
+    folder: Path = Path("a")
+    color: Color = Color.RED
+    size: Size | None = None
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+
+def test_config_yaml_gives_back_paths_options_and_models(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("{folder: b/c, color: blue, size: {width: 3}, points: [[1, 2e-3]]}")
+    cfg, *_ = config.parse_config(Odd, ["--config", str(path)], "")
+    assert cfg == Odd(Path("b/c"), Color.BLUE, Size(width=3), [(1, 0.002)])
+    path.write_text(yaml.safe_dump(startup.resolved_config(cfg)))
+    assert config.parse_config(Odd, ["--config", str(path)], "")[0] == cfg
+    path.write_text("size: {wdth: 3}")
+    with pytest.raises(ValueError, match="size: Extra inputs are not permitted; got '3'"):
+        config.parse_config(Odd, ["--config", str(path)], "")
 
 
 BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
+from pydantic_core import to_jsonable_python
 
 from samestep.processes import shutdown
 from samestep.programs import make_parser
@@ -36,7 +37,8 @@ def recipe_schema(config_class: Any) -> dict[str, Any]:
         if "one_command" in field.metadata:
             continue
         own["description"] = " ".join(notes.get(name, [])[1:])
-        own["default"] = functools.reduce(getattr, name.split("."), defaults)
+        default = functools.reduce(getattr, name.split("."), defaults)
+        own["default"] = to_jsonable_python(default, fallback=str)
         if "$defs" in own:  # of types with fields of their own
             schema.setdefault("$defs", {}).update(own.pop("$defs"))
         *sections, last = name.split(".")
@@ -52,7 +54,7 @@ def write() -> None:
     """Writes the schema of this folder's train.py and task.py, and prints its place."""
     make_parser("schema", __doc__).parse_args()
     train, _ = find_project()
-    text = json.dumps(recipe_schema(train.Config), indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(recipe_schema(train.Config), indent=2, ensure_ascii=False)
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(text + "\n", encoding="utf-8")
     print(f"{PATH}: the fields of recipes")

@@ -119,7 +119,7 @@ def text_of(node: yaml.Node) -> Any:
 # ---- Types ---------------------------------------------------------------------------------------
 
 SCALARS = {str, int, float, bool, NoneType}
-CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
+FINITE = ConfigDict(allow_inf_nan=False)
 LARGEST = 3.4028234663852886e38  # that float32 holds, with which optimizers compute
 FROM_TEXT = {
     int: Annotated[int, Field(gt=-(2**63), lt=2**63)],  # as tensors hold them
@@ -200,7 +200,8 @@ def convert(kind: Any, node: yaml.Node) -> Any:
     untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
     value = plain_value(node, StrictLoader) if untyped else text_of(node)
     try:
-        return TypeAdapter(for_text(kind), config=CHECKS).validate_python(value)
+        adapter = TypeAdapter(for_text(kind), config=FINITE)
+        return adapter.validate_python(value, extra="forbid")
     except PydanticUserError:
         wrong = value
         problem = f"expected {describe_type(kind)}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_jsonable_python
 
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
@@ -151,9 +152,13 @@ def folder_of_data(cfg: Any) -> str:
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
-    """The settings that config.yaml and manifests hold: all but those that belong to one start."""
+    """The settings that config.yaml and manifests hold: all but those that belong to one start.
+
+    A path, an option of an Enum and the like become what they are read from.
+    """
     saved = [f.name for f in dataclasses.fields(cfg) if f.metadata.get("saved", True)]
-    return {name: value for name, value in dataclasses.asdict(cfg).items() if name in saved}
+    values = to_jsonable_python(dataclasses.asdict(cfg))
+    return {name: value for name, value in values.items() if name in saved}
 
 
 def change_effects(cfg: Any) -> dict[str, str]:
