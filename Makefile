@@ -38,7 +38,7 @@ python_fits = $(if $(filter-out file,$(origin PYTHON)),@\
 	asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && test "$$asked" = "$$has" || { \
 	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; })
 
-.PHONY: help demo schema test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
+.PHONY: help demo test test-all test-zero schema torture faults bench bench-steps bench-scaling bench-ddp \
 	bench-scale gpu
 
 help:  ## list these targets

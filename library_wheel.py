@@ -14,6 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 DATE = (2020, 1, 1, 0, 0, 0)  # of all files in the archive: equal sources give equal bytes
+METADATA = """\
+Metadata-Version: 2.1
+Name: samestep
+Version: {}
+Requires-Python: >=3.10
+"""
+WHEEL = b"Wheel-Version: 1.0\nGenerator: samestep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 def contents() -> dict[str, bytes]:
@@ -29,7 +36,7 @@ def contents() -> dict[str, bytes]:
 def version(files: dict[str, bytes] | None = None) -> str:
     """The version of the sources: the library's own, and eight digits of their SHA-256."""
     files = files or contents()
-    number = re.search(r'^__version__ = "(.+)"$', files["samestep/__init__.py"].decode(), re.M)[1]
+    number = re.search(rb'^__version__ = "(.+)"$', files["samestep/__init__.py"], re.M)[1].decode()
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
@@ -39,15 +46,15 @@ def version(files: dict[str, bytes] | None = None) -> str:
 def write(folder: Path) -> Path:
     """Writes the wheel into a folder, and removes older ones; its path."""
     files = contents()
-    name = f"samestep-{version(files)}"
-    files |= {
-        f"{name}.dist-info/METADATA": metadata(version(files)),
-        f"{name}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: samestep\n"
-        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = f"{name}.dist-info/RECORD"
-    lines = [f"{path},{hash_of(data)},{len(data)}" for path, data in files.items()]
-    files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
+    number = version(files)
+    name = f"samestep-{number}"
+    files[f"{name}.dist-info/METADATA"] = METADATA.format(number).encode()
+    files[f"{name}.dist-info/WHEEL"] = WHEEL
+    record = ""
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(data)}\n"
+    files[f"{name}.dist-info/RECORD"] = f"{record}{name}.dist-info/RECORD,,\n".encode()
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as archive:
         for path, data in files.items():
@@ -60,20 +67,6 @@ def write(folder: Path) -> Path:
     wheel = folder / f"{name}-py3-none-any.whl"
     wheel.write_bytes(memory.getvalue())
     return wheel
-
-
-def metadata(number: str) -> bytes:
-    return (
-        f"Metadata-Version: 2.1\nName: samestep\nVersion: {number}\n"
-        "Summary: The library under a project of cookiecutter-accelerate\n"
-        "Requires-Python: >=3.10\n"
-    ).encode()
-
-
-def hash_of(data: bytes) -> str:
-    """A file's SHA-256 as RECORD has it."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
-    return f"sha256={digest.rstrip(b'=').decode()}"
 
 
 if __name__ == "__main__":

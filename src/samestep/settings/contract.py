@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from samestep.base.fields import refuse
-
 Batch = dict[str, torch.Tensor]
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
 RESERVED = ("step", "samples", "eval_loss", "event")
@@ -184,14 +182,15 @@ def expect(right: object, place: str, value: Any, wanted: str) -> None:
 
 
 def check_datasets(data: Any) -> None:
-    """Raises ValueError unless these are two datasets that know their length."""
+    """Raises ValueError unless these are two datasets with rows."""
     right = isinstance(data, tuple | list) and len(data) == 2
     expect(right, "datasets returns", data, "(train, validation)")
-    for name, each in zip(("train on", "evaluate on"), data, strict=True):
+    for each in data:
         right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
         expect(right, "datasets returns", each, "datasets with len() and [i]")
         if not len(each):
-            raise ValueError(f"task.datasets returns no row to {name}; give at least one")
+            use = "train on" if each is data[0] else "evaluate on"
+            raise ValueError(f"task.datasets returns no row to {use}; give at least one")
 
 
 def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
@@ -217,18 +216,19 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
                 f"task.sources: {each.name!r} needs whole numbers: rows from 0, a weight and a "
                 "window from 1, and shards, an int array, that add up to the rows"
             )
+        if training and not each.rows:
+            raise ValueError(f"task.sources: {each.name} has no rows to train on; leave it out")
     name, times = Counter(each.name for each in sources).most_common(1)[0]
-    total, rows = sum(each.rows for each in sources), len(dataset)
-    empty = ", ".join(each.name for each in sources if training and not each.rows)
+    if times > 1:
+        raise ValueError(f"task.sources: {times} are called {name!r}; give each another name")
+    total = sum(each.rows for each in sources)
+    if total != len(dataset):
+        together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
+        raise ValueError(f"task.sources: they have {together}")
     weights = [int(each.weight) for each in sources]
-    too_fine = sum(weights) // math.gcd(*weights) > LONGEST_PERIOD
-    refuse(
-        (times > 1, f"{times} are called {name!r}; give each another name"),
-        (total != rows, f"they have {total:,} rows together, but the dataset has {rows:,}"),
-        (empty, f"{empty} has no rows to train on; leave it out"),
-        (too_fine, f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"),
-        start="task.sources: ",
-    )
+    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+        too_fine = f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"
+        raise ValueError(f"task.sources: {too_fine}")
     return [each for each in sources if each.rows]
 
 
@@ -251,7 +251,7 @@ def check_count(count: Any) -> int:
 
 
 def check_model(model: Any) -> torch.nn.Module:
-    """The model of task.build_model; raises ValueError for anything else."""
+    """The model of task.build_model; raises ValueError for one that cannot be trained."""
     expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
     if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
         raise ValueError(
@@ -281,9 +281,8 @@ def check_sums(sums: Any) -> None:
     """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
     expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
     for name, value in sums.items():
-        right = torch.is_tensor(value) and not value.is_complex()
-        expect(right, f"eval_sums: {name!r} is", value, "a tensor")
-        exact = value.dtype not in (torch.bfloat16, torch.float16)
+        expect(torch.is_tensor(value), f"eval_sums: {name!r} is", value, "a tensor")
+        exact = value.dtype not in (torch.bfloat16, torch.float16) and not value.is_complex()
         better = "one that rounds no sums: call .float(), and count without products of matrices"
         expect(exact, f"eval_sums: {name!r} is", value, better)
 

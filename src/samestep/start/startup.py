@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
-from samestep.base.fields import check_pairs, refuse
+from samestep.base.fields import refuse
 from samestep.checkpoint import checkpoints
 from samestep.data.cache import digest_of
 from samestep.processes import agreement, ranks, shutdown
@@ -42,6 +42,16 @@ from samestep.step.order import first_mixture, hash64, next_mixture
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
 VOCABULARY = "tokenizer.json"  # of a run that has learnt one, and of its prepared data
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+
+# Fields, and what each does not go with; the first is named first.
+EXCLUDED = {
+    "gradient_compression": ("exact", "device_shares auto", "sharded weights"),
+    "ddp": ("sharded weights", "exact"),
+    "device_shares": ("sharded weights",),
+    "exact": ("compile", "DeepSpeed", "tensor parallelism", "context parallelism"),
+    "compile": ("context parallelism", "DeepSpeed"),
+    "async_save": ("DeepSpeed",),
+}
 
 
 @dataclass
@@ -193,25 +203,19 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
 
     They would change the numbers, or other code than ours does the work: see docs/hardware.md.
     """
-    compression, equal = "gradient_compression", cfg.device_shares == "equal"
-    compresses, auto = cfg.gradient_compression != "none", cfg.device_shares == "auto"
-    zero, shares, none = layout.deepspeed, "set device_shares to equal", "set it to none"
-    ddp = cfg.ddp != DDPConfig()
-    check_pairs(
-        (compresses and cfg.exact, compression, "exact", none),
-        (compresses and auto, compression, "device_shares auto", none),
-        (compresses and layout.sharded, compression, "sharded weights", none),
-        (ddp and layout.sharded, "ddp", "sharded weights", "leave it out"),
-        (ddp and cfg.exact, "ddp", "exact, which adds by itself", "leave it out"),
-        (not equal and layout.sharded, "device_shares", "sharded weights", shares),
-        (cfg.exact and cfg.compile, "exact", "compile", "set one of them to false"),
-        (cfg.exact and zero, "exact", "DeepSpeed", "use fsdp2.yaml"),
-        (cfg.exact and layout.tp > 1, "exact", "tensor parallelism", "use fsdp2.yaml"),
-        (cfg.exact and layout.cp > 1, "exact", "context parallelism", "use fsdp2.yaml"),
-        (cfg.compile and layout.cp > 1, "compile", "context parallelism", "use fsdp2.yaml"),
-        (cfg.compile and zero, "compile", "DeepSpeed", "use fsdp2.yaml"),
-        (zero and cfg.async_save, "async_save", "DeepSpeed", "use fsdp2.yaml"),
-    )
+    there = {
+        "exact": cfg.exact,
+        "compile": cfg.compile,
+        "device_shares auto": cfg.device_shares == "auto",
+        "sharded weights": layout.sharded,
+        "DeepSpeed": layout.deepspeed,
+        "tensor parallelism": layout.tp > 1,
+        "context parallelism": layout.cp > 1,
+    }
+    for name, others in EXCLUDED.items():
+        for other in others:
+            if there[other] and getattr(cfg, name) not in (False, "none", "equal", DDPConfig()):
+                raise ValueError(f"{name} does not go with {other}; leave one of them out")
 
 
 def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: int) -> None:
@@ -220,17 +224,21 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
     row = rows[0] if isinstance(rows[0], Mapping) else {}
-    tokens, labels = (np.asarray(row.get(name, ())).size for name in ("input_ids", "labels"))
-    refuse(
-        (not hasattr(task, "check_shared_rows"), "task.py has no function check_shared_rows"),
-        ("position_ids" in row, "those packed by best_fit are of other texts; use fsdp2.yaml"),
-        (
-            not tokens or tokens != labels or tokens % parts,
+    tokens = np.asarray(row.get("input_ids", ())).size
+    labels = np.asarray(row.get("labels", ())).size
+    problem = ""
+    if not hasattr(task, "check_shared_rows"):
+        problem = "task.py has no function check_shared_rows"
+    elif "position_ids" in row:
+        problem = "those packed by best_fit are of other texts; use fsdp2.yaml"
+    elif not tokens or tokens != labels or tokens % parts:
+        problem = (
             f"into {parts} equal parts, and the first row has {tokens} input_ids and {labels} "
-            f"labels; give a context_length that {parts} divides, or use fsdp2.yaml",
-        ),
-        start="context parallelism cuts rows, of which each token sees all earlier ones: ",
-    )
+            f"labels; give a context_length that {parts} divides, or use fsdp2.yaml"
+        )
+    if problem:
+        start = "context parallelism cuts rows, of which each token sees all earlier ones"
+        raise ValueError(f"{start}: {problem}")
     task.check_shared_rows(cfg.task, prepared)
 
 
