@@ -25,7 +25,6 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
-from samestep.base.fields import refuse
 from samestep.checkpoint import checkpoints
 from samestep.data.cache import digest_of
 from samestep.processes import agreement, ranks, shutdown
