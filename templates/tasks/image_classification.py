@@ -40,8 +40,7 @@ from samestep.streaming.streaming import StreamFields, check_streaming
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
 Batch = dict[str, torch.Tensor]
-# uint8 (side, side, 3), its class (or in training their distribution), its image_data.load_view
-Row = tuple[np.ndarray, Any, dict]
+Row = tuple[np.ndarray, Any, dict]  # uint8 (side, side, 3), its class or classes, its load_view
 
 Side = Annotated[int, Field(ge=1, le=4096)]
 StoredSide = Annotated[int, Field(ge=0, le=8192)]

@@ -46,8 +46,7 @@ TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 
 TextLength = Annotated[int, Field(ge=3, le=2**20)]  # a token between two special ones
-# 256 bytes and 3 special tokens are the least that a byte-level vocabulary has.
-EncoderVocabulary = Annotated[int, Field(ge=260, le=2**20)]
+EncoderVocabulary = Annotated[int, Field(ge=260, le=2**20)]  # 256 bytes, special tokens
 
 
 # ---- Config --------------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def ask_exported(run: Run, folder: Path) -> dict:
     program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
     options = {"env": env, "capture_output": True, "text": True, "timeout": run.cfg.timeout}
     with tempfile.TemporaryDirectory() as temporary:
+        each: Any
         for i, each in enumerate(run.asked):
             if hasattr(each["given"], "save"):  # an image of Pillow
                 each["given"].save(Path(temporary, f"{i}.png"))
