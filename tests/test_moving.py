@@ -1,7 +1,6 @@
 """Checkpoints of real runs: moved between kinds of parallelism, and saved in the background."""
 
 import shutil
-import signal
 
 import pytest
 import torch
