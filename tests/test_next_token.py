@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers
 
 from conftest import GPUS, ROOT
-from samestep.models import attention, next_token
+from samestep.models import attention, next_token, pretrained
 from waits import host_waits
 
 LENGTH = 32
@@ -44,6 +44,7 @@ MODELS = {
     "kwargs are not handed down": ("StableLm", {}, SDPA, True),
     "capped": ("Gemma2", EIGHT, EAGER, False),
 }
+PLAIN = pretrained.ModelConfig()
 
 
 def make(name, **more):
@@ -51,7 +52,7 @@ def make(name, **more):
     family, settings, *_ = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **more})
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    model = pretrained.new_model(transformers.AutoModelForCausalLM, config, PLAIN).train()
     for weights in model.parameters():
         if weights.ndim > 1:
             weights.data *= 3

@@ -144,6 +144,15 @@ def attention_option(cfg: ModelConfig) -> dict[str, str]:
     return {} if name == "sdpa" else {"attn_implementation": name}
 
 
+def keep_cap(model: Any) -> Any:
+    """Gives a model with capped attention, such as Gemma 2, eager attention: the sdpa of
+    transformers before 5.24 leaves the cap out without a word."""
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    if capped and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    return model
+
+
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
     """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
@@ -173,7 +182,7 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
         remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
     if remark:
         print_on_main(f"{given}: {remark}")
-    return model
+    return keep_cap(model)
 
 
 def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
@@ -211,7 +220,7 @@ def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
     """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
     try:
-        return auto.from_config(config, **attention_option(cfg))
+        return keep_cap(auto.from_config(config, **attention_option(cfg)))
     except (ImportError, ValueError) as error:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 

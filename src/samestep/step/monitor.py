@@ -53,11 +53,8 @@ def add_overflow(inner: Any, *_: Any) -> None:
 
 
 def add_in_order(losses: list[float]) -> float:
-    """The sum of losses in the order of the micro-batches, whoever computed them.
-
-    A loop: from Python 3.12 on, `sum` of floats carries the rounding errors along, and the loss of
-    a line would depend on the version of Python.
-    """
+    """The sum of losses in the order of the micro-batches, whoever computed them: a loop, since
+    `sum` compensates rounding from Python 3.12 on, and the loss must not depend on that."""
     total = 0.0
     for loss in losses:
         total += loss

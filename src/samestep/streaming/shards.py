@@ -285,7 +285,7 @@ def walk_tar(
     counted, read = member_names(columns), member_names(wanted)
 
     def regular_members() -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-        while member := archive.next():
+        for member in archive:  # not archive.next(): Python 3.10 fails after the end
             archive.members = []  # type: ignore[attr-defined]  # it would keep all
             if not (match := KEY.fullmatch(member.name)):
                 continue
