@@ -64,13 +64,14 @@ def load_pipeline(folder: Path, task: str) -> Any:
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
+    make: Any = transformers.pipeline
     if task == "image-classification":
         processor = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
-        return transformers.pipeline(task, model, image_processor=processor)
+        return make(task, model, image_processor=processor)
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **options)
     if task == TEXT_TO_TEXT:  # transformers 5 has no pipeline for it
         return SimpleNamespace(task=task, model=model.eval(), tokenizer=tokenizer)
-    return transformers.pipeline(task, model, tokenizer=tokenizer)
+    return make(task, model, tokenizer=tokenizer)
 
 
 def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
