@@ -233,4 +233,4 @@ def main() -> int:
         if number < 0:
             cause = ", as the kernel does when the memory is full" if number == -9 else ""
             say(f"{process} was ended by {signal.Signals(-number).name}{cause}")
-    return max(code, 0) or int(bool(codes))
+    return code if code >= 0 else 1
