@@ -91,7 +91,7 @@ class Signals:
 
     def __init__(self, program: str):
         self.program, self.received = program, False
-        self.codes: dict[str, int] = {}  # of the processes that torchelastic has last seen fail
+        self.agent: Any = None  # of torchelastic
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
@@ -125,27 +125,25 @@ class Signals:
 
         monitor = LocalElasticAgent._monitor_workers
 
-        def monitor_workers(*arguments: Any) -> Any:
-            result = monitor(*arguments)
-            if result.failures:
-                self.codes = name_failures(result.failures)
-                if self.received or 2 in self.codes.values():
-                    raise SignalException("not to be restarted", signal.SIGTERM)
+        def monitor_workers(agent: Any, *arguments: Any) -> Any:
+            self.agent, result = agent, monitor(agent, *arguments)
+            codes = {each.exitcode for each in result.failures.values()}
+            if codes and (self.received or 2 in codes):
+                raise SignalException("not to be restarted", signal.SIGTERM)
             return result
 
         LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
 
-
-def name_failures(failures: dict) -> dict[str, int]:
-    """The exit codes of processes that torchelastic has seen fail, the lowest rank first."""
-    failed = sorted(failures.items())
-    return {f"process {rank} (pid {each.pid})": each.exitcode for rank, each in failed}
+    def exit_codes(self) -> dict[str, int]:
+        """Those of the processes that torchelastic has started last."""
+        context = getattr(self.agent, "_pcontext", None)
+        started = getattr(context, "subprocess_handlers", {})
+        return {f"process {rank}": each.proc.wait() for rank, each in started.items()}
 
 
 def train(arguments: argparse.Namespace, signals: Signals) -> dict[str, int]:
     """Runs the launcher; the exit codes of processes that failed on this machine."""
     from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments.quiet = False  # it would hide the exit code
@@ -159,9 +157,12 @@ def train(arguments: argparse.Namespace, signals: Signals) -> dict[str, int]:
     except subprocess.CalledProcessError as error:
         return {"the process that trained": error.returncode}
     except ChildFailedError as error:
-        return name_failures(error.failures)
-    except SignalException:
-        return signals.codes or {"the launcher": 1}  # after SIGQUIT
+        failed = sorted(error.failures.items())
+        return {f"process {rank} (pid {each.pid})": each.exitcode for rank, each in failed}
+    except Exception:  # a signal, or the rendezvous is gone: it has stopped what it had started
+        if codes := signals.exit_codes():
+            return codes
+        raise
     return {}
 
 
@@ -208,9 +209,7 @@ def main() -> int:
     signals.end_restarts()
     try:
         codes = train(arguments, signals)
-    except Exception as error:  # of accelerate and torch, before any process has trained, or after
-        if STOPPED in signals.codes.values():  # they have saved, and the rendezvous is gone
-            return STOPPED
+    except Exception as error:  # of accelerate and torch, before any process has trained
         cause = error.__cause__ or error
         problem = f"{type(cause).__name__}: {one_line(cause)}"
         if isinstance(cause, DistError):
@@ -220,7 +219,12 @@ def main() -> int:
             )
         say(problem)
         return 1
-    code = 2 if 2 in codes.values() else next(iter(codes.values()), 0)
+    code = next(iter(codes.values()), 0)
+    for known in (STOPPED, 2):
+        if known in codes.values():
+            code = known
+    if code in (STOPPED, 2):
+        return code
     if signals.received and code < 0:
         advice = "the same command continues from the newest checkpoint, if there is one"
         say(f"stopped without saving; {advice}")
@@ -229,4 +233,4 @@ def main() -> int:
         if number < 0:
             cause = ", as the kernel does when the memory is full" if number == -9 else ""
             say(f"{process} was ended by {signal.Signals(-number).name}{cause}")
-    return max(code, 0) or int(bool(codes))
+    return code if code >= 0 else 1

@@ -65,6 +65,7 @@ def load_pipeline(folder: Path, task: str) -> Any:
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
+    make: Any = transformers.pipeline
     if task == "image-classification":
         processor = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
         return make(task, model, image_processor=processor)

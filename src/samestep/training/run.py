@@ -34,7 +34,7 @@ class Run:
             self.last_step = max(self.first_step, self.resume_point.max_steps)
         self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
-        self.asked: list[dict] | str = []  # what the trained model answered: see ending.py
+        self.asked: Any = []  # what the trained model answered: see ending.py
 
     def samples(self, step: int) -> int:
         """Samples of the run up to the end of this step."""
