@@ -40,7 +40,15 @@ def leave(code: int, program: str, line: str) -> None:
     if os.environ.get("RANK", "0") == "0" or code == 2:
         with contextlib.suppress(OSError):  # nobody listens
             os.write(2, f"{program}: {line}\n".encode(errors="backslashreplace"))
+    write_exit_code(code)
     os._exit(code)
+
+
+def write_exit_code(code: int | str) -> None:
+    """Writes the exit code for samestep launch on this machine: accelerate makes each one 1."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and "EXIT_CODE_FILE" in os.environ:
+        with contextlib.suppress(OSError):
+            Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
 
 
 def find_problem() -> str:

@@ -25,6 +25,7 @@ import psutil
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
+from samestep.base.preflight import write_exit_code
 from samestep.processes import meeting
 from samestep.processes.meeting import STOPPED
 from samestep.processes.ranks import (
@@ -132,6 +133,7 @@ def run(main: Callable, prepare: Callable) -> None:
     failure is written to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
+    write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
     stop, start, ranks, others = StopRequest(), None, None, None
     error = None
     try:
@@ -277,6 +279,7 @@ def exit_process(code: int) -> NoReturn:
     interrupted. What comes before finalisation is done here.
     """
     signal.setitimer(signal.ITIMER_REAL, 0)  # finalisation takes the handlers away
+    write_exit_code(code)
     if PROCESSES == 1 and code != STOPPED:
         sys.exit(code)
     with contextlib.suppress(SystemExit):

@@ -17,13 +17,15 @@ import argparse
 import contextlib
 import functools
 import io
-import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ import psutil
 import yaml
 
 from samestep.base import preflight
-from samestep.base.console import one_line
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
@@ -90,8 +91,7 @@ class Signals:
     """Passes a signal on to the processes that train, which save and stop."""
 
     def __init__(self, program: str):
-        self.program, self.received = program, False
-        self.agent: Any = None  # of torchelastic
+        self.program, self.received, self.refused = program, False, False
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
@@ -102,72 +102,31 @@ class Signals:
             threading.Thread(target=self.stop, daemon=True).start()
 
     def stop(self) -> None:
-        """Asks the check, or all that train, to stop: torchelastic may be about to start them."""
-        asked: set[int] = set()
-        began = time.monotonic()
-        while asked or time.monotonic() < began + 10:
+        """Asks the check, or all that train, to stop; they may be about to start."""
+        while True:
+            # torchelastic runs several processes, and has a handler that stops them. A single one
+            # gets the signal itself.
+            if signal.getsignal(signal.SIGTERM) != self.handle:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             with contextlib.suppress(psutil.Error):  # one has just ended
-                for each in psutil.Process().children():
-                    if self.program in each.cmdline() and each.pid not in asked:
-                        asked.add(each.pid)
-                        each.terminate()
+                children = psutil.Process().children()
+                if found := [each for each in children if self.program in each.cmdline()]:
+                    found[0].terminate()
+                    return
             time.sleep(0.1)
-        preflight.leave(STOPPED, "samestep launch", preflight.BEFORE)  # others have not come
 
-    def end_restarts(self) -> None:
-        """Keeps torchelastic from starting again what was stopped or ends in the same error.
-
-        It ends as for a signal. After an error launchers of other machines, which may go on without
-        this one, would find the rendezvous closed.
-        """
-        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        monitor = LocalElasticAgent._monitor_workers
-
-        def monitor_workers(agent: Any, *arguments: Any) -> Any:
-            self.agent, result = agent, monitor(agent, *arguments)
-            codes = {each.exitcode for each in result.failures.values()}
-            if codes and (self.received or 2 in codes):
-                raise SignalException("not to be restarted", signal.SIGTERM)
-            return result
-
-        LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
-
-    def exit_codes(self) -> dict[str, int]:
-        """Those of the processes that torchelastic has started last."""
-        context = getattr(self.agent, "_pcontext", None)
-        started = getattr(context, "subprocess_handlers", {})
-        return {f"process {rank}": each.proc.wait() for rank, each in started.items()}
+    def stop_refused(self, code_file: Path) -> None:
+        """Stops all after exit code 2: torchelastic would restart what ends in the same error."""
+        while read(code_file) != "2":
+            time.sleep(0.2)
+        self.refused = True
+        self.stop()
 
 
-def train(arguments: argparse.Namespace, signals: Signals) -> dict[str, int]:
-    """Runs the launcher; the exit codes of processes that failed on this machine."""
-    from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    arguments.quiet = False  # it would hide the exit code
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Signals` passes on the others
-    # With the c10d rendezvous, launchers that restart would disagree about a shared store.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.disable()  # dozens of lines for a Ctrl-C
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            launch_command(arguments)
-    except subprocess.CalledProcessError as error:
-        return {"the process that trained": error.returncode}
-    except ChildFailedError as error:
-        failed = sorted(error.failures.items())
-        return {f"process {rank} (pid {each.pid})": each.exitcode for rank, each in failed}
-    except Exception:  # a signal, or the rendezvous is gone: it has stopped what it had started
-        if codes := signals.exit_codes():
-            return codes
-        raise
-    return {}
-
-
-def say(line: object) -> None:
-    print(f"samestep launch: {line}", file=sys.stderr)
+def read(file: Path) -> str:
+    """The text of a file; empty if it is not there."""
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def main() -> int:
@@ -179,7 +138,7 @@ def main() -> int:
         print(__doc__)
         return 0
     if not program:
-        say("name a program, such as train.py; see --help")
+        print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
         return 2
     known, signals = read_options(launcher), Signals(program[0])
     if {"--help", "-h"} & {*program}:
@@ -188,49 +147,67 @@ def main() -> int:
     if not only:
         os.environ["LAUNCHING"] = "1"  # the run prints what the check would
     check = start_check(known, program, {} if only else find_meeting(known))
-    # The imports of the launcher take as long as those of the check.
-    from accelerate.commands.launch import launch_command_parser
-    from torch.distributed import DistError
+    report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
+    with contextlib.redirect_stderr(report):
+        # The imports of the launcher take as long as those of the check.
+        from accelerate.commands.launch import launch_command, launch_command_parser
 
-    parser = launch_command_parser()
-    parser.error = lambda problem: parser.exit(
-        2, f"samestep launch: {problem}; see accelerate launch --help\n"
-    )
-    try:
-        arguments = parser.parse_args(words)
-    except SystemExit:  # a wrong one
-        check.kill()
-        return 2
+        try:
+            arguments = launch_command_parser().parse_args(words)
+        except SystemExit:  # a wrong one
+            check.kill()
+            sys.__stderr__.write(describe(report.getvalue()))
+            return 2
     code = check.wait()
     if signals.received and code < 0:  # before it could say so itself
-        say(preflight.BEFORE)
+        print(f"samestep launch: {preflight.BEFORE}", file=sys.stderr)
     if code or only or signals.received:
         return STOPPED if signals.received else code
-    signals.end_restarts()
-    try:
-        codes = train(arguments, signals)
-    except Exception as error:  # of accelerate and torch, before any process has trained
-        cause = error.__cause__ or error
-        problem = f"{type(cause).__name__}: {one_line(cause)}"
-        if isinstance(cause, DistError):
-            problem = (
-                f"the launchers of the machines did not meet: {one_line(cause)} Start all of them "
-                "with one main_process_ip and main_process_port, and open that port on machine 0"
-            )
-        say(problem)
-        return 1
-    code = next(iter(codes.values()), 0)
-    for known in (STOPPED, 2):
-        if known in codes.values():
-            code = known
-    if code in (STOPPED, 2):
-        return code
-    if signals.received and code < 0:
+    with tempfile.TemporaryDirectory() as folder:
+        code_file = Path(folder, "exit_code")
+        os.environ["EXIT_CODE_FILE"] = str(code_file)
+        # torchelastic must not forward SIGINT: `signals` does it.
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGQUIT,SIGUSR1")
+        # With the c10d rendezvous, launchers that restart would disagree about a shared store.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if known.max_restarts:
+            refused = functools.partial(signals.stop_refused, code_file)
+            threading.Thread(target=refused, daemon=True).start()
+        code = 0
+        try:
+            with contextlib.redirect_stderr(report):
+                launch_command(arguments)
+        except BaseException as error:  # of torchelastic, for a process that failed or for a signal
+            code = 1
+            signals.received |= type(error).__name__ == "SignalException"  # its own handler had it
+            report.write(traceback.format_exc())
+        ended = "2" if signals.refused else read(code_file)
+    if ended not in ("0", "2", str(STOPPED)) and not signals.received:
+        sys.stderr.write(describe(report.getvalue()) or ("" if ended else report.getvalue()))
+    elif signals.received and not ended:
         advice = "the same command continues from the newest checkpoint, if there is one"
-        say(f"stopped without saving; {advice}")
-        return STOPPED
-    for process, number in codes.items():
-        if number < 0:
-            cause = ", as the kernel does when the memory is full" if number == -9 else ""
-            say(f"{process} was ended by {signal.Signals(-number).name}{cause}")
-    return code if code >= 0 else 1
+        print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
+    return int(ended) if ended else STOPPED if signals.received else code
+
+
+def describe(report: str) -> str:
+    """Why a run has ended, in lines, if the launcher's report has a reason that is known."""
+    killed = {}
+    # accelerate reports a single process, torchelastic several.
+    if found := re.search(r"died with <Signals\.\w+: (\d+)>", report):
+        killed["the process that trained"] = int(found[1])
+    pattern = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"
+    for rank, number, pid in re.findall(pattern, report):
+        killed[f"process {rank} (pid {pid})"] = int(number)
+    lines = []
+    for process, number in killed.items():
+        cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
+        lines.append(f"{process} was ended by {signal.Signals(number).name}{cause}")
+    if found := re.search(r"^usage:.* error: (.+)", report, re.DOTALL):  # of its arguments
+        lines = [f"{found[1].strip()}; see accelerate launch --help"]
+    elif not lines and (found := re.search(r"Dist(?:Network|Store)Error: (.+)", report)):
+        lines = [
+            f"the launchers of the machines did not meet: {found[1].strip()} Start all of them "
+            "with one main_process_ip and main_process_port, and open that port on machine 0"
+        ]
+    return "".join(f"samestep launch: {line}\n" for line in lines)
