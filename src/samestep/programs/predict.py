@@ -61,7 +61,6 @@ def load_pipeline(folder: Path, task: str) -> Any:
     # that is gone on the Hub.
     options: Any = {"trust_remote_code": False, "local_files_only": True}
     auto = getattr(transformers, CLASSES[task])
-    make: Any = transformers.pipeline
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
