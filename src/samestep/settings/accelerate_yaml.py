@@ -29,6 +29,7 @@ SECTIONS = {
     "parallelism_config": (("parallelism_config_",), "distributed_type: FSDP"),
     "fp8_config": (("fp8_",), "mixed_precision: fp8"),
 }
+UNREAD = "FSDP 2 does not read it"
 # Keys to remove, and why: accelerate would let them override the recipe, or ignores them.
 REMOVED = {
     "fsdp_activation_checkpointing": "the recipe's field gradient_checkpointing decides",
@@ -36,9 +37,11 @@ REMOVED = {
     "gradient_clipping": "the recipe's field max_grad_norm decides",
     "deepspeed_config_file": "train.py fills in DeepSpeed's settings; the keys of "
     "deepspeed_zero3_offload.yaml are those to choose",
+    "fsdp_sharding_strategy": UNREAD,
+    "fsdp_backward_prefetch": UNREAD,
+    "fsdp_forward_prefetch": UNREAD,
+    "fsdp_use_orig_params": UNREAD,
 }
-for key in "sharding_strategy backward_prefetch forward_prefetch use_orig_params".split():
-    REMOVED[f"fsdp_{key}"] = "FSDP 2 does not read it"
 
 
 def cuda_error() -> str:
