@@ -234,12 +234,16 @@ def store(name, cases):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("tasks", nargs="*", default=TASKS, choices=TASKS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tasks", nargs="*")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
+    if unknown := {*arguments.tasks} - {*TASKS}:
+        parser.error(f"no task: {', '.join(unknown)}; there are {', '.join(TASKS)}")
     changed = []
-    for name in arguments.tasks:
+    for name in arguments.tasks or TASKS:
         cases = {}
         with tempfile.TemporaryDirectory() as folder:
             project = bake(folder, task=name, tracker="none")
@@ -253,7 +257,8 @@ def main():
                 print(f"{name}, {case}: not compared: it is for Python {old['python']}")
             else:
                 changed += compare(name, case, old, cases[case])
-    print("\n".join(changed) if changed else "nothing has changed" * (not arguments.write))
+    if not arguments.write:
+        print("\n".join(changed or ["nothing has changed"]))
     return 1 if changed else 0
 
 
