@@ -51,12 +51,12 @@ INSTALLED = """
     psutil py py_spy pyarrow pydantic pydantic_core pygments pylab pynvml pyparsing pytest
     pytest_xdist python_dateutil python_dotenv python_multipart python_slugify pytz pyyaml
     referencing regex requests rich rpds rpds_py ruff sacrebleu safetensors samestep
-    scikit_learn scipy sentencepiece setuptools shellingham six sklearn sky skypilot slugify
-    smmap sniffio starlette sympy tabulate tensorboard tensorboard_data_server test
-    text_unidecode threadpoolctl tiktoken timm tokenizers toml tomli torch torchao
-    torchaudio torchgen torchvision tqdm trackio transformer_engine transformers triton
-    truststore typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop wandb
-    watchfiles websockets werkzeug wheel xdist xxhash yaml zstandard
+    scikit_learn scipy sentencepiece sentry_sdk setuptools shellingham six sklearn sky
+    skypilot slugify smmap sniffio starlette sympy tabulate tensorboard
+    tensorboard_data_server test text_unidecode threadpoolctl tiktoken timm tokenizers toml
+    tomli torch torchao torchaudio torchgen torchvision tqdm trackio transformer_engine
+    transformers triton truststore typer typing_extensions typing_inspection tzdata urllib3
+    uvicorn uvloop wandb watchfiles websockets werkzeug wheel xdist xxhash yaml zstandard
 """.split()
 # Beginnings of the parts of torch's CUDA builds, such as nvidia_cudnn_cu13.
 INSTALLED_PARTS = ("nvidia_cu", "nvidia_nccl", "nvidia_nv")
