@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import yaml
 
 from conftest import lines, read_weights, write_table
 from test_exact import with_task
