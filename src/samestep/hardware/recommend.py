@@ -17,7 +17,7 @@ from samestep.hardware.report import Figure, Section, short
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
-WAYS = {"FSDP2 on 2 GPUs": 2, "FSDP2 on 4 GPUs": 4, "FSDP2 on 8 GPUs": 8}
+WAYS = {"one GPU in bf16": 1, "FSDP2 on 2 GPUs": 2, "FSDP2 on 4 GPUs": 4, "FSDP2 on 8 GPUs": 8}
 
 
 class Sizes(NamedTuple):
@@ -103,7 +103,8 @@ def run(used: Devices, project: Project) -> Section:
         for checkpointing in (False, True):
             more = [getattr(model, "config", None), tokens, checkpointing]
             more.append(getattr(cfg.task, "loss_chunk", 0))
-            need = sizes.on_gpu(gpus, used.precision, checkpointing) + activations(*more)
+            precision = "bf16" if way in WAYS else used.precision
+            need = sizes.on_gpu(gpus, precision, checkpointing) + activations(*more)
             label = f"{way}, gradient checkpointing" if checkpointing else way
             section.facts[label] = f"{short(need / 1e9)} GB"
             fits = need <= USABLE * memory and (gpus < math.inf or sizes.states() <= USABLE * host)
