@@ -183,7 +183,7 @@ class Checker:
         elif program in PYTHON and rest[0] == "-c":
             ast.parse(rest[1])
         elif program in PYTHON:
-            of_file = rest[0] == "-" or rest[0].startswith("benchmarks/")
+            of_file = rest[0] == "-" or rest[0].startswith(("benchmarks/", "tests/"))
             assert of_file or rest[1] in ("pip", "venv", "llama_cpp.server"), words
         else:
             assert program in OTHERS, f"{program} of {words} is not in OTHERS"
