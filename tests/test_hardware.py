@@ -325,7 +325,7 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "http://me:secret@proxy")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     output = tmp_path / "run"
-    flags = ["--output_dir", output, "--save_every", 2]
+    flags = ["--output_dir", output, "--save_every", 2, "--accept_changes"]
     assert "hardware: " not in tiny.train(1, *flags, "--max_steps", 2)
     first = yaml.safe_load((output / "hardware.yaml").read_text())
     assert (first["processes"], first["nodes"], first["precision"]) == (1, 1, "fp32")
