@@ -181,6 +181,8 @@ REFUSED = [  # a YAML, and what is said
     (DDP + "fp8_config: {backend: AO}\n", "fp8_config has no effect here: write mixed_precision"),
     (zero("gradient_accumulation_steps: 4"), "the recipe's field micro_batch_size decides"),
     (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
+    (zero("zero_stage: 1"), "zero_stage is 1; give 2 or 3"),
+    (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
     (zero("zero_stage: 2") + TWO, "write deepspeed_multinode_launcher: standard"),
     (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
 ]

@@ -29,10 +29,12 @@ SECTIONS = {
     "parallelism_config": (("parallelism_config_",), "distributed_type: FSDP"),
     "fp8_config": (("fp8_",), "mixed_precision: fp8"),
 }
+CHECKPOINTING = "the recipe's field gradient_checkpointing decides"
 UNREAD = "FSDP 2 does not read it"
 # Keys to remove, and why: accelerate would let them override the recipe, or ignores them.
 REMOVED = {
-    "fsdp_activation_checkpointing": "the recipe's field gradient_checkpointing decides",
+    "fsdp_activation_checkpointing": CHECKPOINTING,
+    "fsdp_activation_checkpointing_offload": CHECKPOINTING,
     "gradient_accumulation_steps": "the recipe's field micro_batch_size decides",
     "gradient_clipping": "the recipe's field max_grad_norm decides",
     "deepspeed_config_file": "train.py fills in DeepSpeed's settings; the keys of "
@@ -40,6 +42,7 @@ REMOVED = {
     "fsdp_sharding_strategy": UNREAD,
     "fsdp_backward_prefetch": UNREAD,
     "fsdp_forward_prefetch": UNREAD,
+    "fsdp_sync_module_states": UNREAD,
     "fsdp_use_orig_params": UNREAD,
 }
 
@@ -157,6 +160,11 @@ def check_hardware(hardware: ClusterConfig) -> Layout:
     sizes = {name: options[f"parallelism_config_{name}_size"] for name in AXES}
     layout = layout_of(total, 0, kinds, sizes)
     check_parallelism(layout, precision, options["fsdp_version"])
+    stage = options["zero_stage"]
+    if stage not in (None, 2, 3):
+        raise ValueError(f"deepspeed_config: zero_stage is {one_line(stage, 60)}; give 2 or 3")
+    if options["offload_param_device"] == "cpu" and stage != 3:
+        raise ValueError("deepspeed_config: offload_param_device needs zero_stage 3")
     by_hostfile = options["deepspeed_multinode_launcher"] != "standard"
     if layout.deepspeed and hardware.num_machines > 1 and by_hostfile:
         line = "write deepspeed_multinode_launcher: standard: each machine has its own"
