@@ -28,7 +28,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from conftest import bake, lines, load_task
+from conftest import ROOT, bake, lines, load_task
 
 FOLDER = Path(__file__).resolve().with_suffix("")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]
@@ -242,6 +242,7 @@ def main():
     arguments = parser.parse_args()
     if unknown := {*arguments.tasks} - {*TASKS}:
         parser.error(f"no task: {', '.join(unknown)}; there are {', '.join(TASKS)}")
+    sys.path.insert(0, str(ROOT / "src"))  # as pytest does it
     changed = []
     for name in arguments.tasks or TASKS:
         cases = {}
