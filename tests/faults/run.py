@@ -9,7 +9,9 @@ The same tests also run in a copy without a fault, where all of them must pass.
 
 import argparse
 import concurrent.futures
+import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -100,6 +102,8 @@ def main() -> None:
         results = [*pool.map(failing_tests, names, files, tests)]
     if broken := sound.result()[0]:
         sys.exit(f"these fail without a fault, so they show nothing: {', '.join(broken)}")
+    versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+    print(f"{time.strftime('%Y-%m-%d')}, {versions}, {os.cpu_count()} CPU cores\n")
     print("| fault | caught by | the first of these | seconds |\n| --- | --- | --- | --- |")
     for name, (failed, seconds) in zip(names, results, strict=True):
         first = "<br>".join(failed[:SHOWN]) or "**no test**"
