@@ -602,7 +602,7 @@ def test_slow_devices_are_named_with_what_to_do(steps, products, first, rule, wa
         assert lines == ["no device is more than 20% behind the fastest"][: len(steps) - 1]
         return
     assert lines[0].startswith(f"slow device: {first}")
-    found = [re.match(r"at most (\d+) samples/s, [^:]*: (\w+)", line) for line in lines]
+    found = [re.match(r"at most (\d+) samples/s: (\w+)", line) for line in lines]
     assert [" ".join(each.groups()) for each in found if each][: len(ways)] == ways
     assert any(line.startswith(f"rule of thumb, for more than {rule} behind: ") for line in lines)
     if steps == THIRD:
