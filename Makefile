@@ -34,9 +34,11 @@ PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist wor
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
 # A Python that was asked for is the one that runs the tests, or a line says why not.
-python_fits = $(if $(filter-out file,$(origin PYTHON)),@\
-	asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && test "$$asked" = "$$has" || { \
-	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; })
+define fit_python
+@asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && test "$$asked" = "$$has" || { \
+	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; }
+endef
+python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
 .PHONY: help demo test test-all test-zero schema torture faults bench bench-steps bench-scaling bench-ddp \
 	bench-scale gpu

@@ -263,7 +263,7 @@ def test_commands_name_what_is_there(baked, place):
 
 # Run by no test here: they install, take minutes, or need GPUs, machines, services and data.
 LEFT_OUT = "make (setup|test|demo|torture|bench|gpu)|"
-LEFT_OUT += "hardware bench|hardware$|"
+LEFT_OUT += "hardware bench|hardware$|runs/fp32|"
 LEFT_OUT += r"llama_cpp|OWNER/NAME|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh

@@ -92,7 +92,8 @@ def cut(model: Any, stage: int, stages: int) -> Any:
 def missing(model: Any, part: Any) -> Batch:
     """The weights of the model that a stage lacks, by name: their shapes, on the meta device."""
     own = part.state_dict().keys()
-    return {n: v.to("meta") for n, v in model.state_dict().items() if n not in own}
+    shapes = {n: (v.shape, v.dtype) for n, v in model.state_dict().items() if n not in own}
+    return {n: torch.empty(s, dtype=d, device="meta") for n, (s, d) in shapes.items()}
 
 
 def decode(part: Any, batch: Batch) -> torch.Tensor:
