@@ -72,7 +72,7 @@ class StepGradients:
                 parameter.register_post_accumulate_grad_hook(take)
 
     def start_step(self, plan: StepPlan) -> None:
-        """Begins a step that is dealt so. `divisor` then is the number by which it is divided:
+        """Starts a step with this plan. `divisor` then is the number by which it is divided:
         accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
         the gradients over the processes, unless exact."""
         self.turn.plan, turns, accelerator = plan, len(plan.run()), self.accelerator

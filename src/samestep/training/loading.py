@@ -36,7 +36,7 @@ class TrainLoader:
         self.batches = batches.iterate(self.loader)
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
-        self.reassigned: dict = {}  # for the log, if the steps after this one are dealt anew
+        self.reassigned: dict = {}  # for the log, if later steps are assigned anew
         self.left = run.last_step - run.first_step  # steps to fetch
         self.window: list[tuple[Batch, tuple]] = []  # this process's part of the next step
         self.exchange: PendingSum | None = None
