@@ -222,7 +222,7 @@ def hardware(here: Place, verb: str) -> Iterator[Row]:
     yield Row(verb, "passed", "; ".join(found["lines"]))
     for each in found["figures"]:
         share = each["value"] / (each["peak"] or math.inf)
-        note = f"{share:.0%} of the peak" * (share > 0)
+        note = f"{share:.0%} of the peak" if share > 0 else ""
         yield here.row(each["name"], each["value"], each["unit"], note, too_high=share > 1.1)
     if verb == "recommend":
         (formula,) = [each["value"] for each in found["figures"]]
