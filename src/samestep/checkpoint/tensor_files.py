@@ -19,13 +19,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from samestep.processes.ranks import Ranks
 
@@ -48,6 +41,8 @@ def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
     If several processes hold the same part, one of them writes it. DCP deals the parts by size. A
     process need not have all tensors.
     """
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(tensors, is_coordinator=RANK == 0)
     plans, _ = planner.create_global_plan(ranks.gather(planner.create_local_plan()))
@@ -90,19 +85,20 @@ class TensorReader:
                     self.files[name, offsets] = path
                     self.dtypes[name] = getattr(torch, place["dtype"])
                     self.shapes[name] = torch.Size(place["shape"])
-                    self.chunks[name].append(ChunkStorageMetadata(offsets, sizes))
+                    self.chunks[name].append((offsets, sizes))
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites these tensors, which must have the shapes of the saved ones."""
-        saved: dict[str, Any] = {
-            name: TensorStorageMetadata(
-                TensorProperties(self.dtypes[name]), self.shapes[name], self.chunks[name]
-            )
-            for name in tensors
-        }
+        from torch.distributed.checkpoint import DefaultLoadPlanner, metadata
+
+        saved: dict[str, Any] = {}
+        for name in tensors:
+            chunks = [metadata.ChunkStorageMetadata(*each) for each in self.chunks[name]]
+            properties = metadata.TensorProperties(self.dtypes[name])
+            saved[name] = metadata.TensorStorageMetadata(properties, self.shapes[name], chunks)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(tensors, Metadata(saved), is_coordinator=True)
+        planner.set_up_planner(tensors, metadata.Metadata(saved), is_coordinator=True)
         by_file = defaultdict(list)
         for item in planner.create_local_plan().items:
             index = item.storage_index

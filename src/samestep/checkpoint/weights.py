@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed.tensor import DTensor
 
 from samestep.base.console import IS_MAIN, print_on_main
 from samestep.checkpoint.optimizers import check_weights, restore
 from samestep.checkpoint.tensor_files import TensorReader
-from samestep.processes.device import PROCESSES
+from samestep.processes.device import PROCESSES, is_dtensor
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
@@ -126,7 +125,7 @@ def gather_model(
         state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
     with ranks.fail_together(), as_user_error():
         for name, values in state.items():
-            if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
+            if is_dtensor(values):  # under offload it is on the CPU, where NCCL is not
                 values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             if model is not None:
                 name = bare_name(name).removeprefix("model.")
@@ -313,7 +312,8 @@ class TrainingState:
         """
         tensors = {}
         for name, values in trained_weights(self.model()).items():
-            if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
+            is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
+            if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
         others = {name: as_tensor(value, name) for name, value in self.other_states().items()}
         return tensors | others | self.collect_optimizer()

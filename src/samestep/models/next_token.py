@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
+from samestep.processes.device import is_dtensor
 
 
 def plan_of(model: Any) -> LossPlan:
@@ -101,7 +101,7 @@ def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
         return States(torch.nn.Identity(), logits, labels, len(labels))
     hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
     # A sharded head is gathered for each call: of these all processes need as many.
-    simple = type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor)
+    simple = type(head) is torch.nn.Linear and not is_dtensor(head.weight)
     return States(head, hidden, labels, plan.chunk if simple else len(labels))
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from samestep.base.console import one_line
 from samestep.base.files import read_json_object
@@ -77,6 +76,8 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     `run_info` holds step (of the model), steps (of the run), scores (floats by name), config
     (resolved), data (samples, fingerprint), hardware (a line) and versions.
     """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
     config, data, scores = (run_info[name] for name in ("config", "data", "scores"))
     task, base = pipeline_task(folder), config["task"].get("model_name_or_path")
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from samestep.processes.device import is_dtensor
 from samestep.settings.mesh import Layout
 from samestep.step.batches import StepPlan
 from samestep.step.sharding import Tensors, local
@@ -219,6 +218,8 @@ def reduce_in_tree(
     model: torch.nn.Module, accelerator: Accelerator, layout: Layout, turn: Turn
 ) -> list[TreeReduceScatter]:
     """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
+    from torch.distributed.fsdp import FSDPModule
+
     across, found = None, []
     if layout.dp_replicate > 1:
         across = accelerator.torch_device_mesh["dp_replicate"].get_group()
@@ -279,7 +280,7 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
         values = torch.view_as_real(values) if values.is_complex() else values
         values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
         squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
-        if isinstance(grad, DTensor):  # FSDP cuts R rows into blocks of ceil(R / n)
+        if is_dtensor(grad):  # FSDP cuts R rows into blocks of ceil(R / n)
             shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
             group = grad.device_mesh.get_group(shard)
             first = math.ceil(grad.shape[0] / group.size()) * group.rank()

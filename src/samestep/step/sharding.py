@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from samestep.processes.device import is_dtensor
 from samestep.processes.ranks import UserError
 from samestep.settings.mesh import Layout, this_layout
 
@@ -22,12 +21,12 @@ Tensors = list[torch.Tensor]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every process; those that share it must call it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
@@ -40,6 +39,8 @@ def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not plugin or accelerator.mixed_precision == "no":
         return contextlib.nullcontext
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=None if exact else torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -72,8 +73,8 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
     tensor parallelism splits some weights of a group, and not others. See full_groups."""
     split = []
     for group in groups:
-        sharded = [p for p in group["params"] if isinstance(p, DTensor)]
-        others = [p for p in group["params"] if not isinstance(p, DTensor)]
+        sharded = [p for p in group["params"] if is_dtensor(p)]
+        others = [p for p in group["params"] if not is_dtensor(p)]
         split.append({**group, "params": others or sharded})
         if others and sharded:
             split.append({**group, "params": sharded, "continues": True})
@@ -106,6 +107,8 @@ def check_weights(model: torch.nn.Module) -> None:
 def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
     """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process,
     and take zeros where a weight has none. All processes must call it together."""
+    from torch.distributed.fsdp import FSDPModule
+
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     places = {name: i for i, name in enumerate(trained)}
     for prefix, module in model.named_modules():
@@ -113,7 +116,7 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
             continue
         module.unshard()  # its own weights are no DTensors now, but those that autograd sees
         for name, weight in module.named_parameters(prefix):  # type: ignore[attr-defined]
-            if name in places and not isinstance(weight, DTensor):
+            if name in places and not is_dtensor(weight):
                 place = places.pop(name)
 
                 def count(_, place=place):

@@ -38,9 +38,11 @@ SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if t
 
 def config_of(cfg: ModelConfig) -> Any:
     """The config of the model to start from; None: a new model."""
+    if not cfg.model_name_or_path:
+        return None
     from transformers import AutoConfig
 
-    return pretrained.load(AutoConfig, cfg) if cfg.model_name_or_path else None
+    return pretrained.load(AutoConfig, cfg)
 
 
 def most_tokens(cfg: ModelConfig) -> int:
