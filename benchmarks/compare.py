@@ -274,8 +274,11 @@ def middle(values: list[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def summarise(found: dict[str, dict]) -> None:
-    """Adds to each peer: ratios to the plain loop of the same round, and milliseconds more."""
+def summarise(found: dict[str, dict], processes: int) -> None:
+    """Adds to each peer: ratios to the plain loop of the same round, and milliseconds more.
+
+    Those of CPU time are of one process.
+    """
     plain = found[PLAIN]
     for peer in found.values():
         for each in ("seconds", "cpu"):
@@ -283,6 +286,8 @@ def summarise(found: dict[str, dict]) -> None:
             peer[f"{each}_ratio"] = middle(ratios)
         more = [1e3 * (a - b) for a, b in zip(peer["seconds"], plain["seconds"], strict=True)]
         peer["more_ms"], peer["step_ms"] = middle(more), 1e3 * statistics.median(peer["seconds"])
+        more = [1e3 * (a - b) / processes for a, b in zip(peer["cpu"], plain["cpu"], strict=True)]
+        peer["more_cpu_ms"] = middle(more)
 
 
 def table(report: dict):
@@ -293,7 +298,7 @@ def table(report: dict):
     columns = ["", "processes"]
     for name in report["sizes"]:
         gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
-        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time"]
+        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time", "CPU ms more"]
     shown = Table(*columns, "host waits", "start, s", "CPU s", box=box.MARKDOWN)
     for processes, sizes in report["steps"].items():
         first = processes == next(iter(report["steps"]))
@@ -302,7 +307,8 @@ def table(report: dict):
             for found in (size[peer] for size in sizes.values()):
                 ratio, low, high = found["seconds_ratio"]
                 row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
-                row += [f"{found['cpu_ratio'][0]:.3f}"]
+                more, low, high = found["more_cpu_ms"]
+                row += [f"{found['cpu_ratio'][0]:.3f}", f"{more:.2f} ({low:.2f} to {high:.2f})"]
             waits = next(iter(sizes.values()))[peer]["waits"]
             shown.add_row(*row, f"{waits:.1f}", *start_cells(report, peer if first else ""))
     if LAUNCHED in report["starts"]:
@@ -448,7 +454,7 @@ def main() -> None:
                 size = SIZES[name]
                 rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
                 found = time_steps(todo[name], peers, int(processes), rounds, steps)
-                summarise(found)
+                summarise(found, int(processes))
                 report["steps"][processes][name] = found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
