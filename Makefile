@@ -40,7 +40,7 @@ define fit_python
 endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
-.PHONY: help demo test test-all test-zero schema torture faults bench bench-steps bench-scaling bench-ddp \
+.PHONY: help demo test test-all test-zero schema torture faults bench bench-short bench-steps bench-scaling bench-ddp \
 	bench-scale gpu
 
 help:  ## list these targets
@@ -85,6 +85,10 @@ faults: $(TESTS)  ## apply each of tests/faults/ to a copy, and print which quic
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
+
+bench-short: $(BENCH)  ## the same for the small step, three programs and few rounds: 2 minutes
+	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --sizes small --starts 2 --rounds 20 \
+		--peers 'HF Trainer' 'baked project' --output .venv/bench/short $(ARGS)
 
 bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)

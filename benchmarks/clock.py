@@ -64,14 +64,15 @@ def mark_on_device(values) -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Counts FLOPs, items in the loss, losses, and host waits: values that the CPU waits for.
+    """Counts FLOPs, items in the loss, losses, host waits (values that the CPU waits for), and
+    launches: operations on the device that are no views. A GPU has a kernel or more for each.
 
     The loss is read where all losses of tokens pass, in nll_loss_forward.
     """
 
     def __init__(self):
         super().__init__()
-        self.flops, self.waits = 0, 0
+        self.flops, self.waits, self.launches = 0, 0, 0
         self.losses: list[tuple[float, int]] = []  # of each loss: sum, items in the loss
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -81,6 +82,7 @@ class Counter(TorchDispatchMode):
         on_device = in_backward or is_on_device((args, kwargs))
         if on_device:
             mark_on_device(result)
+            self.launches += not function.is_view
         if name in READS:  # int32: DDP's map of used weights, which lies in the host's memory
             self.waits += on_device and args[0].dtype != torch.int32
         if name in CPU_ATTENTION:
@@ -126,19 +128,20 @@ def control(commands, answers, counted: int) -> Iterator:
         print(json.dumps(values), file=answers, flush=True)
 
     if counted:
-        counter, before = Counter(), (0, 0)
+        counter, before = Counter(), (0, 0, 0)
         modes = (CopyCounter(counter), counter)
         last = min(10, counted - 1)  # steps; ten have one line of metrics among them
         for mode in modes:
             mode.__enter__()
         for step in range(counted):
             if step == counted - last:
-                before = (counter.flops, counter.waits)
+                before = (counter.flops, counter.waits, counter.launches)
             yield mark_on_device
         for mode in reversed(modes):
             mode.__exit__(None, None, None)
-        flops, waits = counter.flops - before[0], counter.waits - before[1]
-        answer(flops=flops / last, waits=waits / last, losses=counter.losses)
+        after = (counter.flops, counter.waits, counter.launches)
+        flops, waits, launches = ((b - a) / last for a, b in zip(before, after, strict=True))
+        answer(flops=flops, waits=waits, launches=launches, losses=counter.losses)
     while (command := commands.readline().strip()) not in ("", "end"):
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(int(command)):

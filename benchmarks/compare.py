@@ -164,7 +164,7 @@ def prepare(project: Path, size: Size, folder: Path) -> Work:
 
 
 def count(run: Run) -> dict:
-    """What the peer did in its first steps: FLOPs, loss items and host waits a step; losses."""
+    """What the peer did in its first steps: FLOPs, loss items, host waits, launches; losses."""
     answers = run.answers()
     losses = []
     for step in zip(*(each["losses"] for each in answers), strict=False):
@@ -174,6 +174,7 @@ def count(run: Run) -> dict:
         "gflop": sum(each["flops"] for each in answers) / 1e9,
         "tokens": sum(each["losses"][0][1] for each in answers),
         "waits": max(each["waits"] for each in answers),
+        "launches": max(each["launches"] for each in answers),
         "losses": losses,
     }
 
@@ -299,7 +300,7 @@ def table(report: dict):
     for name in report["sizes"]:
         gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
         columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time", "CPU ms more"]
-    shown = Table(*columns, "host waits", "start, s", "CPU s", box=box.MARKDOWN)
+    shown = Table(*columns, "host waits", "launches", "start, s", "CPU s", box=box.MARKDOWN)
     for processes, sizes in report["steps"].items():
         first = processes == next(iter(report["steps"]))
         for peer in report["peers"]:
@@ -309,10 +310,11 @@ def table(report: dict):
                 row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
                 more, low, high = found["more_cpu_ms"]
                 row += [f"{found['cpu_ratio'][0]:.3f}", f"{more:.2f} ({low:.2f} to {high:.2f})"]
-            waits = next(iter(sizes.values()))[peer]["waits"]
-            shown.add_row(*row, f"{waits:.1f}", *start_cells(report, peer if first else ""))
+            counted = next(iter(sizes.values()))[peer]
+            row += [f"{counted['waits']:.1f}", f"{counted['launches']:.0f}"]
+            shown.add_row(*row, *start_cells(report, peer if first else ""))
     if LAUNCHED in report["starts"]:
-        shown.add_row(LAUNCHED, *[""] * len(columns), *start_cells(report, LAUNCHED))
+        shown.add_row(LAUNCHED, *[""] * (len(columns) + 1), *start_cells(report, LAUNCHED))
     return shown
 
 

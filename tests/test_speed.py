@@ -318,8 +318,8 @@ for step in range(1, 12):
 def test_a_step_makes_few_calls_beside_a_plain_loop(tiny, tmp_path):
     """What a small step costs on a CPU is the number of calls, which depends on no clock.
 
-    Left out are about 500 calls in which accelerate searches sys.path for the package lomo_optim,
-    twice in `optimizer.step` and once in each `backward`: their number depends on sys.path.
+    Left out are about 250 calls in which accelerate searches sys.path for the package lomo_optim,
+    twice in `optimizer.step`: their number depends on sys.path.
     """
     flags = ["--micro_batch_size", 4, "--eval_every", 0, "--save_every", 0, "--log_every", 100]
     printed = tiny.train(1, "--output_dir", tmp_path / "run", *flags, before=CALLS + TRAINED)
