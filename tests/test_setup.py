@@ -102,17 +102,17 @@ def machine(tmp_path):
         shutil.copy(template() / SOURCE / name, tmp_path / name)
     (tmp_path / "vendor").mkdir()
     (tmp_path / WHEEL).touch()
-    (tmp_path / "pyproject.toml").write_text('dependencies = [\n    "torch>=2.12",\n]\n')
+    (tmp_path / "pyproject.toml").write_text('dependencies = [\n    "torch>=2.13",\n]\n')
     return Machine(tmp_path)
 
 
 WHEEL = "vendor/samestep-1.0.0+0-py3-none-any.whl"
-PLAIN = f"pip install torch>=2.12 {WHEEL} -e ."
+PLAIN = f"pip install torch>=2.13 {WHEEL} -e ."
 HOPPER, OLD_DRIVER, VOLTA = "580.65.06,9.0", "550.54.15,8.0", "580.65.06,7.0"
 
 
 def from_index(build, *options):
-    return f"pip install {' '.join([*options, '--index-url', f'{PYTORCH}/{build}'])} torch>=2.12"
+    return f"pip install {' '.join([*options, '--index-url', f'{PYTORCH}/{build}'])} torch>=2.13"
 
 
 def without_packages(build):
@@ -124,7 +124,7 @@ def replaced(build):
 
 
 FROM_CPU_INDEX = without_packages("cpu")
-REPLACED = "pip install --no-deps --force-reinstall torch>=2.12"
+REPLACED = "pip install --no-deps --force-reinstall torch>=2.13"
 
 
 def test_without_a_gpu_torch_comes_from_the_cpu_index(machine):
@@ -213,7 +213,7 @@ def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected)
     machine.gpus(*gpus)
     if installed:
         machine.installed(installed)
-    command = "uv pip install --quiet --python .venv/bin/python torch>=2.12"
+    command = "uv pip install --quiet --python .venv/bin/python torch>=2.13"
     assert machine.setup(*words)[0][1:] == [f"{command} {expected} {WHEEL} -e ."]
     assert "uv failed" in machine.setup(*words, expect=2, FAKE_INSTALL_FAILS="1")[1][-1]
 
@@ -223,7 +223,7 @@ def test_uv_does_not_read_pips_settings_and_needs_no_pip(machine):
     assert machine.setup(FAKE_PIP_CONFIG=CONFIG)[0][1:] == [PLAIN]
     log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_NO_PIP="1")
     assert [line.split()[:2] for line in log[2:]] == [["uv", "pip"]] * 2
-    assert f"--no-deps --index-url {SECRET} torch>=2.12" in log[2]
+    assert f"--no-deps --index-url {SECRET} torch>=2.13" in log[2]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     line = "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
     assert machine.printed[1].startswith(line) and "TORCH_BACKEND=cpu" in machine.printed[1]
-    assert machine.printed[2] == f"setup: installing torch>=2.12 {WHEEL} -e ."
+    assert machine.printed[2] == f"setup: installing torch>=2.13 {WHEEL} -e ."
     machine.installed("2.13.0+cpu")
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     assert [line.split()[1] for line in machine.printed] == ["installing", "done,"]

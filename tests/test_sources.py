@@ -224,17 +224,6 @@ def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_model_without_sense_is_refused_before_anything_is_read(tmp_path, monkeypatch, name):
-    task = load_task(name)
-    monkeypatch.chdir(tmp_path)
-    width = {"hidden_size": 2**16, "num_layers": 1000}
-    cfg = task.TaskConfig(data="none.csv", cache_dir="cache", **width)
-    text = refused(task.prepare_data, cfg)
-    assert "this machine has" in text and "task.hidden_size" in text
-    assert list(tmp_path.iterdir()) == []
-
-
 HUB = {"data_config": "a", "data_split": "b", "data_revision": "c", "validation_split": "d"}
 UNREAD = [
     *(("causal_lm", {name: value}) for name, value in HUB.items()),

@@ -127,10 +127,6 @@ def check_config(cfg: TaskConfig) -> None:
     if vit and new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
     fields.check_fields(cfg, rules)
-    if new:
-        layer = (12 if vit else 2) * cfg.hidden_size
-        outside = patches + 3 * patch**2 if vit else 0
-        pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
     names = "image_column label_column unreadable_images background incomplete_rows"
     drops = "vit or resnet"
     ignored = [("dropout", cfg.architecture in drops.split(), f"unless architecture is {drops}")]

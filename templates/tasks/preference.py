@@ -130,10 +130,8 @@ def check_config(cfg: TaskConfig) -> None:
     ]
     fields.check_ignored_fields(cfg, ignored)
     if not cfg.model_name_or_path:
-        width, layers = cfg.hidden_size, cfg.num_layers
         # Rotary embeddings turn the dimensions of a head in pairs.
         fields.check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
-        pretrained.check_memory(2 * width * (2 * cfg.vocab_size + 13 * layers * width))
 
 
 # ---- Data ----------------------------------------------------------------------------------------

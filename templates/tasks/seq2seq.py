@@ -98,8 +98,6 @@ def check_config(cfg: TaskConfig) -> None:
     rules = [("target_column", two_columns, "another column than task.source_column")]
     if not cfg.model_name_or_path:
         fields.check_width(cfg, cfg.num_heads, "num_heads")
-        width = cfg.hidden_size
-        pretrained.check_memory(width * (cfg.vocab_size + 24 * cfg.num_layers * width))
     fields.check_fields(cfg, rules)
     dates = {each.data for each in split_data(cfg.data)} == {"dates"}
     columns = ("source_column target_column", not dates, "where task.data is dates")

@@ -117,8 +117,6 @@ def check_config(cfg: TaskConfig) -> None:
     if not cfg.model_name_or_path:
         # Rotary embeddings rotate pairs of dimensions.
         fields.check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
-        width = cfg.hidden_size
-        pretrained.check_memory(width * (cfg.vocab_size + 10 * cfg.num_layers * width))
     names = "text_column text_pair_column label_column"
     fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
     beside = ("label_column", not columns, "beside task.label_columns")

@@ -13,11 +13,6 @@ from samestep.step.sharding import local
 
 States = dict[torch.Tensor, dict[str, Any]]  # of each weight
 
-ADVICE = (
-    "write one class that keeps all of it in `state`, by weight, and `param_groups`, as those of "
-    "torch.optim do; what differs between weights can be an entry of their group"
-)
-
 
 def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> None:
     """Gives the optimizer this state, and no other; raises UserError unless it then has it.
@@ -37,15 +32,11 @@ def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> No
             if both and key != "step" and found[key].dtype != value.dtype:
                 found[key] = value
             if not is_same(found.get(key), value):
-                raise lost(optimizer, key, names[p])
-
-
-def lost(optimizer: torch.optim.Optimizer, key: str, name: str) -> UserError:
-    """The error for a state that the optimizer was given, and does not use."""
-    return UserError(
-        f"build_optimizer: {type(optimizer).__name__} does not take {key} of {name} back from a "
-        f"checkpoint; {ADVICE}"
-    )
+                raise UserError(
+                    f"build_optimizer: {type(optimizer).__name__} does not take {key} of "
+                    f"{names[p]} back from a checkpoint; write one class that keeps all of it in "
+                    "`state`, by weight, and `param_groups`, as those of torch.optim do"
+                )
 
 
 def is_same(found: Any, value: Any) -> bool:

@@ -5,26 +5,22 @@
 
 torch.distributed.checkpoint (DCP) plans which process writes or reads which part of a tensor, so
 one process, DDP, FSDP2, HSDP and tensor parallelism read each other's files. The files hold tensors
-and their places, nothing that is executed. torch's HuggingFaceStorageReader reads them, too. They
-are not written by its HuggingFaceStorageWriter: that keeps two more copies of a file in memory.
+and their places, nothing that is executed. torch's HuggingFaceStorageReader reads them. They are
+not written by its HuggingFaceStorageWriter: that keeps two more copies of a file in memory.
 """
 
 import json
 import os
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from samestep.processes.ranks import Ranks
 
 RANK = int(os.environ.get("RANK", 0))
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
-NAMES = "rank-*.safetensors"
 
 
 @dataclass
@@ -75,42 +71,20 @@ class TensorReader:
     """The tensors of a folder: `dtypes` and `shapes` by name. A process reads only its parts."""
 
     def __init__(self, folder: Path):
-        self.files: dict[tuple, Path] = {}  # by the name and the offsets of a part
-        self.dtypes, self.shapes, self.chunks = {}, {}, defaultdict(list)
-        for path in sorted(folder.glob(NAMES)):
-            with safe_open(path, "pt") as file:
-                for name, place in json.loads(file.metadata()[PLACES]).items():
-                    offsets = torch.Size(place["saved_offsets"])
-                    sizes = torch.Size(file.get_slice(name).get_shape())
-                    self.files[name, offsets] = path
-                    self.dtypes[name] = getattr(torch, place["dtype"])
-                    self.shapes[name] = torch.Size(place["shape"])
-                    self.chunks[name].append((offsets, sizes))
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        self.files = HuggingFaceStorageReader(str(folder))
+        self.metadata = self.files.read_metadata()
+        tensors = sorted(self.metadata.state_dict_metadata.items())
+        self.shapes = {name: saved.size for name, saved in tensors}
+        self.dtypes = {name: saved.properties.dtype for name, saved in tensors}
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites these tensors, which must have the shapes of the saved ones."""
-        from torch.distributed.checkpoint import DefaultLoadPlanner, metadata
+        from torch.distributed.checkpoint import DefaultLoadPlanner
 
-        saved: dict[str, Any] = {}
-        for name in tensors:
-            chunks = [metadata.ChunkStorageMetadata(*each) for each in self.chunks[name]]
-            properties = metadata.TensorProperties(self.dtypes[name])
-            saved[name] = metadata.TensorStorageMetadata(properties, self.shapes[name], chunks)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(tensors, metadata.Metadata(saved), is_coordinator=True)
-        by_file = defaultdict(list)
-        for item in planner.create_local_plan().items:
-            index = item.storage_index
-            by_file[self.files[index.fqn, index.offset]].append(item)
-        for path, items in by_file.items():
-            with safe_open(path, "pt") as file:
-                for item in items:
-                    name = item.storage_index.fqn
-                    if [*item.lengths] == file.get_slice(name).get_shape():
-                        part = file.get_tensor(name)
-                    else:
-                        ends = zip(item.storage_offsets, item.lengths, strict=True)
-                        where = tuple(slice(first, first + length) for first, length in ends)
-                        part = file.get_slice(name)[where]
-                    planner.resolve_tensor(item).detach().copy_(part)
+        planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
+        self.files.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.files.read_data(planner.create_local_plan(), planner)

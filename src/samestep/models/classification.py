@@ -100,38 +100,19 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
 def draw_confusion(
     table: np.ndarray, shown: list[int], names: list[str], title: str, path: Path
 ) -> Path:
-    """The counts of true (down) and predicted (across) classes, coloured by share of the row.
-
-    Classes that are not shown are one row and one column, "other".
-    """
-    from matplotlib.colors import PowerNorm
+    """The counts of true (down) and predicted (across) classes, of those that are shown."""
     from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
 
     from samestep.base.pictures import save_figure
 
-    parts = [[i] for i in shown]
-    if others := [i for i in range(len(table)) if i not in shown]:
-        parts, names = [*parts, others], [*names, "other"]
-    counts = np.array([[table[np.ix_(a, b)].sum() for b in parts] for a in parts])
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    side = 2.2 + 0.45 * len(parts)
-    figure = Figure(figsize=(max(side, 4.8) + 0.8, max(side, 4)), dpi=150, layout="constrained")
+    side = max(2.2 + 0.45 * len(shown), 4)
+    figure = Figure(figsize=(side + 1.5, side), dpi=150, layout="constrained")
     axes = figure.subplots()
-    # The root makes rare mistakes visible.
-    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    figure.colorbar(image, label="share of the row", shrink=0.7, aspect=30)
-    for (i, j), number in np.ndenumerate(counts):
-        if number:
-            color = "white" if shares[i, j] > 0.4 else "black"
-            text = f"{number:,.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
-            axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
-    literal: dict[str, Any] = {"parse_math": False}  # a name may contain dollars
-    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor", **literal}
-    axes.set_xticks(range(len(parts)), names, **(slanted if max(map(len, names)) > 2 else literal))
-    axes.set_yticks(range(len(parts)), names, **literal)
-    axes.set(xlabel="predicted class", ylabel="true class")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
+    labels = [name.replace("$", r"\$") for name in names]  # no formulas
+    options: dict[str, Any] = {"cmap": "Blues", "xticks_rotation": 45, "values_format": ",.0f"}
+    counts = table[np.ix_(shown, shown)]
+    ConfusionMatrixDisplay(counts, display_labels=labels).plot(ax=axes, **options)
     axes.set_title(title, fontsize=10)
     return save_figure(figure, path)
 

@@ -1,15 +1,12 @@
 """Models of transformers: pretrained weights and their tokenizers, or new weights."""
 
 import contextlib
-import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import psutil
 
 from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import NOTHING, check_ignored_fields, is_local_name, local_path
@@ -56,28 +53,11 @@ def folder_of(cfg: ModelConfig) -> Path | None:
 
 
 def check_unread(cfg: ModelConfig) -> None:
-    """Raises ValueError for fields of a model on the Hub that are set without one, and for
-    attention without its package. Sizes of a new model are in recipes that start from others."""
+    """Raises ValueError for fields of a model on the Hub that are set without one. Sizes of a new
+    model are in recipes that start from others."""
     hub = bool(cfg.model_name_or_path and not folder_of(cfg))
-    fields = "revision trust_remote_code"
-    check_ignored_fields(cfg, [(fields, hub, "without a model on the Hub to start from")])
-    packages = map(importlib.util.find_spec, ("flash_attn", "kernels"))  # the latter downloads it
-    if cfg.attn_implementation == "flash_attention_2" and not any(packages):
-        raise ValueError(
-            "task.attn_implementation is flash_attention_2, whose package, flash-attn, is not "
-            "installed; install it, or give sdpa"
-        )
-
-
-def check_memory(weights: int) -> None:
-    """Raises ValueError for so many new weights, 4 bytes each, that memory cannot hold them."""
-    memory = psutil.virtual_memory().total
-    if 4 * weights > memory:
-        raise ValueError(
-            f"task.hidden_size, task.num_layers: a model of these sizes has about {weights:.1g} "
-            f"weights, {4 * weights / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
-            "memory; give smaller ones"
-        )
+    without = "without a model on the Hub to start from"
+    check_ignored_fields(cfg, [("revision trust_remote_code", hub, without)])
 
 
 def used_files(cfg: ModelConfig) -> list[Path]:
@@ -105,8 +85,6 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
         if (folder / "adapter_config.json").exists():
             kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
         raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
-    if not folder:
-        check_reachable(cfg)
     where = str(folder or cfg.model_name_or_path)
     options |= {"trust_remote_code": cfg.trust_remote_code}
     options |= {} if folder else {"revision": cfg.revision}
@@ -116,25 +94,6 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     except Exception as error:  # each of many libraries below has its own
         raise ValueError(
             f"task.model_name_or_path: cannot load {name}: {one_line(error)}"
-        ) from None
-
-
-def check_reachable(cfg: ModelConfig) -> None:
-    """Raises ValueError for a model that is neither in the local cache nor on the Hub: with one
-    request. Without a network, transformers would retry for minutes."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    name, revision = cfg.model_name_or_path, cfg.revision
-    for file in ("config.json", "adapter_config.json"):
-        if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
-            return
-    try:
-        HfApi().model_info(name, revision=revision, timeout=30)
-    except Exception as error:  # each of many libraries below has its own
-        about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
-        raise ValueError(
-            f"task.model_name_or_path: {about} is neither here nor on the Hub, or the Hub cannot "
-            f"be reached: {one_line(error, 150)}"
         ) from None
 
 

@@ -35,13 +35,6 @@ def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def make_accelerator(cfg: Any) -> Accelerator:
-    """An accelerator without a tracker; raises ValueError if its device is not there."""
-    accelerator = Accelerator(**accelerator_options(cfg))
-    check_accelerator(accelerator, cfg)
-    return accelerator
-
-
 def accelerator_options(cfg: Any) -> dict[str, Any]:
     """Arguments of Accelerator: on the CPU or not, how gradients are exchanged and accumulate.
 
@@ -53,12 +46,6 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = not deterministic
-    if cfg.compile:  # torch's compiled code: the next start compiles in seconds
-        folder = os.path.abspath(".cache/compiled")
-        with contextlib.suppress(OSError):  # of a read-only project
-            os.makedirs(folder, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     # torchao's weights for gathering in fp8 have no memory of their own: they could not be saved.
     os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.

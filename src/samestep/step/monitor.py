@@ -19,16 +19,13 @@ from samestep.processes.ranks import Ranks
 def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
     """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
 
-    PyTorch's fused optimizers check `found_inf` on the device. For others, and where fused ones
-    ignore it, the CPU waits for the norm and removes the gradients, without which an optimizer
-    changes neither weights nor moments.
+    PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
+    norm and removes the gradients, without which an optimizer changes neither weights nor moments.
     """
-    if isinstance(
-        optimizer, DeepSpeedOptimizerWrapper
-    ):  # it has skipped the step by itself, in `backward`
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it has skipped the step in `backward`
         return
     inner = optimizer.optimizer
-    if ignores_found_inf(norm.device) or not getattr(inner, "_step_supports_amp_scaling", False):
+    if not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
     elif optimizer.scaler is None:
@@ -37,11 +34,6 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
         if not hasattr(inner, "norm"):
             inner.register_step_pre_hook(add_overflow)
         inner.norm = norm
-
-
-def ignores_found_inf(device: torch.device) -> bool:
-    """Whether fused optimizers do so: on Apple's GPUs before torch 2.13 (pytorch#186360)."""
-    return device.type == "mps" and [*map(int, torch.__version__.split(".")[:2])] < [2, 13]
 
 
 def add_overflow(inner: Any, *_: Any) -> None:

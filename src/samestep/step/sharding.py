@@ -124,8 +124,7 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
 
                 weight.register_post_accumulate_grad_hook(count)
         module.reshard()
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
-        model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_unused_params(True)
 
 
 def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:

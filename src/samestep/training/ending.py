@@ -6,9 +6,9 @@ the trained one was asked in the run. The task says what to ask: its function `q
 
 import json
 import os
+import pickle
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             folder = run.output / "model"
             if run.cfg.check_export and hasattr(run.task, "questions"):
                 # The export may change the model: LoRA's adapters are merged then.
-                run.asked, problem = catch(ask_trained, run, full_model)
-                run.asked = run.asked or one_line(problem)
+                asked, problem = catch(ask_trained, run, full_model)
+                run.asked = asked or problem
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
@@ -142,9 +142,9 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
 
 def check_export(run: Run, folder: Path) -> None:
     """Asks the exported model what the trained one was asked; the card and the status say so."""
-    found = {"problem": run.asked} if isinstance(run.asked, str) else ask_exported(run, folder)
-    if "problem" in found:
-        line = f"the exported model could not be confirmed: {one_line(found['problem'])}"
+    found, problem = catch(ask_exported, run, folder)
+    if problem:
+        line = f"the exported model could not be confirmed: {one_line(problem)}"
         result = line
         print_on_main(f"warning: {line}")
     else:
@@ -163,28 +163,26 @@ def check_export(run: Run, folder: Path) -> None:
 
 
 def ask_exported(run: Run, folder: Path) -> dict:
-    """What the program from_outside.py finds. It has a process and all cores to itself."""
+    """What the program from_outside.py finds, in a process of its own; raises what is wrong."""
+    if isinstance(run.asked, Exception):
+        raise run.asked
     rounding = "float16" if run.cfg.tf32 else run.asked[0]["dtype"]
+    if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
+        for each in run.asked:
+            del each["dtype"]
     facts = {"folder": str(folder), "task": model_card.pipeline_task(folder), "rounding": rounding}
     facts["trust_remote_code"] = getattr(run.cfg.task, "trust_remote_code", False)
     env = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
-    options = {"env": env, "capture_output": True, "text": True, "timeout": run.cfg.timeout}
-    with tempfile.TemporaryDirectory() as temporary:
-        each: Any
-        for i, each in enumerate(run.asked):
-            if hasattr(each["given"], "save"):  # an image of Pillow
-                each["given"].save(Path(temporary, f"{i}.png"))
-                each["given"] = str(Path(temporary, f"{i}.png"))
-            if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
-                del each["dtype"]
-        try:
-            ended = subprocess.run(
-                program, input=json.dumps(facts | {"asked": run.asked}), **options
-            )
-            return json.loads(ended.stdout.splitlines()[-1])  # code from the Hub may print, too
-        except subprocess.TimeoutExpired:
-            return {"problem": f"the check took more than {run.cfg.timeout} s"}
-        except (ValueError, IndexError):
-            return {"problem": f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
+    ended = subprocess.run(
+        [sys.executable, from_outside.__file__],
+        input=pickle.dumps({**facts, "asked": run.asked}),
+        env=env | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        timeout=run.cfg.timeout,
+    )
+    if ended.returncode:
+        raise ValueError(f"it ended with {ended.returncode}: {ended.stderr.decode()[-300:]}")
+    found = json.loads(ended.stdout.splitlines()[-1])  # code from the Hub may print, too
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found

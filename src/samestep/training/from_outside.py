@@ -1,10 +1,11 @@
 """Asks an exported model what the trained one was asked. It knows transformers, nothing of ours.
 
-Run as a program it reads the arguments of `check` from standard input, as JSON, and prints
-{"difference"}, or {"problem"}, in words, where the answers are not the same.
+Run as a program it reads the arguments of `check` from standard input, as `pickle` writes them, and
+prints what it returns, or why it failed, as JSON.
 """
 
 import json
+import pickle
 import sys
 from typing import Any
 
@@ -39,9 +40,7 @@ def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 def read_inputs(reader: Any, given: Any) -> Any:
     """What the exported tokenizer or image processor makes of what is given."""
     if not hasattr(reader, "apply_chat_template"):
-        from transformers.image_utils import load_image
-
-        return reader(load_image(given), return_tensors="pt")
+        return reader(given, return_tensors="pt")
     if isinstance(given, list):
         options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         return reader.apply_chat_template(given, **options)
@@ -53,7 +52,7 @@ def check(folder: str, task: str, rounding: str, asked: list, **options: Any) ->
     """Load an exported model on the CPU, and compare what it answers; raises ValueError.
 
     Each of `asked` has what `ask` gave for the trained model, and what was `given`: a text, two
-    texts, a chat, the path of an image.
+    texts, a chat, an image.
     """
     import transformers
 
@@ -78,9 +77,9 @@ def check(folder: str, task: str, rounding: str, asked: list, **options: Any) ->
 
 
 if __name__ == "__main__":
-    sys.path[:] = [path for path in sys.path if path]  # modules of the project are not in reach
+    sys.path.pop(0)  # the folder of this file
     try:
-        result = check(**json.load(sys.stdin))
+        result: Any = check(**pickle.load(sys.stdin.buffer))
     except Exception as error:  # also those of the libraries below
-        result = {"problem": f"{type(error).__name__}: {error}"}
+        result = f"{type(error).__name__}: {error}"
     print(json.dumps(result))
