@@ -53,10 +53,10 @@ def test_devices_may_differ_but_not_with_exact():
 
 def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
     printed = tiny.train(
-        2, "--output_dir", tmp_path / "run", codes=[2], GLOO_SOCKET_IFNAME="no-such"
+        2, "--output_dir", tmp_path / "run", codes=[1], GLOO_SOCKET_IFNAME="no-such"
     )
-    assert printed.count("train.py: GLOO_SOCKET_IFNAME is no-such, but ") == 1
-    assert "has the interfaces " in printed and "Traceback" not in printed
+    assert "Unable to find address for: no-such" in printed and "Traceback" not in printed
+    assert printed.count("GLOO_SOCKET_IFNAME is no-such: ") == 1
 
 
 def start_alone(tiny, machine, *options):
@@ -77,8 +77,8 @@ def start_alone(tiny, machine, *options):
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_that_does_not_start_is_named(tiny, machine):
     code, line, port = start_alone(tiny, machine)
-    said = f"waited 5 s for all machines to begin, which meet at 127.0.0.1:{port}: no word from "
-    assert code == 1 and line.startswith(f"train.py: {said}machine {1 - machine}; "), line
+    said = f"waited 5 s for machine {1 - machine} to begin; all meet at 127.0.0.1:{port}; "
+    assert code == 1 and line.startswith(f"train.py: {said}"), line
 
 
 @pytest.mark.slow
@@ -259,15 +259,15 @@ def test_what_differs_on_one_machine_is_a_line(tiny, machines, copy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interface, address", [("dead0", "10.78.0."), ("lo", "127.0.0.1")])
-def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface, address):
+@pytest.mark.parametrize("interface", ["dead0", "lo"])
+def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface):
     """The launchers meet through eth0; gloo is told to take another interface."""
     flags = ["--output_dir", tmp_path / "run", "--timeout", 15]
     codes, printed = machines.train(tiny, *flags, interface=interface)
     (line,) = own_lines(printed)
     assert codes == [1, 1] and "Traceback" not in "".join(printed), printed
     assert "reach the main process at 10.77.0.1:29500, but not each other" in line
-    assert f"node1 at {interface} {address}" in line
+    assert "node1 at " in line
     assert f"GLOO_SOCKET_IFNAME is {interface}" in line
 
 
