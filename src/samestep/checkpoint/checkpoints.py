@@ -162,11 +162,6 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
 
 
-def add_to_manifest(path: Path, entries: dict) -> None:
-    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
-    write_manifest(path, {**read_manifest(path), **entries})
-
-
 # ---- Verifying -----------------------------------------------------------------------------------
 
 

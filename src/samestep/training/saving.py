@@ -87,7 +87,8 @@ class Saver:
         self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
         with self.ranks.fail_together():
             if self.main:
-                checkpoints.add_to_manifest(checkpoints.checkpoint_folder(folder, self.step), found)
+                path = checkpoints.checkpoint_folder(folder, self.step)
+                checkpoints.write_manifest(path, checkpoints.read_manifest(path) | found)
 
     def commit(self, manifest: dict) -> None:
         """Commits a checkpoint, or begins to, once the last one is done. All processes must call
@@ -159,7 +160,8 @@ class Saver:
         """Waits for the last save, and closes the log."""
         self.wait()
         self.log_commits(log)
-        log.close()
+        if log.lines:
+            log.lines.close()
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none.
