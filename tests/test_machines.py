@@ -30,24 +30,24 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    from samestep.processes import agreement, ranks
+    from samestep.processes import consistency, ranks
 
     found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
     with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
-        agreement.check_same(processes, FACTS)
+        consistency.check_same(processes, FACTS)
 
 
 def test_devices_may_differ_but_not_with_exact():
-    from samestep.processes import agreement
+    from samestep.processes import consistency
 
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"versions": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
-    facts = agreement.collect_facts(manifest, False, ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, False, ROOT / SOURCE)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
-    assert {"code train.py", "code samestep/processes/agreement.py"} <= {*code}
+    assert {"code train.py", "code samestep/processes/consistency.py"} <= {*code}
     assert facts == {"python": "3.11", "torch": "2.13.0", "seed": "0", "data fingerprint": "1"}
-    facts = agreement.collect_facts(manifest, True, ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, True, ROOT / SOURCE)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
 
 
@@ -113,8 +113,8 @@ def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meet
         file.write_text(text)
     launch = load_task("samestep.programs.launch")
     words = ["--config_file", str(file), *options.split()]
-    found = launch.find_meeting(launch.read_options(words))
-    assert found == ({"LAUNCH_MEETING": meeting} if meeting else {})
+    found = launch.find_rendezvous(launch.read_options(words))
+    assert found == ({"LAUNCH_RENDEZVOUS": meeting} if meeting else {})
 
 
 # ---- Two machines --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Exchanges sums, objects and errors between the processes of a run.
 
 An error on one process must end all of them. Inside `Ranks.fail_together` all raise it at once.
-Elsewhere the process that has it tells it in the store, see meeting.py; when it has ended, the next
-exchange of the others fails, and they raise what it has told.
+Elsewhere the process that has it tells it in the store, see rendezvous.py; when it has ended, the
+next exchange of the others fails, and they raise what it has told.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
     Create it after data preparation, which may take longer than the timeout. `others`: what
-    `meeting.join` has returned.
+    `rendezvous.join` has returned.
     """
 
     def __init__(self, timeout: int, others: Any = None):

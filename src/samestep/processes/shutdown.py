@@ -26,8 +26,7 @@ from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.preflight import write_exit_code
-from samestep.processes import meeting
-from samestep.processes.meeting import STOPPED
+from samestep.processes import rendezvous
 from samestep.processes.ranks import (
     PROCESSES,
     SAVE_THREAD,
@@ -39,6 +38,7 @@ from samestep.processes.ranks import (
     describe_os_error,
     is_out_of_memory,
 )
+from samestep.processes.rendezvous import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -133,7 +133,7 @@ class StopRequest:
 def run(main: Callable, prepare: Callable) -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
-    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see meeting.py. A
+    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see rendezvous.py. A
     failure is written to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
@@ -142,7 +142,7 @@ def run(main: Callable, prepare: Callable) -> None:
     error = None
     try:
         raise_open_files_limit()
-        others = meeting.join()
+        others = rendezvous.join()
         start = prepare()
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)

@@ -34,20 +34,20 @@ OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
-def join() -> "Meeting | None":
+def join() -> "Rendezvous | None":
     """Joins the other processes of the run; None if there are none."""
     if PROCESSES > 1:
         restart_store()  # raises what the user must correct
         place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Meeting("process", place, place[0] == "0" and not shared)
-    if "LAUNCH_MEETING" in os.environ:  # a check of samestep launch, on one of several machines
-        place = os.environ["LAUNCH_MEETING"].split()
-        return Meeting("machine", place, place[0] == "0")
+        return Rendezvous("process", place, place[0] == "0" and not shared)
+    if "LAUNCH_RENDEZVOUS" in os.environ:  # a check of samestep launch, on one of several machines
+        place = os.environ["LAUNCH_RENDEZVOUS"].split()
+        return Rendezvous("machine", place, place[0] == "0")
     return None
 
 
-class Meeting:
+class Rendezvous:
     """A process among several, or a check among those of several machines: `unit`, "process" or
     "machine".
 
@@ -73,7 +73,7 @@ class Meeting:
     # The thread
 
     def watch(self) -> None:
-        """Exchanges signs of life until the meeting is over. Ends a preparation in vain."""
+        """Exchanges signs of life until the rendezvous is over. Ends a preparation in vain."""
         pause, known_at = 0.01, 0.0
         try:
             if self.serves:
