@@ -472,8 +472,8 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "from unittest import mock; from samestep.processes import meeting, ranks\n"
-        "ranks.PROCESSES = 2; meeting.join = lambda: mock.Mock(wait=lambda _: None)",
+        "before": "from unittest import mock; from samestep.processes import rendezvous, ranks\n"
+        "ranks.PROCESSES = 2; rendezvous.join = lambda: mock.Mock(wait=lambda _: None)",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -227,8 +227,8 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
 
 def test_processes_whose_launchers_count_differently_meet(tiny):
     """One has restarted its process twice, the other machine has just come."""
-    meet = "import os; from samestep.processes import meeting, ranks; "
-    meet += "print(ranks.Ranks(30, meeting.join()).gather(os.environ['RANK']))"
+    meet = "import os; from samestep.processes import rendezvous, ranks; "
+    meet += "print(ranks.Ranks(30, rendezvous.join()).gather(os.environ['RANK']))"
     settings = ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     runs = []
     for rank, env in enumerate(tiny.envs(2)):

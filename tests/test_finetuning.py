@@ -245,4 +245,3 @@ def test_a_run_goes_on_with_more_data_and_its_own_vocabulary(project):
     (project.path / "runs/words/tokenizer.json").unlink()
     [(code, _, printed)] = project.ends(1, *more, "--accept_changes")
     assert code == 2 and "another vocabulary, so its weights" in printed
-    assert "--task.model_name_or_path runs/words/model" in printed

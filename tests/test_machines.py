@@ -30,33 +30,33 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    from samestep.processes import agreement, ranks
+    from samestep.processes import consistency, ranks
 
     found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
     with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
-        agreement.check_same(processes, FACTS)
+        consistency.check_same(processes, FACTS)
 
 
 def test_devices_may_differ_but_not_with_exact():
-    from samestep.processes import agreement
+    from samestep.processes import consistency
 
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"versions": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
-    facts = agreement.collect_facts(manifest, False, ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, False, ROOT / SOURCE)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
-    assert {"code train.py", "code samestep/processes/agreement.py"} <= {*code}
+    assert {"code train.py", "code samestep/processes/consistency.py"} <= {*code}
     assert facts == {"python": "3.11", "torch": "2.13.0", "seed": "0", "data fingerprint": "1"}
-    facts = agreement.collect_facts(manifest, True, ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, True, ROOT / SOURCE)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
 
 
 def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
     printed = tiny.train(
-        2, "--output_dir", tmp_path / "run", codes=[2], GLOO_SOCKET_IFNAME="no-such"
+        2, "--output_dir", tmp_path / "run", codes=[1], GLOO_SOCKET_IFNAME="no-such"
     )
-    assert printed.count("train.py: GLOO_SOCKET_IFNAME is no-such, but ") == 1
-    assert "has the interfaces " in printed and "Traceback" not in printed
+    assert "Unable to find address for: no-such" in printed and "Traceback" not in printed
+    assert printed.count("GLOO_SOCKET_IFNAME is no-such: ") == 1
 
 
 def start_alone(tiny, machine, *options):
@@ -77,8 +77,8 @@ def start_alone(tiny, machine, *options):
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_that_does_not_start_is_named(tiny, machine):
     code, line, port = start_alone(tiny, machine)
-    said = f"waited 5 s for all machines to begin, which meet at 127.0.0.1:{port}: no word from "
-    assert code == 1 and line.startswith(f"train.py: {said}machine {1 - machine}; "), line
+    said = f"waited 5 s for machine {1 - machine} to begin; all meet at 127.0.0.1:{port}; "
+    assert code == 1 and line.startswith(f"train.py: {said}"), line
 
 
 @pytest.mark.slow
@@ -113,8 +113,8 @@ def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meet
         file.write_text(text)
     launch = load_task("samestep.programs.launch")
     words = ["--config_file", str(file), *options.split()]
-    found = launch.find_meeting(launch.read_options(words))
-    assert found == ({"LAUNCH_MEETING": meeting} if meeting else {})
+    found = launch.find_rendezvous(launch.read_options(words))
+    assert found == ({"LAUNCH_RENDEZVOUS": meeting} if meeting else {})
 
 
 # ---- Two machines --------------------------------------------------------------------------------
@@ -259,15 +259,15 @@ def test_what_differs_on_one_machine_is_a_line(tiny, machines, copy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interface, address", [("dead0", "10.78.0."), ("lo", "127.0.0.1")])
-def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface, address):
+@pytest.mark.parametrize("interface", ["dead0", "lo"])
+def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface):
     """The launchers meet through eth0; gloo is told to take another interface."""
     flags = ["--output_dir", tmp_path / "run", "--timeout", 15]
     codes, printed = machines.train(tiny, *flags, interface=interface)
     (line,) = own_lines(printed)
     assert codes == [1, 1] and "Traceback" not in "".join(printed), printed
     assert "reach the main process at 10.77.0.1:29500, but not each other" in line
-    assert f"node1 at {interface} {address}" in line
+    assert "node1 at " in line
     assert f"GLOO_SOCKET_IFNAME is {interface}" in line
 
 

@@ -94,9 +94,7 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
         found = re.search(r"os error (\d+)", str(error))  # safetensors
         number = int(found[1]) if found else getattr(error, "errno", None)
         written = total_size(partial)
-        disk, free = os.statvfs(partial.parent), shutil.disk_usage(partial.parent).free
-        # Without inodes torch reports that it cannot open a file.
-        if disk.f_files and not disk.f_ffree or free < 1e6 + written / 10:
+        if shutil.disk_usage(partial.parent).free < 1e6 + written / 10:
             number = errno.ENOSPC
         if number not in DISK_FULL:
             raise
@@ -108,20 +106,13 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Replaces a folder by the one that the body fills; if the body fails, the old one stays.
-
-    What was written is removed, and cut first, since the error may keep a file open: a full disk
-    then has room for the status of the run.
-    """
+    """Replaces a folder by the one that the body fills; if the body fails, the old one stays."""
     fresh = make_fresh_folder(folder)
     try:
         with report_full_disk(fresh, f"the {folder.name}"):
             yield fresh
             replace_folder(fresh, folder)
     except BaseException:
-        for path in [each for each in fresh.rglob("*") if each.is_file()]:
-            with contextlib.suppress(OSError):
-                os.truncate(path, 0)
         shutil.rmtree(fresh, ignore_errors=True)
         raise
 
@@ -169,11 +160,6 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     # The temporary file lies beside the folder: a file that no manifest names would break it.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
-
-
-def add_to_manifest(path: Path, entries: dict) -> None:
-    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
-    write_manifest(path, {**read_manifest(path), **entries})
 
 
 # ---- Verifying -----------------------------------------------------------------------------------
@@ -447,17 +433,12 @@ def check_settings(
     changed = differences(before, {n: v for n, v in after.items() if n not in default})
     other, made = "give the old settings, or another --output_dir", f"{path} was made with"
     if saved.get("identity", "") != current.get("identity", ""):
-        named = "; ".join([text for name, text in changed.items() if name.startswith("task.")][:3])
-        model, kind = path.parent.parent / "model", "another vocabulary"
+        kind = "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
             kind += ", other classes or another scale of numbers"
-        kind += f" ({named})" if named else ""
-        start = ""
-        if "task.model_name_or_path" in after and (model / "config.json").exists():
-            start = f", and to begin there with this model --task.model_name_or_path {model}"
         raise ValueError(
             f"{made} {kind}, so its weights mean something else; give the same data, or another "
-            f"--output_dir{start}"
+            "--output_dir"
         )
     made = f"{made} other settings ({'; '.join(changed.values())})"
     for name in changed:

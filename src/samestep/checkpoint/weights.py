@@ -434,13 +434,12 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
     wanted, written = 0, deepspeed.stage_in(path)
     if this_layout().deepspeed:
         wanted = deepspeed.stage_of(accelerator)
-    kind = f"DeepSpeed with zero_stage {written}" if written else "a run without DeepSpeed"
-    remedy = "continue with a YAML of that kind"
-    if wanted and wanted == written and saved.get("processes") != accelerator.num_processes:
-        kind, remedy = f"{saved.get('processes')} processes of DeepSpeed", "set num_processes to "
-        remedy += str(saved.get("processes"))
-    elif wanted == written:
+    if wanted == written and (not wanted or saved["processes"] == accelerator.num_processes):
         return
+    kind, remedy = "a run without DeepSpeed", "continue with a YAML of that kind"
+    if written:
+        kind = f"DeepSpeed with zero_stage {written}"
+        remedy += f", set num_processes to {saved['processes']}"
     raise ValueError(f"{path} is of {kind}; {remedy}, or give another --output_dir")
 
 

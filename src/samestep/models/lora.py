@@ -6,13 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from samestep.base.console import one_line
-from samestep.base.fields import (
-    EXPORT,
-    SHAPE,
-    Dropout,
-    check_fields,
-    check_ignored_fields,
-)
+from samestep.base.fields import EXPORT, SHAPE, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
 
 Rank = Annotated[int, Field(ge=0, le=4096)]

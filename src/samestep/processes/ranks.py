@@ -1,8 +1,8 @@
 """Exchanges sums, objects and errors between the processes of a run.
 
 An error on one process must end all of them. Inside `Ranks.fail_together` all raise it at once.
-Elsewhere the process that has it tells it in the store, see meeting.py; when it has ended, the next
-exchange of the others fails, and they raise what it has told.
+Elsewhere the process that has it tells it in the store, see rendezvous.py; when it has ended, the
+next exchange of the others fails, and they raise what it has told.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
     Create it after data preparation, which may take longer than the timeout. `others`: what
-    `meeting.join` has returned.
+    `rendezvous.join` has returned.
     """
 
     def __init__(self, timeout: int, others: Any = None):
@@ -176,11 +176,7 @@ class Ranks:
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""
-        return self.start_sum(*numbers, problem=problem).result()
-
-    def start_sum(self, *numbers: int, problem: Exception | None = None) -> "PendingSum":
-        """Starts `sum_over_ranks` in the background."""
-        return PendingSum(self, numbers, problem)
+        return PendingSum(self, numbers, problem).result()
 
     def sum_arrays(self, array: np.ndarray) -> np.ndarray:
         """The sum of an array over all processes; may change the array."""
@@ -230,15 +226,11 @@ class Ranks:
         error = UserError if all(by_user for by_user, _, _ in problems) else Failed
         raise error("; ".join(dict.fromkeys(lines)))
 
-    def name_missing(self, error: BaseException) -> BaseException:
-        """Replaces an error of gloo by one line: what another process has told, or who is gone."""
-        return self.others.explain(error, self.timeout) if self.others else error
-
 
 class PendingSum:
-    """Sums over all processes that are exchanged in the background."""
+    """`Ranks.sum_over_ranks` in the background."""
 
-    def __init__(self, ranks: Ranks, numbers: tuple[int, ...], problem: Exception | None):
+    def __init__(self, ranks: Ranks, numbers: Sequence[int], problem: Exception | None):
         self.ranks, self.problem = ranks, problem
         self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
         if group := ranks.begin_exchange():

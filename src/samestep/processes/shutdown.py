@@ -26,8 +26,7 @@ from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.preflight import write_exit_code
-from samestep.processes import meeting
-from samestep.processes.meeting import STOPPED
+from samestep.processes import rendezvous
 from samestep.processes.ranks import (
     PROCESSES,
     SAVE_THREAD,
@@ -39,6 +38,7 @@ from samestep.processes.ranks import (
     describe_os_error,
     is_out_of_memory,
 )
+from samestep.processes.rendezvous import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -105,13 +105,17 @@ class StopRequest:
             sys.exit(STOPPED)
 
     def settle(self, error: BaseException) -> BaseException:
-        """What an error means, once no signal raises another: a stop, if one was asked for before
-        training. A module in C that a signal interrupts makes an ImportError of it.
+        """What an error means, once no signal raises another. Before training: a stop, if one was
+        asked for, since a module in C makes an ImportError of a signal; or a mistake of the user.
         """
         before, self.training = not self.training, True
         if before and self.since:
             return SystemExit(STOPPED)
-        return as_input_error(error) if before else error
+        try:
+            with as_user_error() if before else contextlib.nullcontext():
+                raise error
+        except BaseException as meant:
+            return meant
 
     def obey(self) -> None:
         """In a process that the task forks while it trains: SIGTERM ends it, as a Pool expects. A
@@ -129,7 +133,7 @@ class StopRequest:
 def run(main: Callable, prepare: Callable) -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
-    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see meeting.py. A
+    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see rendezvous.py. A
     failure is written to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
@@ -138,7 +142,7 @@ def run(main: Callable, prepare: Callable) -> None:
     error = None
     try:
         raise_open_files_limit()
-        others = meeting.join()
+        others = rendezvous.join()
         start = prepare()
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
@@ -146,7 +150,8 @@ def run(main: Callable, prepare: Callable) -> None:
         error = stop.settle(caught)  # the launcher sends a signal when a process has failed
         if others and others.interrupted and isinstance(error, SystemExit):
             error = others.told()
-        error = ranks.name_missing(error) if ranks else error
+        if ranks and others:
+            error = others.explain(error, ranks.timeout)
         code = report(error, "train.py", start and start.output)
     stop.training = True  # from here on a signal is only recorded
     if error and others:
@@ -157,15 +162,6 @@ def run(main: Callable, prepare: Callable) -> None:
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
-
-
-def as_input_error(error: BaseException) -> BaseException:
-    """An error before training: one of the user's input, if `as_user_error` says so."""
-    try:
-        with as_user_error():
-            raise error
-    except BaseException as other:
-        return other
 
 
 def run_alone(main: Callable) -> None:

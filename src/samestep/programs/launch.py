@@ -49,7 +49,7 @@ def read_options(launcher: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(launcher)[0]
 
 
-def find_meeting(known: argparse.Namespace) -> dict[str, str]:
+def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
     """Where the checks of several machines wait for each other: an environment variable of theirs.
 
     Empty for one machine, and under c10d, where machines may come at any time.
@@ -62,7 +62,7 @@ def find_meeting(known: argparse.Namespace) -> dict[str, str]:
         host, port = place.get("main_process_ip"), int(place.get("main_process_port") or 29500)
         static = known.rdzv_backend in (None, "static")
         if static and machines > 1 and 0 <= rank < machines and host:
-            return {"LAUNCH_MEETING": f"{rank} {machines} {host} {port}"}
+            return {"LAUNCH_RENDEZVOUS": f"{rank} {machines} {host} {port}"}
     return {}
 
 
@@ -146,7 +146,7 @@ def main() -> int:
     only = "--check" in program
     if not only:
         os.environ["LAUNCHING"] = "1"  # the run prints what the check would
-    check = start_check(known, program, {} if only else find_meeting(known))
+    check = start_check(known, program, {} if only else find_rendezvous(known))
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
     with contextlib.redirect_stderr(report):
         # The imports of the launcher take as long as those of the check.

@@ -27,7 +27,7 @@ from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.checkpoint import checkpoints
 from samestep.data.cache import digest_of
-from samestep.processes import agreement, ranks, shutdown
+from samestep.processes import consistency, ranks, shutdown
 from samestep.processes.device import use_cpu
 from samestep.processes.ranks import UserError
 from samestep.report import tracking
@@ -490,9 +490,9 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
     Raises UserError unless all processes run the same, and see the same run folder.
     """
     folder = Path(inspect.getfile(type(start.cfg))).parent
-    facts = agreement.collect_facts(start.manifest, start.cfg.exact, folder)
-    agreement.check_same(processes, facts)
+    facts = consistency.collect_facts(start.manifest, start.cfg.exact, folder)
+    consistency.check_same(processes, facts)
     resume_point = processes.from_main(start.resume_point)
     if not (start.cfg.check or resume_point.finished):
-        agreement.check_shared(processes, start.output)
+        consistency.check_shared(processes, start.output)
     return resume_point

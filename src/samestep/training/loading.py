@@ -54,7 +54,7 @@ class TrainLoader:
             counts *= self.run.ranks.layout.leads  # its replica counts once
             times = self.balancer.own_time() if self.balancer else []
             stop, problem = self.run.stop.requested(), problem or self.run.problem
-            self.exchange = self.run.ranks.start_sum(*counts, stop, *times, problem=problem)
+            self.exchange = PendingSum(self.run.ranks, [*counts, stop, *times], problem)
 
     def read_window(self) -> list[tuple[Batch, tuple]]:
         """This process's micro-batches of the next step."""

@@ -32,11 +32,6 @@ class RunLog:
         if self.lines:
             self.lines.write({"step": self.step, **entries})
 
-    def close(self) -> None:
-        """Closes the file and the bar."""
-        if self.lines:
-            self.lines.close()
-
     def start_step(self, step: int) -> None:
         """Before a step."""
         self.step = step

@@ -29,8 +29,7 @@ class Saver:
         self.scored = False  # whether it holds the scores of its step
         self.best_loss = run.resume_point.best_loss
         self.thread: threading.Thread | None = None
-        # Of each save in the background that is done: its step and seconds, until they are logged.
-        self.done: list[tuple[int, float]] = []
+        self.done: list[dict] = []  # lines about saves in the background, until they are logged
         self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
         self.asynchronous = run.cfg.async_save
 
@@ -39,11 +38,8 @@ class Saver:
 
         Returns its step, and its scores; None if that step has to be evaluated.
         """
-        run, checkpoint, saved = (
-            self.run,
-            self.run.resume_point.checkpoint,
-            self.run.resume_point.saved,
-        )
+        run, checkpoint = self.run, self.run.resume_point.checkpoint
+        saved = self.run.resume_point.saved
         with self.ranks.fail_together(), as_user_error():
             if checkpoint:
                 self.state.load(checkpoint, saved, run.start.manifest)
@@ -91,7 +87,8 @@ class Saver:
         self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
         with self.ranks.fail_together():
             if self.main:
-                checkpoints.add_to_manifest(checkpoints.checkpoint_folder(folder, self.step), found)
+                path = checkpoints.checkpoint_folder(folder, self.step)
+                checkpoints.write_manifest(path, checkpoints.read_manifest(path) | found)
 
     def commit(self, manifest: dict) -> None:
         """Commits a checkpoint, or begins to, once the last one is done. All processes must call
@@ -116,7 +113,8 @@ class Saver:
         began = time.perf_counter()
         _, self.run.problem = catch(self.write, self.thread_ranks, share, manifest)
         if not self.run.problem:
-            self.done.append((manifest["step"], time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            self.done.append({"committed_step": manifest["step"], "commit_seconds": seconds})
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
@@ -154,16 +152,16 @@ class Saver:
             self.ranks.raise_everywhere(self.run.problem)
 
     def log_commits(self, log: RunLog) -> None:
-        """Writes a line for each save in the background that is now done."""
+        """Writes a line about each save in the background that is now done."""
         while self.done:
-            committed, seconds = self.done.pop(0)
-            log.note(committed_step=committed, commit_seconds=seconds)
+            log.note(**self.done.pop(0))
 
     def finish(self, log: RunLog) -> None:
         """Waits for the last save, and closes the log."""
         self.wait()
         self.log_commits(log)
-        log.close()
+        if log.lines:
+            log.lines.close()
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none.
@@ -173,9 +171,8 @@ class Saver:
         run, best, loss, saved = self.run, None, math.inf, {}
         with self.ranks.fail_together(), as_user_error():
             if self.main:
-                best, loss, _ = checkpoints.find_best(
-                    run.output / "checkpoints", run.start.manifest
-                )
+                folder = run.output / "checkpoints"
+                best, loss, _ = checkpoints.find_best(folder, run.start.manifest)
                 saved = checkpoints.verify(best) if best else {}
         best, loss, saved = self.ranks.from_main((best, loss, saved))
         if best is None:

@@ -11,10 +11,8 @@ import socket
 import time
 from pathlib import Path
 
-from samestep import __version__
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
-from samestep.base.preflight import installed_version
 from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error, some
 
 LIBRARY = Path(__file__).resolve().parents[1]
@@ -38,10 +36,7 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
         versions["python"] = versions["python"].rpartition(".")[0]
     facts = dict(versions)
     code = {name: project / name for name in ("train.py", "task.py")}
-    if "+" in (version := installed_version() or __version__):  # its last part names the content
-        facts["samestep"] = version
-    else:
-        code |= {str(p.relative_to(LIBRARY.parent)): p for p in sorted(LIBRARY.rglob("*.py"))}
+    code |= {str(p.relative_to(LIBRARY.parent)): p for p in sorted(LIBRARY.rglob("*.py"))}
     for name, path in code.items():
         facts[f"code {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}

@@ -6,7 +6,6 @@ lives, that it is ready, or why it failed. The checks of `samestep launch` on se
 in the same way.
 """
 
-import contextlib
 import datetime
 import json
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -36,20 +34,20 @@ OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
-def join() -> "Meeting | None":
+def join() -> "Rendezvous | None":
     """Joins the other processes of the run; None if there are none."""
     if PROCESSES > 1:
         restart_store()  # raises what the user must correct
         place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Meeting("process", place, place[0] == "0" and not shared)
-    if "LAUNCH_MEETING" in os.environ:  # a check of samestep launch, on one of several machines
-        place = os.environ["LAUNCH_MEETING"].split()
-        return Meeting("machine", place, place[0] == "0")
+        return Rendezvous("process", place, place[0] == "0" and not shared)
+    if "LAUNCH_RENDEZVOUS" in os.environ:  # a check of samestep launch, on one of several machines
+        place = os.environ["LAUNCH_RENDEZVOUS"].split()
+        return Rendezvous("machine", place, place[0] == "0")
     return None
 
 
-class Meeting:
+class Rendezvous:
     """A process among several, or a check among those of several machines: `unit`, "process" or
     "machine".
 
@@ -75,7 +73,7 @@ class Meeting:
     # The thread
 
     def watch(self) -> None:
-        """Exchanges signs of life until the meeting is over. Ends a preparation in vain."""
+        """Exchanges signs of life until the rendezvous is over. Ends a preparation in vain."""
         pause, known_at = 0.01, 0.0
         try:
             if self.serves:
@@ -222,10 +220,8 @@ class Meeting:
         if ended == [None]:
             return
         problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
-        if ended:  # NCCL tells the cause in the end
-            text, _, cause = str(ended[0]).partition("Last error:")
-            first, *_ = (cause.strip() or text.strip()).split("\n")
-            problem = f"failed: {one_line(first)}"
+        if ended:
+            problem = f"failed: {one_line(ended[0])}"
         variable = f"{library.upper()}_SOCKET_IFNAME"
         raise Failed(
             f"the processes reach the main process at {self.place}, but not each other: {library} "
@@ -244,12 +240,9 @@ class Meeting:
 
     def silent(self, timeout: int, rank: int) -> Failed:
         """The error of a process that gives no sign of life."""
+        said = f"{self.unit} {rank} to begin; all meet at {self.place}"
         if host := self.all["hosts"].get(str(rank)):
             said = f"a sign of life from {self.unit} {rank} on {host}"
-        else:
-            units = "processes" if self.unit == "process" else "machines"
-            said = f"all {units} to begin, which meet at {self.place}: no word from "
-            said += f"{self.unit} {rank}"
         return Failed(f"waited {timeout} s for {said}", missing=[rank])
 
     def told(self) -> BaseException:
@@ -305,20 +298,7 @@ class Meeting:
 
 
 def own_address() -> str:
-    """Host and address where gloo waits for other processes.
-
-    gloo takes the first interface of GLOO_SOCKET_IFNAME, or the address of the host's name, or
-    127.0.0.1. Raises UserError if this machine has no such interface.
-    """
-    host, given = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not given:
-        with contextlib.suppress(OSError):
-            return f"{host} at {socket.gethostbyname(host)}"
-        return f"{host} at 127.0.0.1"
-    name, found = given.split(",")[0], psutil.net_if_addrs()
-    if name not in found:
-        there = ", ".join(found)
-        raise UserError(f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {there}")
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = [each.address for each in found[name] if each.family in families]
-    return f"{host} at {name} {(addresses or ['without an address'])[0]}"
+    """The host, and the address of its name: where gloo waits for others, unless it is told an
+    interface."""
+    host = socket.gethostname()
+    return f"{host} at {catch(socket.gethostbyname, host)[0] or '127.0.0.1'}"
