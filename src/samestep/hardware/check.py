@@ -6,7 +6,7 @@ import re
 import torch
 
 from samestep.base.console import one_line
-from samestep.hardware.devices import Devices, ask, nvidia_smi
+from samestep.hardware.devices import Devices, Wrong, ask, nvidia_smi
 from samestep.hardware.report import Section
 from samestep.settings.accelerate_yaml import without_gpu
 
@@ -15,41 +15,39 @@ STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,cloc
 ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
 
 
-def run(used: Devices) -> Section:
+def run(section: Section, used: Devices) -> None:
     """What this machine is, and what is wrong with it."""
-    section = Section("check")
     look_at_nvidia_smi(section, used)
-    names = list(dict.fromkeys(used.name(number) for number in range(used.count)))
     kinds = set()
-    for name, (found, problem) in zip(
-        names, ask("look", *({"device": n} for n in names)), strict=True
-    ):
-        if problem:
-            section.failures.append(f"{name} does not answer: {problem}")
+    for name in dict.fromkeys(used.name(number) for number in range(used.count)):
+        try:
+            found = ask("look", device=name)
+        except Wrong as error:
+            section.failures.append(f"{name} does not answer: {error}")
             continue
-        formats = found["formats"]
         kinds.add(found["name"])
-        states = [f"{format}: {state}" for format, state in formats.items()]
+        states = [f"{format}: {state}" for format, state in found["formats"].items()]
         section.facts[name] = "\n".join([found["name"], *states])
         wrong = [state for state in states if "wrong" in state]
         if wrong:
             section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
-        if formats["fp32"].startswith("no: "):
+        if found["formats"]["fp32"].startswith("no: "):
             section.failures.append(f"{name} does not compute: {states[0]}")
         if found["free"] < 0.9:
             text = f"{found['free']:.0%} of its memory free; nvidia-smi names who has the rest"
             section.lines.append(f"{name} has {text}")
     if len(kinds) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
-    return section
 
 
 def look_at_nvidia_smi(section: Section, used: Devices) -> None:
     """Adds what it says of GPUs that torch may not see, of their errors and links, and facts."""
     code, listed = nvidia_smi("-L")
     if code != -1:  # collect_env asks it again
-        ((found, problem),) = ask("facts", {})
-        section.facts |= found or {"facts": problem}
+        try:
+            section.facts |= ask("facts")
+        except Wrong as error:
+            section.facts["facts"] = str(error)
     there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
     if lost := re.search(LOST, listed, re.IGNORECASE):
         section.failures.append(
