@@ -6,7 +6,7 @@ import re
 import torch
 
 from samestep.base.console import one_line
-from samestep.hardware.devices import Devices, Wrong, ask, nvidia_smi
+from samestep.hardware.devices import Devices, Wrong, ask, nvidia_smi, run_python
 from samestep.hardware.report import Section
 from samestep.settings.accelerate_yaml import without_gpu
 
@@ -23,16 +23,12 @@ def run(section: Section, used: Devices) -> None:
         try:
             found = ask("look", device=name)
         except Wrong as error:
-            section.failures.append(f"{name} does not answer: {error}")
+            section.failures.append(f"{name} does not compute: {error}")
             continue
         kinds.add(found["name"])
-        states = [f"{format}: {state}" for format, state in found["formats"].items()]
-        section.facts[name] = "\n".join([found["name"], *states])
-        wrong = [state for state in states if "wrong" in state]
-        if wrong:
-            section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
-        if found["formats"]["fp32"].startswith("no: "):
-            section.failures.append(f"{name} does not compute: {states[0]}")
+        section.facts[name] = found["name"]
+        if found["wrong"]:
+            section.failures.append(f"{name} computes wrong numbers: {'; '.join(found['wrong'])}")
         if found["free"] < 0.9:
             text = f"{found['free']:.0%} of its memory free; nvidia-smi names who has the rest"
             section.lines.append(f"{name} has {text}")
@@ -44,10 +40,8 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> None:
     """Adds what it says of GPUs that torch may not see, of their errors and links, and facts."""
     code, listed = nvidia_smi("-L")
     if code != -1:  # collect_env asks it again
-        try:
-            section.facts |= ask("facts")
-        except Wrong as error:
-            section.facts["facts"] = str(error)
+        for module in ("torch.utils.collect_env", "accelerate.commands.env"):
+            section.facts[module] = run_python(["-m", module])[1].strip()
     there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
     if lost := re.search(LOST, listed, re.IGNORECASE):
         section.failures.append(
@@ -65,7 +59,6 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> None:
     if code:
         return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]
-    section.facts["links"] = nvidia_smi("topo", "-m")[1]
     unknown, errors = nvidia_smi(ERRORS, "--format=csv,noheader")  # to old cards and drivers
     for line in errors.splitlines() if not unknown else ():
         index, uncorrected, pending = [word.strip() for word in line.split(",")]

@@ -83,11 +83,10 @@ def nvidia_smi(*words: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         program.kill()  # it may wait for a driver: nobody waits for it
         return -1, f"nvidia-smi does not answer within {SMI_SECONDS} s"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", printed.decode(errors="replace"))
-    return program.returncode, text.partition("\n\n")[0].expandtabs().rstrip()
+    return program.returncode, printed.decode(errors="replace").strip()
 
 
-def run(words: Sequence[object]) -> tuple[int | None, str]:
+def run_python(words: Sequence[object]) -> tuple[int | None, str]:
     """Runs Python with these words: its exit code (None: it hangs), and what it prints.
 
     It knows nothing of the launcher of this program, and no process of it is left behind.
@@ -117,7 +116,7 @@ def run(words: Sequence[object]) -> tuple[int | None, str]:
 def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
     """What a function of child.py finds out, in a process of its own; raises Wrong."""
     module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what, json.dumps(given)]
-    code, printed = run(module)
+    code, printed = run_python(module)
     lines = printed.strip().splitlines() or ["it prints nothing"]
     if code == 0:
         return json.loads(lines[-1])

@@ -30,15 +30,12 @@ class Sizes(NamedTuple):
         return 4 * self.parameters + (4 + 8) * self.trained
 
     def on_gpu(self, gpus: float, precision: str = "bf16", checkpointing: bool = False) -> float:
-        """Bytes on each GPU that shares the states with others; infinity: the host has them.
-
-        FSDP gathers the largest unit twice, and its gradient. One GPU has autocast's copies of
-        weights; the backward pass keeps those of frozen ones, with checkpointing only a layer's.
-        """
-        if gpus > 1:
+        """Bytes on each GPU that shares the states with others; infinity: the host has them."""
+        if gpus > 1:  # FSDP gathers the largest unit twice, and its gradient
             return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * min(self.unit, self.trained)
         if precision == "no":
             return self.states()
+        # Autocast has copies of weights; with checkpointing those of frozen ones live for a layer.
         frozen = self.parameters - self.trained
         if checkpointing:
             frozen = min(frozen, self.unit)

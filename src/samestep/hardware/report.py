@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from samestep.base.console import escaped, one_line, print_on_main
 from samestep.base.files import read_text
 
+LONG = 30  # lines of a fact that is in hardware.json alone
 SLOWER = 0.2  # a figure that is slower by more than this fraction is named
 
 
@@ -31,15 +32,15 @@ def short(value: float) -> str:
 
 def show(verb: str, section: Section) -> None:
     """Prints facts, figures and advice."""
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    table = Table("name", Column(overflow="fold"), title=verb, show_header=False)
+    table = Table(title=verb, show_header=False)
     for name, text in section.facts.items():
-        table.add_row(escaped(name), escaped(text, kept="\n"))
+        if text.count("\n") < LONG:
+            table.add_row(escaped(name), escaped(text, kept="\n"))
     for name, values in section.figures.items():
         table.add_row(name, "  ".join(map(short, values)))
-    console.print(table)
+    Console(highlight=False, markup=False, emoji=False).print(table)
     for line in [*section.lines, *(f"failed: {line}" for line in section.failures)]:
-        console.print(escaped(line))
+        print_on_main(escaped(line))
 
 
 def compare(section: Section, path: Path) -> None:

@@ -85,7 +85,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     launch += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     output = place / f"run-{used.count}"
     words = ["train.py", "--config", place / "recipe.yaml", "--output_dir", output, *flags]
-    code, printed = devices.run([*launch, *devices.PREFIX, *words])
+    code, printed = devices.run_python([*launch, *devices.PREFIX, *words])
     if code == 0:
         lines = map(json.loads, (output / "metrics.jsonl").read_text("utf-8").splitlines())
         steps = [line for line in lines if "grad_norm" in line]

@@ -13,8 +13,8 @@ much memory the model of a recipe needs, and which YAML trains it here. Flags of
 import argparse
 import dataclasses
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from samestep.base.console import IS_MAIN, one_line, print_on_main
@@ -27,7 +27,6 @@ from samestep.programs import make_parser
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
-LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  # by a launcher
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,24 +51,22 @@ def measure() -> int:
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     yaml = options.config_file or shutdown.launcher_yaml()
-    if LAUNCHED & os.environ.keys() and not yaml:
-        raise UserError("the launcher's YAML is not known; give --config_file here, too")
-    chosen = None if options.verb == "recommend" else yaml  # it looks for one
-    used = devices.choose(chosen, options.processes)
+    if options.verb == "recommend":  # it looks for one
+        yaml = None
+    used = devices.choose(yaml, options.processes)
     project = None if options.verb == "check" else read_project(flags)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, Callable] = {
+        "check": lambda section: check.run(section, used),
+        "bench": lambda section: bench.run(section, used, project, flags, options.seconds),
+        "smoke": lambda section: smoke.run(section, used, project, FOLDER),
+        "recommend": lambda section: recommend.run(section, used, project),
+    }
     sections = {}
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
         section = sections[verb] = report.Section()
         try:
-            if verb == "check":
-                check.run(section, used)
-            elif verb == "bench":
-                bench.run(section, used, project, flags, options.seconds)
-            elif verb == "smoke":
-                smoke.run(section, used, project, FOLDER)
-            else:
-                recommend.run(section, used, project)
+            parts[verb](section)
         except devices.Wrong as error:
             section.failures.append(str(error))
         report.show(verb, section)

@@ -17,7 +17,6 @@ from samestep.base.pictures import save_figure
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
-FORMATS = (".png", ".svg", ".pdf")
 DASHES = ["-", "--", ":", "-."]  # the next one each time matplotlib's ten colors are used up
 MAX_SCORES = 6  # panels of scores
 MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32

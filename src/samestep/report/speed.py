@@ -180,14 +180,12 @@ def peak_memory(device: torch.device) -> float:
 class Profiler:
     """Traces of the steps that `steps` names: [first, last], or [first, last, every].
 
-    Each process writes a trace, and on a GPU the history of its memory. In other steps nothing is
-    recorded, and nothing costs time.
+    Each process writes a trace. In other steps nothing is recorded, and nothing costs time.
     """
 
     def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
         self.meter, self.accelerator, self.output = meter, meter.accelerator, output / "profile"
         self.first, self.last, self.every = [*(steps or (0, 0)), 0][:3]
-        self.cuda = self.accelerator.device.type == "cuda"
         self.profile: Any = None  # while it records
         self.ranges = contextlib.ExitStack()  # that of a step which is recorded
         # torch crashes in Python's finalization while it records. Several processes skip that.
@@ -202,8 +200,6 @@ class Profiler:
             with self.meter.paused():
                 self.profile = ProfileKwargs(record_shapes=True, profile_memory=True).build()
                 self.profile.start()
-                if self.cuda:
-                    torch.cuda.memory._record_memory_history(max_entries=100_000)
         if self.profile:
             self.ranges.enter_context(record_function(f"step {step}"))
 
@@ -215,22 +211,18 @@ class Profiler:
         with self.meter.paused():
             _, problem = catch(self.write)
         self.profile = None
-        if self.cuda:
-            torch.cuda.memory._record_memory_history(enabled=None)
         if problem:
             print_on_main(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
-        """Writes the trace of this process and its memory; on the main process, the table."""
+        """Writes the trace of this process; on the main process, the table."""
         self.profile.stop()
         folder = self.output / f"steps-{self.first}-{self.last}"
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"process-{self.accelerator.process_index}"
-        self.profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
-        if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+        name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
+        self.profile.export_chrome_trace(str(folder / name))
         if IS_MAIN:
-            where = "device" if self.cuda else "cpu"
+            where = "cpu" if self.accelerator.device.type == "cpu" else "device"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
             (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
             print_on_main(f"profile of steps {self.first} to {self.last}: {folder}")
