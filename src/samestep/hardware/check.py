@@ -17,7 +17,7 @@ ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.
 
 def run(section: Section, used: Devices) -> None:
     """What this machine is, and what is wrong with it."""
-    look_at_nvidia_smi(section, used)
+    look_at_nvidia_smi(section)
     kinds = set()
     for name in dict.fromkeys(used.name(number) for number in range(used.count)):
         try:
@@ -36,20 +36,17 @@ def run(section: Section, used: Devices) -> None:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
 
 
-def look_at_nvidia_smi(section: Section, used: Devices) -> None:
-    """Adds what it says of GPUs that torch may not see, of their errors and links, and facts."""
+def look_at_nvidia_smi(section: Section) -> None:
+    """Adds what it says of GPUs that torch may not see, of their errors, and facts."""
     code, listed = nvidia_smi("-L")
     if code != -1:  # collect_env asks it again
         for module in ("torch.utils.collect_env", "accelerate.commands.env"):
             section.facts[module] = run_python(["-m", module])[1].strip()
     there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
-    if lost := re.search(LOST, listed, re.IGNORECASE):
-        section.failures.append(
-            f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
-            "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
-        )
-    elif code not in (0, 127):
-        section.failures.append(f"the driver does not work: {one_line(listed, 200)}")
+    lost = re.findall(LOST, listed, re.IGNORECASE)
+    if lost or code not in (0, 127):
+        line = one_line([listed, *lost][-1], 200)
+        section.failures.append(f"nvidia-smi: {line}; see docs/measuring.md, A lost device")
     if there > seen and "CUDA_VISIBLE_DEVICES" not in os.environ:
         text = f"torch sees {seen} GPUs, and nvidia-smi lists {there}"
         if seen:
@@ -67,9 +64,3 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> None:
                 f"GPU {index} has errors in its memory (ECC: {uncorrected} uncorrected; rows to be "
                 f"replaced: {pending}), so numbers may be wrong: reset it, or take it out"
             )
-    _, paths = nvidia_smi("topo", "-p2p", "w")
-    if used.count > 1 and re.search(r"\b(CNS|GNS|TNS|NS|DR)\b", paths.partition("Legend")[0]):
-        section.lines.append(
-            "some GPUs cannot reach each other's memory (nvidia-smi topo -p2p w): copies go "
-            "through the host, which is slow; if training hangs: NCCL_P2P_DISABLE=1"
-        )

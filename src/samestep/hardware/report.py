@@ -3,12 +3,11 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from samestep.base.console import escaped, one_line, print_on_main
+from samestep.base.console import escaped, print_on_main
 from samestep.base.files import read_text
 
 LONG = 30  # lines of a fact that is in hardware.json alone
@@ -47,16 +46,12 @@ def compare(section: Section, path: Path) -> None:
     """Names what is slower than in an older report; another machine or recipe is not compared."""
     try:
         old = json.loads(read_text(path))["bench"]
-        facts: dict[str, Any] = dict(old["facts"])
-        figures: dict[str, Any] = dict(old["figures"])
+        facts, figures = old["facts"], dict(old["figures"])
     except (ValueError, KeyError, TypeError):
-        print_on_main(f"not compared with {path}, which is damaged: remove it")
+        facts, figures = {}, {}
+    if facts != section.facts:
+        print_on_main(f"{path} has other devices, another recipe or precision: not compared")
         return
-    for name, now in section.facts.items():
-        if facts.get(name) != now:
-            was = one_line(facts.get(name), 100)
-            print_on_main(f"not compared with {path}: {name} was {was} and is {now}")
-            return
     slower = 0
     for name, values in section.figures.items():
         old_values = figures.get(name, [])

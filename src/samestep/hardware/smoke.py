@@ -7,6 +7,7 @@ also be what the functions of task.py give without train.py.
 import dataclasses
 import json
 import math
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -36,7 +37,8 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
     samples = size * TURNS * used.count
     plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
-    section.facts |= {"YAML": str(used.yaml), "precision": used.precision, "step": plan.describe()}
+    section.facts["YAML"] = os.path.relpath(used.yaml)
+    section.facts |= {"precision": used.precision, "step": plan.describe()}
     short = dataclasses.replace(
         cfg, max_steps=STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
         global_batch_size=samples, micro_batch_size=plan.micro_batch_size, device_shares=shares,
@@ -59,10 +61,12 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
         alone = train(one, place, "--device_shares", "equal")
         if used.count > 1:
             together = train(used, place)
-    right, has_batch_norm = compute_step(project, plan, used)  # last: it keeps memory of the GPU
+    model = project.build_model(torch.device(used.name(0)))  # last: it keeps memory of the GPU
+    right = compute_step(project, model, plan, used.precision)
     compare(section, "train.py on one device, with task.py", one, limits, right, alone[:1])
     if together:
-        if has_batch_norm and used.kind == "cuda":
+        norms = torch.nn.modules.batchnorm._BatchNorm
+        if used.kind == "cuda" and any(isinstance(each, norms) for each in model.modules()):
             alone = []  # statistics are those of all devices
         name = f"train.py on {used.count} devices, with one"
         compare(section, name, used, limits, alone, together)
@@ -119,26 +123,23 @@ def compare(
 
 
 def compute_step(
-    project: Project, plan: batches.StepPlan, used: Devices
-) -> tuple[list[dict], bool]:
-    """Loss and norm of the gradient of the first step, without train.py and accelerate, and whether
-    the model has BatchNorm; [] if one device has no room for it."""
-    model = project.build_model(torch.device(used.name(0)))
-    norms = torch.nn.modules.batchnorm._BatchNorm
-    has_batch_norm = any(isinstance(each, norms) for each in model.modules())
-    num_items, losses, scale = 0, [], 1024 if used.precision == "fp16" else 1
+    project: Project, model: torch.nn.Module, plan: batches.StepPlan, precision: str
+) -> list[dict]:
+    """Loss and norm of the gradient of the first step, without train.py and accelerate; [] if one
+    device has no room for it."""
+    num_items, losses, scale = 0, [], 1024 if precision == "fp16" else 1
     positions = project.rows.sort(range(plan.samples))
     try:
         for number in range(sum(plan.shares)):
             batch = project.batch(plan.positions(positions, number))
             num_items += project.task.count(batch)
             batches.seed_micro_batch(project.cfg.seed, 1, number)
-            losses.append(project.add_gradients(model, batch, used.precision, scale).item())
+            losses.append(project.add_gradients(model, batch, precision, scale).item())
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return [], has_batch_norm
+        return []
     gradients = [p.grad.double().norm().item() for p in model.parameters() if p.grad is not None]
     divisor = max(num_items, 1)
     norm = math.hypot(*gradients) / scale / divisor
-    return [{"loss": math.fsum(losses) / divisor, "grad_norm": norm}], has_batch_norm
+    return [{"loss": math.fsum(losses) / divisor, "grad_norm": norm}]

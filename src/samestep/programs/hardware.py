@@ -7,13 +7,11 @@
 check names what makes training wrong or impossible. bench measures the devices and what connects
 them. smoke starts train.py on one device and on all, and compares what it logs. recommend says how
 much memory the model of a recipe needs, and which YAML trains it here. Flags of train.py (--config,
---learning_rate, ...) may follow. The figures go to runs/hardware/hardware.json.
+--learning_rate, ...) may follow the verb. The figures go to runs/hardware/hardware.json.
 """
 
-import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,23 +27,17 @@ VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
 
 
-def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of samestep hardware, and the flags for train.py."""
-    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        words = ["all", *words]
-    parser = make_parser("hardware", __doc__)
-    add = parser.add_argument
-    add("verb", choices=VERBS, help="all, without a verb: check, bench and smoke in one report")
-    add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
-    add("--processes", type=int, metavar="N", help="devices to use (default: all)")
-    add("--seconds", type=float, default=0.5, help="for each figure of bench (default: 0.5)")
-    return parser.parse_known_args(words)
-
-
 @as_user_error()
 def measure() -> int:
     """Runs the parts of the report that are asked for; the exit code."""
-    options, flags = parse_arguments(sys.argv[1:])
+    parser = make_parser("hardware", __doc__)
+    add = parser.add_argument
+    about = "all, without a verb: check, bench and smoke in one report"
+    add("verb", nargs="?", default="all", choices=VERBS, help=about)
+    add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
+    add("--processes", type=int, metavar="N", help="devices to use (default: all)")
+    add("--seconds", type=float, default=0.5, help="for each figure of bench (default: 0.5)")
+    options, flags = parser.parse_known_args()
     if options.verb == "check" and flags:
         raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
     if not IS_MAIN:  # the first process of a launcher starts others itself

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
 DASHES = ["-", "--", ":", "-."]  # the next one each time matplotlib's ten colors are used up
 MAX_SCORES = 6  # panels of scores
-MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
 RATE = "_per_second"  # ends the names of throughputs
 # A name may contain dollars, which would begin a formula.
 STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
@@ -29,12 +27,9 @@ NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys o
 def read_metrics(run: Path) -> tuple[Rows, Rows]:
     """Read the training lines and the evaluation lines of a run, in the order of their steps.
 
-    Raises ValueError if there is no run, or no training line in it yet.
+    Raises ValueError if there is no training line in it yet.
     """
     file = run / "metrics.jsonl"
-    if not file.is_file():
-        found = [str(path.parent) for path in run.parent.glob("*/metrics.jsonl")]
-        raise ValueError(f"{file} is missing; runs beside it: {', '.join(sorted(found)) or 'none'}")
     train: Rows = {}
     evals: Rows = {}
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -44,7 +39,7 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
             continue
         # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
         step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is int and 0 <= step < 2**53:  # floats are exact up to here
+        if isinstance(step, int):
             if "loss" in row:
                 train[step] = row
             if "eval_loss" in row:
@@ -55,11 +50,9 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
 
 
 def column(rows: Rows, key: str) -> list[float]:
-    """The value of each row. NaN, a gap in the curve, stands for all but fp32 numbers."""
+    """The value of each row; NaN, a gap in the curve, where it is not a finite number."""
     cells = [row.get(key) for row in rows.values()]
-    return [
-        float(c) if type(c) in (int, float) and abs(c) <= MAX_NUMBER else math.nan for c in cells
-    ]
+    return [c if isinstance(c, int | float) and math.isfinite(c) else math.nan for c in cells]
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -111,7 +104,6 @@ def draw(runs: list[Path], output: Path) -> Path:
 
     Raises ValueError if there is nothing to draw.
     """
-    runs = list({os.path.realpath(run): run for run in runs}.values())
     data = [read_metrics(run) for run in runs]
     single, keys = len(runs) == 1, find_panels(data)
     names = [one_line(run.resolve().name if single else run, 50) for run in runs]
@@ -149,6 +141,8 @@ def draw(runs: list[Path], output: Path) -> Path:
     for axes, key in zip(panels, keys, strict=True):
         label = {"lr": "learning rate"}.get(key, key.replace(RATE, " / s").replace("_", " "))
         axes.set_ylabel(one_line(label, 24))
+        if key == "lr" or key.endswith(RATE):
+            axes.set_ylim(0, None)
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
     figure.align_ylabels()

@@ -30,7 +30,7 @@ from samestep.step.stopwatch import Stopwatch
 
 BEHIND = 1.15  # times the median of the other processes: a straggler
 NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
-MIN_LINES, MIN_STEPS = 3, 20  # of metrics in a row, until it is named
+MIN_STEPS = 20  # in a row, until it is named
 
 
 class SpeedMeter:
@@ -41,8 +41,8 @@ class SpeedMeter:
         self.stopwatch = Stopwatch(accelerator.device)
         self.unit = unit  # plural name of the items in the loss
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
-        # The process that was behind in the last lines, -1: none; these lines, and their steps.
-        self.slowest, self.lines, self.steps, self.named = -1, 0, 0, False
+        # The process that was behind in the last steps, -1: none; how many these are.
+        self.slowest, self.steps = -1, 0
         self.straggler: dict = {}  # a note, in the line of metrics that names it first
         self.hosts = ranks.gather(socket.gethostname())
 
@@ -151,11 +151,11 @@ class SpeedMeter:
         if own[0] <= max(BEHIND * others[0], others[0] + NOTICED):
             slow = -1
         if self.slowest != slow:
-            self.slowest, self.lines, self.steps, self.named = slow, 0, 0, False
-        self.lines, self.steps = self.lines + 1, self.steps + busy.shape[1]
-        if slow < 0 or self.named or self.lines < MIN_LINES or self.steps < MIN_STEPS:
+            self.slowest, self.steps = slow, 0
+        before = self.steps
+        self.steps += busy.shape[1]
+        if slow < 0 or not before < MIN_STEPS <= self.steps:
             return {}
-        self.named = True
         computing, fetching = (own[i] - others[i] for i in (1, 2))
         return {
             "event": "straggler",
