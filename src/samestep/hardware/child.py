@@ -1,6 +1,6 @@
 """What is found out in processes of their own, since a GPU may hang, and takes memory.
 
-python -m samestep.hardware.child FUNCTION '{"argument": ...}'      its last line is JSON
+python -m samestep.hardware.child FUNCTION '{"argument": ...}'      it prints a line of JSON
 """
 
 import json
@@ -119,4 +119,4 @@ def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str
 if __name__ == "__main__":
     answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
     if IS_MAIN:
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"answer": answer}), flush=True)

@@ -117,10 +117,11 @@ def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
     """What a function of child.py finds out, in a process of its own; raises Wrong."""
     module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what, json.dumps(given)]
     code, printed = run_python(module)
-    lines = printed.strip().splitlines() or ["it prints nothing"]
     if code == 0:
-        return json.loads(lines[-1])
+        (line,) = re.findall(r'^{"answer": .*', printed, re.MULTILINE)
+        return json.loads(line)["answer"]
     if code is None:
         raise Wrong(f"it hangs, for {MINUTES} minutes")
     errors = re.findall(r"^(?:\[rank\d+\]: )?[\w.]+(?:Error|Exception)\b.*", printed, re.MULTILINE)
-    raise Wrong(one_line([lines[-1], *errors][-1], 200))
+    last = printed.strip().rpartition("\n")[2]
+    raise Wrong(one_line([last, *errors][-1], 200))
