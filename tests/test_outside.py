@@ -56,13 +56,9 @@ def models(tmp_path_factory):
     for name, model in made.items():
         model.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
-    words.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
-    made["lm"].save_pretrained(folder / "chats")
-    words.save_pretrained(folder / "chats")
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
     (folder / "texts.txt").write_text("one\ntwo\n")
-    (folder / "latin.txt").write_bytes(b"tea\ncaf\xe9\n")
     os.mkfifo(folder / "pipe")
     (folder / "adapters").mkdir()
     base = {"base_model_name_or_path": "runs/gone/model", "task_type": "CAUSAL_LM"}
@@ -80,10 +76,7 @@ ARGUMENTS = [
     ([*LM, "--tokens", "many", "x"], "argument --tokens: invalid int value: 'many'"),
     (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
     (["--model", "a\nb\u202e", "x"], "a b\\u202e holds no model of transformers; train first"),
-    ([*LM, "--file", "none.txt"], "No such file or directory: 'none.txt'"),
-    ([*LM, "--file", "latin.txt"], "latin.txt is not UTF-8"),
-    ([*LM, "--chat", "x"], "has no chat template; leave out --chat"),
-    ([*LM, "--file", "texts.txt", "x"], "give inputs or --file, not both"),
+    ([*LM], "there is no input; give texts or paths, or standard input"),
     (["--model", "adapters", "x"], "cannot load adapters: "),
 ]
 
@@ -91,14 +84,6 @@ ARGUMENTS = [
 @pytest.mark.parametrize("arguments, said", ARGUMENTS)
 def test_wrong_arguments_are_one_line(models, arguments, said):
     assert refused(programs.run(predict, models, *arguments), said)
-
-
-def test_a_message_is_put_into_the_chat_template(models):
-    flags = ["--json", "--tokens", 5]
-    chat = programs.run(predict, models, "--model", "chats", "--chat", *flags, "a", "b").stdout
-    texts = programs.run(predict, models, "--model", "chats", *flags, "u:a ", "u:b ").stdout
-    answers = [[json.loads(line)["text"] for line in out.splitlines()] for out in (chat, texts)]
-    assert answers[0] == answers[1] and len(answers[0]) == 2 and answers[0][0]
 
 
 @pytest.mark.parametrize(
@@ -171,19 +156,23 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
 @pytest.mark.parametrize("model, kind", [("lm", "text"), ("classes", "classes")])
 def test_each_line_is_answered_in_its_place(models, model, kind):
     tokens = ["--tokens", "2"] if kind == "text" else []
-    flags = ["--model", model, *tokens, "--file", "-"]
+    flags = ["--model", model, *tokens]
     given = "\ufeff\none\n\n \r\ntwo\u2028lines\n\n\n\nthree".encode()
     result = programs.run(predict, models, *flags, "--json", stdin=given)
     found = [json.loads(line) for line in result.stdout.splitlines()]
     inputs = ["", "one", "", " ", "two\u2028lines", "", "", "", "three"]
     assert [answer["input"] for answer in found] == inputs
     assert all((kind in answer) == bool(answer["input"].strip()) for answer in found)
-    alone = programs.run(predict, models, *flags[:-2], "--json", "two\u2028lines").stdout
+    alone = programs.run(predict, models, *flags, "--json", "two\u2028lines").stdout
     assert json.loads(alone)[kind] == found[4][kind]
     if kind == "classes":
         lines = programs.run(predict, models, *flags, stdin=given).stdout.split("\n")
         assert [bool(line) for line in lines] == [bool(text.strip()) for text in [*inputs, ""]]
-    assert refused(programs.run(predict, models, *flags, stdin=b"\n \n\n"), "there is no input")
+    for given, said in {
+        b"\n \n\n": "there is no input",
+        b"caf\xe9\n": "can't decode byte 0xe9",
+    }.items():
+        assert refused(programs.run(predict, models, *flags, stdin=given), said)
 
 
 def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):

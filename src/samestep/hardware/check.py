@@ -6,7 +6,7 @@ import re
 import torch
 
 from samestep.base.console import one_line
-from samestep.hardware.devices import Devices, ask, nvidia_smi
+from samestep.hardware.devices import Devices, Wrong, ask, nvidia_smi, run_python
 from samestep.hardware.report import Section
 from samestep.settings.accelerate_yaml import without_gpu
 
@@ -15,49 +15,38 @@ STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,cloc
 ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
 
 
-def run(used: Devices) -> Section:
+def run(section: Section, used: Devices) -> None:
     """What this machine is, and what is wrong with it."""
-    section = Section("check")
-    look_at_nvidia_smi(section, used)
-    names = list(dict.fromkeys(used.name(number) for number in range(used.count)))
+    look_at_nvidia_smi(section)
     kinds = set()
-    for name, (found, problem) in zip(
-        names, ask("look", *({"device": n} for n in names)), strict=True
-    ):
-        if problem:
-            section.failures.append(f"{name} does not answer: {problem}")
+    for name in dict.fromkeys(used.name(number) for number in range(used.count)):
+        try:
+            found = ask("look", device=name)
+        except Wrong as error:
+            section.failures.append(f"{name} does not compute: {error}")
             continue
-        formats = found["formats"]
         kinds.add(found["name"])
-        states = [f"{format}: {state}" for format, state in formats.items()]
-        section.facts[name] = "\n".join([found["name"], *states])
-        wrong = [state for state in states if "wrong" in state]
-        if wrong:
-            section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
-        if formats["fp32"].startswith("no: "):
-            section.failures.append(f"{name} does not compute: {states[0]}")
+        section.facts[name] = found["name"]
+        if found["wrong"]:
+            section.failures.append(f"{name} computes wrong numbers: {'; '.join(found['wrong'])}")
         if found["free"] < 0.9:
             text = f"{found['free']:.0%} of its memory free; nvidia-smi names who has the rest"
             section.lines.append(f"{name} has {text}")
     if len(kinds) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
-    return section
 
 
-def look_at_nvidia_smi(section: Section, used: Devices) -> None:
-    """Adds what it says of GPUs that torch may not see, of their errors and links, and facts."""
+def look_at_nvidia_smi(section: Section) -> None:
+    """Adds what it says of GPUs that torch may not see, of their errors, and facts."""
     code, listed = nvidia_smi("-L")
     if code != -1:  # collect_env asks it again
-        ((found, problem),) = ask("facts", {})
-        section.facts |= found or {"facts": problem}
+        for module in ("torch.utils.collect_env", "accelerate.commands.env"):
+            section.facts[module] = run_python(["-m", module])[1].strip()
     there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
-    if lost := re.search(LOST, listed, re.IGNORECASE):
-        section.failures.append(
-            f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
-            "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
-        )
-    elif code not in (0, 127):
-        section.failures.append(f"the driver does not work: {one_line(listed, 200)}")
+    lost = re.findall(LOST, listed, re.IGNORECASE)
+    if lost or code not in (0, 127):
+        line = one_line([listed, *lost][-1], 200)
+        section.failures.append(f"nvidia-smi: {line}; see docs/measuring.md, A lost device")
     if there > seen and "CUDA_VISIBLE_DEVICES" not in os.environ:
         text = f"torch sees {seen} GPUs, and nvidia-smi lists {there}"
         if seen:
@@ -67,7 +56,6 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> None:
     if code:
         return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]
-    section.facts["links"] = nvidia_smi("topo", "-m")[1]
     unknown, errors = nvidia_smi(ERRORS, "--format=csv,noheader")  # to old cards and drivers
     for line in errors.splitlines() if not unknown else ():
         index, uncorrected, pending = [word.strip() for word in line.split(",")]
@@ -76,9 +64,3 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> None:
                 f"GPU {index} has errors in its memory (ECC: {uncorrected} uncorrected; rows to be "
                 f"replaced: {pending}), so numbers may be wrong: reset it, or take it out"
             )
-    _, paths = nvidia_smi("topo", "-p2p", "w")
-    if used.count > 1 and re.search(r"\b(CNS|GNS|TNS|NS|DR)\b", paths.partition("Legend")[0]):
-        section.lines.append(
-            "some GPUs cannot reach each other's memory (nvidia-smi topo -p2p w): copies go "
-            "through the host, which is slow; if training hangs: NCCL_P2P_DISABLE=1"
-        )

@@ -1,66 +1,45 @@
 """What is found out in processes of their own, since a GPU may hang, and takes memory.
 
-python -m samestep.hardware.child FUNCTION '{"argument": ...}'      its last line is JSON
+python -m samestep.hardware.child FUNCTION '{"argument": ...}'      it prints a line of JSON
 """
 
-import contextlib
-import io
-import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.commands.env import env_command, env_command_parser
-from torch.utils import collect_env
 from torch.utils.benchmark import Timer
 
 from samestep.base.console import IS_MAIN, one_line
 from samestep.hardware.project import AUTOCAST, read_project
 from samestep.processes.device import allow_tf32
 from samestep.processes.ranks import catch
-from samestep.report.peaks import peaks_of
 
 # Largest error of a product of matrices, relative to its norm.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 CALLS = 20  # of an all-reduce: as many on each process
 
 
-def facts() -> dict[str, str]:
-    """Versions and kinds, by torch's collect_env and `accelerate env`."""
-    found = collect_env.get_env_info()._asdict()
-    with contextlib.redirect_stdout(io.StringIO()):
-        found |= env_command(env_command_parser().parse_args([]))
-    facts = {name.replace("`", ""): str(text) for name, text in found.items() if text}
-    return {name: text for name, text in facts.items() if "\n" not in text and text != "N/A"}
-
-
 def look(device: str) -> dict[str, Any]:
-    """A device's name, the fraction of its memory that is free, and the formats that it has."""
+    """A device's name, the fraction of its memory that is free, and what it computes wrong."""
     where, free, name = torch.device(device), 1.0, device
     if where.type == "cuda":
         unused, total = torch.cuda.mem_get_info(where)
         free, name = unused / total, torch.cuda.get_device_name(where)
-    states = {format: try_format(format, where) for format in TOLERANCE}
-    return {"name": name, "free": free, "formats": states}
-
-
-def try_format(format: str, device: torch.device) -> str:
-    """`runs`, `wrong: ...` or `no: ...` with the reason, by a product of matrices."""
-    draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(64, 64, generator=draw).to(AUTOCAST.get(format)) for _ in range(2))
     allow_tf32(False)
-    product, problem = catch(lambda: (a.to(device) @ b.to(device)).cpu().double())
-    if problem:  # each backend refuses a format with an error of its own
-        return f"no: {one_line(problem, 100) or type(problem).__name__}"
-    right = a.double() @ b.double()
-    error = float((product - right).norm() / right.norm())
-    if not error <= TOLERANCE[format]:  # NaN, too
-        return f"wrong: the error of a product is {error:.1g}, the limit {TOLERANCE[format]:g}"
-    return "runs"
+    wrong = []
+    for format, limit in TOLERANCE.items():
+        torch.manual_seed(0)
+        a, b = (torch.randn(64, 64).to(AUTOCAST.get(format)) for _ in range(2))
+        product = (a.to(where) @ b.to(where)).cpu().double()
+        right = a.double() @ b.double()
+        error = float((product - right).norm() / right.norm())
+        if not error <= limit:  # NaN, too
+            wrong.append(f"the error of a product in {format} is {error:.1g}, not {limit:g}")
+    return {"name": name, "free": free, "wrong": wrong}
 
 
 def seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
@@ -71,64 +50,73 @@ def seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
 
 
 def measure(
-    device: str, seconds: float, flags: list[str], precision: str, matrix: int, copy: int, **_: Any
-) -> dict[str, Any]:
-    """TFLOP/s of products of matrices, GB/s of copies, and samples/s of the project's own step."""
-    where, found = torch.device(device), {}
-    on_gpu = where.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(where)
+    device: torch.device, seconds: float, flags: list[str], precision: str, matrix: int, copy: int
+) -> dict[str, float]:
+    """Speeds of products of matrices, of copies, and of the project's own step."""
+    found = {}
+    on_gpu = device.type == "cuda"
     for format in ("fp32", "tf32", "bf16", "fp16") if on_gpu else ("fp32", "bf16"):
         allow_tf32(format == "tf32")
         # With zeros a GPU needs less power, and so runs faster.
-        a, b = (torch.randn(matrix, matrix).to(where, AUTOCAST.get(format)) for _ in range(2))
-        found[f"matmul {format}"] = 2e-12 * matrix**3 / seconds_per_call(seconds, torch.mm, a, b)
-    here, other = (torch.ones(copy // 4, device=where) for _ in range(2))
+        a, b = (torch.randn(matrix, matrix).to(device, AUTOCAST.get(format)) for _ in range(2))
+        taken = seconds_per_call(seconds, torch.mm, a, b)
+        found[f"matmul {format}, TFLOP/s"] = 2e-12 * matrix**3 / taken
+    here = torch.arange(copy // 8, device=device)
+    other = torch.zeros_like(here)
     taken = seconds_per_call(seconds, other.copy_, here)
-    found["memory"] = 2 * copy / taken / 1e9  # what is read and what is written counts
+    found["memory, GB/s"] = 2 * here.nbytes / taken / 1e9  # what is read and what is written
     if on_gpu:
-        host = torch.ones(copy // 4, pin_memory=True)
-        for name, pair in {"host to device": (here, host), "device to host": (host, here)}.items():
-            found[name] = copy / seconds_per_call(seconds, pair[0].copy_, pair[1], True) / 1e9
+        host = torch.zeros_like(here, device="cpu", pin_memory=True)
+        next_gpu = torch.device("cuda", (dist.get_rank() + 1) % dist.get_world_size())
+        ways = {"device to host": (host, here), "host to device": (other, host)}
+        if next_gpu != device:
+            ways["device to the next one"] = (torch.zeros_like(here, device=next_gpu), here)
+        for name, (there, source) in ways.items():
+            taken = seconds_per_call(seconds, there.copy_, source, True)
+            found[f"{name}, GB/s"] = here.nbytes / taken / 1e9
+            if not torch.equal(there.cpu(), here.cpu()):
+                raise ValueError(f"{name}: copies arrive wrong; try NCCL_P2P_DISABLE=1")
     project = read_project(flags)
     size = min(project.cfg.micro_batch_size, project.cfg.global_batch_size)
-    work = (project.add_gradients, project.build_model(where), project.batch(range(size)))
-    found["training step"] = size / seconds_per_call(seconds, *work, precision)
-    name = torch.cuda.get_device_name(where) if on_gpu else device
-    return {"name": name, "figures": found, "peaks": peaks_of(where), "wrong": []}
+    work = (project.add_gradients, project.build_model(device), project.batch(range(size)))
+    found["training step, samples/s"] = size / seconds_per_call(seconds, *work, precision)
+    return found
 
 
-def links(kind: str, sizes: list[int], copy: int, **_: Any) -> dict[str, Any]:
-    """Speeds of all-reduce (busbw of nccl-tests) and of copies between devices, and what arrived
-    wrong."""
-    device = PartialState(cpu=kind == "cpu").device
+def all_reduce(device: torch.device, size: int) -> float:
+    """GB/s of sums over all processes, as busbw of nccl-tests; ValueError for a wrong sum."""
     count, rank = dist.get_world_size(), dist.get_rank()
-    figures, wrong = {}, []
-    for size in sizes:
-        values = torch.full((size // 4,), float(rank + 1), device=device)
-        dist.all_reduce(values)
-        if not bool((values == count * (count + 1) / 2).all()):
-            wrong.append(f"an all-reduce of {size} bytes gives wrong sums")
-        values.zero_()  # it stays finite, however often it is added up
-        timer = Timer("work(values)", globals={"work": dist.all_reduce, "values": values})
-        taken = timer.timeit(CALLS).median
-        figures[f"latency of all-reduce, {size // 1024} KiB"] = taken * 1e6
-        figures[f"all-reduce, {size // 1024} KiB"] = 2 * (count - 1) / count * size / taken / 1e9
-    if kind == "cuda" and rank == 0:  # this process alone: the others wait
-        for a, b in itertools.combinations(range(count), 2):
-            here = torch.arange(copy // 8, device=f"cuda:{a}")
-            there = torch.zeros_like(here, device=f"cuda:{b}")
-            figures[f"copy, {a} to {b}"] = copy / seconds_per_call(0.1, there.copy_, here) / 1e9
-            if not torch.equal(there.cpu(), here.cpu()):
-                wrong.append(f"copies from GPU {a} to {b} arrive wrong: set NCCL_P2P_DISABLE=1")
-    told: list = [None] * count
-    dist.all_gather_object(told, wrong)
+    values = torch.full((size // 4,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    if not bool((values == count * (count + 1) / 2).all()):
+        raise ValueError(f"an all-reduce of {size} bytes gives wrong sums")
+    values.zero_()  # it stays finite, however often it is added up
+    timer = Timer("work(values)", globals={"work": dist.all_reduce, "values": values})
+    return 2 * (count - 1) / count * size / timer.timeit(CALLS).median / 1e9
+
+
+def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str, float], str]]:
+    """Of each process, whose devices work at the same time as in training: the device's name, its
+    speeds, and what went wrong."""
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    name = kind
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    answers: list = [None] * dist.get_world_size()
+    found, problem = catch(lambda: measure(device, **given))
+    dist.all_gather_object(answers, (name, found or {}, one_line(problem or "", 200)))
+    if dist.get_world_size() > 1 and not any(problem for _, _, problem in answers):
+        for size in sizes:
+            speed = all_reduce(device, size)
+            for _, found, _ in answers:
+                found[f"all-reduce, {size // 1024} KiB, GB/s"] = speed
     dist.destroy_process_group()
-    wrong = sorted({line for each in told for line in each})
-    return {"figures": figures, "peaks": {}, "wrong": wrong}
+    return answers
 
 
 if __name__ == "__main__":
     answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
     if IS_MAIN:
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"answer": answer}), flush=True)

@@ -1,4 +1,4 @@
-"""The devices to measure, and the programs that are started on them."""
+"""The devices to test, and the processes in which they are tested."""
 
 import contextlib
 import json
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,10 @@ OF_LAUNCHERS = re.compile(
 MINUTES = 30  # of a program
 PATIENCE = 20  # seconds in which processes end after a signal
 SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
+
+
+class Wrong(Exception):
+    """A test that failed."""
 
 
 class Devices(NamedTuple):
@@ -80,58 +83,45 @@ def nvidia_smi(*words: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         program.kill()  # it may wait for a driver: nobody waits for it
         return -1, f"nvidia-smi does not answer within {SMI_SECONDS} s"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", printed.decode(errors="replace"))
-    return program.returncode, text.partition("\n\n")[0].expandtabs().rstrip()
+    return program.returncode, printed.decode(errors="replace").strip()
 
 
-def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
-    """Runs Python with each of these words, all at once: exit codes (None: it hangs), and output.
+def run_python(words: Sequence[object]) -> tuple[int | None, str]:
+    """Runs Python with these words: its exit code (None: it hangs), and what it prints.
 
-    They know nothing of the launcher of this program, and no process of them is left behind.
+    It knows nothing of the launcher of this program, and no process of it is left behind.
     """
     env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
-    until = time.monotonic() + 60 * MINUTES
-    logs = [tempfile.TemporaryFile("w+", errors="replace") for _ in commands]
-    children: list[subprocess.Popen] = []
-    try:
-        for words, log in zip(commands, logs, strict=True):
-            command = [sys.executable, *map(str, words)]
-            children.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(until - time.monotonic(), 0))
-        codes = [child.poll() for child in children]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
-        for child in children:
-            if child.poll() is None:
-                end_with_children(psutil.Process(child.pid))
-    for log in logs:
+    command = [sys.executable, *map(str, words)]
+    code = None
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        child = psutil.Popen(command, env=env, stdout=log, stderr=log)
+        try:
+            with contextlib.suppress(psutil.TimeoutExpired):
+                code = child.wait(60 * MINUTES)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
+            if child.is_running():
+                # Workers of torchelastic have sessions of their own.
+                family = [*child.children(recursive=True), child]
+                for each in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.terminate()
+                for each in psutil.wait_procs(family, PATIENCE)[1]:
+                    each.kill()
         log.seek(0)
-    return [(code, log.read()) for code, log in zip(codes, logs, strict=True)]
+        return code, log.read()
 
 
-def end_with_children(process: psutil.Process) -> None:
-    """Ends a process and all that it started: workers of torchelastic have their own sessions."""
-    family = [*process.children(recursive=True), process]
-    for each in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.terminate()
-    for each in psutil.wait_procs(family, PATIENCE)[1]:
-        each.kill()
-
-
-def ask(what: str, *given: dict, launcher: Sequence[object] = ()) -> list[tuple[Any, str]]:
-    """What a function of child.py finds out for each of these arguments, in a process of its own,
-    and why it does not."""
-    module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what]
-    answers: list[tuple[Any, str]] = []
-    for code, printed in run(*([*module, json.dumps(each)] for each in given)):
-        last = (printed.strip().splitlines() or ["it prints nothing"])[-1]
-        if code == 0:
-            answers.append((json.loads(last), ""))
-        elif code is None:
-            answers.append((None, f"it hangs, for {MINUTES} minutes"))
-        else:
-            answers.append((None, one_line(last, 200)))
-    return answers
+def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
+    """What a function of child.py finds out, in a process of its own; raises Wrong."""
+    module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what, json.dumps(given)]
+    code, printed = run_python(module)
+    if code == 0:
+        (line,) = re.findall(r'^{"answer": .*', printed, re.MULTILINE)
+        return json.loads(line)["answer"]
+    if code is None:
+        raise Wrong(f"it hangs, for {MINUTES} minutes")
+    errors = re.findall(r"^(?:\[rank\d+\]: )?[\w.]+(?:Error|Exception)\b.*", printed, re.MULTILINE)
+    last = printed.strip().rpartition("\n")[2]
+    raise Wrong(one_line([last, *errors][-1], 200))

@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.checkpoint.weights import enable_gradient_checkpointing
 from samestep.processes.device import allow_tf32, compile_blocks
-from samestep.processes.ranks import UserError
 from samestep.settings import config, contract
 from samestep.start import startup
 from samestep.step import batches
@@ -37,6 +36,7 @@ class Project(NamedTuple):
     recipe: Path
     task: contract.Task
     prepared: Any  # what task.prepare_data returned
+    data: tuple[Any, Any]  # to train and to evaluate on
     rows: batches.SampleDataset  # of training
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
@@ -72,17 +72,16 @@ class Project(NamedTuple):
         return loss.detach()
 
 
-def read_project(flags: list[str]) -> Project:
+def read_project(flags: list[str], about: str | None = None) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
     contract.check_functions(task)
-    usage = "python -m samestep hardware VERB FLAGS"
-    cfg, recipe, given, _ = config.parse_config(train.Config, flags, usage)
-    for name in given:
-        if name.partition(".")[0] not in startup.resolved_config(cfg):
-            raise UserError(f"only train.py can do --{name}; leave it out")
+    cfg, recipe, _, _ = config.parse_config(train.Config, flags, about)
+    for name in ("check", "eval_only"):
+        if getattr(cfg, name):
+            raise ValueError(f"only train.py can do --{name}; leave it out")
     prepared = task.prepare_data(cfg.task)
     data = task.datasets(cfg.task, prepared)
     contract.check_datasets(data)
     rows = batches.SampleDataset(data[0], task, cfg.seed)
-    return Project(cfg, recipe, task, prepared, rows)
+    return Project(cfg, recipe, task, prepared, data, rows)

@@ -4,20 +4,18 @@ The formula is that of docs/hardware.md; about 1 GB of CUDA and NCCL comes on to
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import psutil
 import torch
 
 from samestep.base.console import one_line, print_on_main
-from samestep.hardware.devices import Devices
+from samestep.hardware.devices import Devices, Wrong
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section, short
+from samestep.hardware.report import Section, short
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
-WAYS = {"one GPU in bf16": 1, "FSDP2 on 2 GPUs": 2, "FSDP2 on 4 GPUs": 4, "FSDP2 on 8 GPUs": 8}
 
 
 class Sizes(NamedTuple):
@@ -26,40 +24,33 @@ class Sizes(NamedTuple):
     parameters: int
     trained: int  # the others are frozen, as beside the adapters of LoRA
     unit: int  # of the largest unit that FSDP gathers: a block, or all that is in no block
-    unit_trained: int
 
     def states(self) -> float:
         """Bytes of fp32 weights, gradients, and AdamW's two moments."""
         return 4 * self.parameters + (4 + 8) * self.trained
 
     def on_gpu(self, gpus: float, precision: str = "bf16", checkpointing: bool = False) -> float:
-        """Bytes on each GPU that shares the states with others; infinity: the host has them.
-
-        FSDP gathers the largest unit twice, and its gradient. One GPU has autocast's copies of
-        weights; the backward pass keeps those of frozen ones, with checkpointing only a layer's.
-        """
-        if gpus > 1:
-            return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * self.unit_trained
+        """Bytes on each GPU that shares the states with others; infinity: the host has them."""
+        if gpus > 1:  # FSDP gathers the largest unit twice, and its gradient
+            return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * min(self.unit, self.trained)
+        if precision == "no":
+            return self.states()
+        # Autocast has copies of weights; with checkpointing those of frozen ones live for a layer.
         frozen = self.parameters - self.trained
         if checkpointing:
-            frozen = self.unit - self.unit_trained
-        copies = 0 if precision == "no" else 2 * (self.trained + frozen)
-        return self.states() + copies
+            frozen = min(frozen, self.unit)
+        return self.states() + 2 * (self.trained + frozen)
 
 
 def count_parameters(model: torch.nn.Module) -> Sizes:
     """Numbers of parameters; FSDP gathers a block, or all outside of the blocks, at a time."""
-
-    def count(parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-        trained = [p.numel() for p in parameters if p.requires_grad]
-        return sum(p.numel() for p in parameters), sum(trained)
-
-    names = getattr(model, "_no_split_modules", None) or ()
-    blocks = [each for each in model.modules() if type(each).__name__ in names]
-    inner = {id(p) for block in blocks for p in block.parameters()}
-    rest = [p for p in model.parameters() if id(p) not in inner]
-    units = [rest, *([*block.parameters()] for block in blocks)]
-    return Sizes(*count([*model.parameters()]), *max(map(count, units)))
+    parameters = {*model.parameters()}
+    blocks = getattr(model, "_no_split_modules", None) or ()
+    units = [{*each.parameters()} for each in model.modules() if type(each).__name__ in blocks]
+    units.append(parameters.difference(*units))
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    largest = max(sum(each.numel() for each in unit) for unit in units)
+    return Sizes(sum(each.numel() for each in parameters), trained, largest)
 
 
 def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: int = 0) -> float:
@@ -74,49 +65,47 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
-def run(used: Devices, project: Project) -> Section:
-    """Says what the model needs in each way to train it, and the first one here that fits."""
+def run(section: Section, used: Devices, project: Project) -> None:
+    """Says what the model needs in each way to train it here, and the first one that fits."""
     try:
         model = project.build_model(torch.device("meta"))
     except Exception as error:  # code of the task may look at numbers
         print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
         model = project.build_model(torch.device("cpu"))
     cfg, sizes, host = project.cfg, count_parameters(model), psutil.virtual_memory().total
-    name, memory, ways = used.kind, host, {used.yaml.stem: 1.0, **WAYS}
+    name, memory, ways = used.kind, host, {used.yaml.stem: 1.0}
     if used.kind == "cuda":
         cards = [torch.cuda.get_device_properties(number) for number in range(used.count)]
         name, memory = cards[0].name, min(card.total_memory for card in cards)
     if used.precision == "bf16":  # FSDP is not supported with fp16
-        ways |= {"fsdp2": used.count} if used.count > 1 else {}
+        if used.count > 1:
+            ways["fsdp2"] = used.count
         ways["fsdp2_offload"] = math.inf
     size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
     longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
     tokens = size * longest["input_ids"].shape[1] if "input_ids" in longest else 0
-    section = Section("recommend")
     section.facts = {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",
         "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
         "micro-batch": f"{size} samples, {tokens} tokens",
     }
+    chunk = getattr(cfg.task, "loss_chunk", 0)
     for way, gpus in ways.items():
         for checkpointing in (False, True):
-            more = [getattr(model, "config", None), tokens, checkpointing]
-            more.append(getattr(cfg.task, "loss_chunk", 0))
-            precision = "bf16" if way in WAYS else used.precision
-            need = sizes.on_gpu(gpus, precision, checkpointing) + activations(*more)
+            saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)
+            need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
             label = f"{way}, gradient checkpointing" if checkpointing else way
             section.facts[label] = f"{short(need / 1e9)} GB"
             fits = need <= USABLE * memory and (gpus < math.inf or sizes.states() <= USABLE * host)
-            if fits and way not in WAYS and not section.figures:
-                section.figures.append(Figure("memory", need / 1e9, "GB", way))
+            if fits and not section.figures:
+                section.figures["memory, GB"] = [need / 1e9]
                 section.lines.append(
                     f"python -m samestep launch --config_file configs/accelerate/{way}.yaml "
                     f"--num_processes {used.count} train.py --config {project.recipe} "
                     f"--micro_batch_size {size} --gradient_checkpointing {checkpointing}"
                 )
-    if not activations(*more):
+    if not saved:
         section.lines.append("no formula is known for the activations of this model: add them")
     if not section.figures:
-        section.failures.append("nothing fits: lower --micro_batch_size, or take LoRA or more GPUs")
-    return section
+        raise Wrong("nothing fits: lower --micro_batch_size, or take LoRA or more GPUs")

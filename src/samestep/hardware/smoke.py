@@ -7,6 +7,7 @@ also be what the functions of task.py give without train.py.
 import dataclasses
 import json
 import math
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import one_line, print_on_main
 from samestep.hardware import devices
-from samestep.hardware.devices import Devices
+from samestep.hardware.devices import Devices, Wrong
 from samestep.hardware.project import Project
 from samestep.hardware.report import Section
 from samestep.processes.ranks import is_out_of_memory
@@ -30,55 +31,47 @@ ROUNDING = {"no": (1e-4, 1e-3), "tf32": (1e-3, 1e-2), "bf16": (1e-2, 0.1), "fp8"
 FULL = "left out: one device has no room for the whole model"
 
 
-class Wrong(Exception):
-    """A check that did not pass."""
-
-
-def run(used: Devices, project: Project, folder: Path) -> Section:
-    """Runs train.py, and compares."""
-    section = Section("smoke", {"YAML": str(used.yaml), "precision": used.precision})
-    with tempfile.TemporaryDirectory(prefix=".smoke-", dir=folder) as name:
-        try:
-            compare_runs(used, project, Path(name), section.facts)
-        except Wrong as error:
-            section.failures.append(str(error))
-    passed = list(section.facts.values()).count("passed")
-    section.lines.append(f"{passed} comparisons passed, {len(section.failures)} failed")
-    return section
-
-
-def compare_runs(used: Devices, project: Project, place: Path, facts: dict[str, str]) -> None:
-    """Adds what was compared to `facts`; raises Wrong."""
+def run(section: Section, used: Devices, project: Project, folder: Path) -> None:
+    """Runs train.py, and adds what was compared to the section; raises Wrong."""
     cfg, size = project.cfg, min(SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
     samples = size * TURNS * used.count
     plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
+    section.facts["YAML"] = os.path.relpath(used.yaml)
+    section.facts |= {"precision": used.precision, "step": plan.describe()}
     short = dataclasses.replace(
         cfg, max_steps=STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
         global_batch_size=samples, micro_batch_size=plan.micro_batch_size, device_shares=shares,
         learning_rate=cfg.learning_rate or 1e-3, tracker="none", profile_steps=None,
         timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
     )  # fmt: skip
-    facts["step"] = plan.describe()
-    text = yaml.safe_dump(resolved_config(short), sort_keys=False, allow_unicode=True)
-    (place / "recipe.yaml").write_text(text, encoding="utf-8")
-    text = yaml.safe_dump({"distributed_type": "NO", "use_cpu": used.kind == "cpu"})
-    (place / "one.yaml").write_text(text, encoding="utf-8")
-
-    one = used._replace(count=1, yaml=place / "one.yaml") if used.count > 1 else used
-    alone = train(one, place, "--device_shares", "equal")
-    together = train(used, place) if used.count > 1 else []
-    right, has_batch_norm = compute_step(project, plan, used)  # last: it keeps memory of the GPU
     limits = ROUNDING.get(used.precision, ROUNDING["bf16"])
     if used.precision == "no" and cfg.tf32:
         limits = ROUNDING["tf32"]
-    compare(one, limits, [right] if right else [], alone[:1])
-    facts["train.py on one device, with task.py"] = "passed" if alone and right else FULL
+    with tempfile.TemporaryDirectory(prefix=".smoke-", dir=folder) as name:
+        place = Path(name)
+        text = yaml.safe_dump(resolved_config(short), sort_keys=False, allow_unicode=True)
+        (place / "recipe.yaml").write_text(text, encoding="utf-8")
+        text = yaml.safe_dump({"distributed_type": "NO", "use_cpu": used.kind == "cpu"})
+        (place / "one.yaml").write_text(text, encoding="utf-8")
+        one = used
+        together = []
+        if used.count > 1:
+            one = used._replace(count=1, yaml=place / "one.yaml")
+        alone = train(one, place, "--device_shares", "equal")
+        if used.count > 1:
+            together = train(used, place)
+    model = project.build_model(torch.device(used.name(0)))  # last: it keeps memory of the GPU
+    right = compute_step(project, model, plan, used.precision)
+    compare(section, "train.py on one device, with task.py", one, limits, right, alone[:1])
     if together:
-        if has_batch_norm and used.kind == "cuda":
+        norms = torch.nn.modules.batchnorm._BatchNorm
+        if used.kind == "cuda" and any(isinstance(each, norms) for each in model.modules()):
             alone = []  # statistics are those of all devices
-        compare(used, limits, alone, together)
-        facts[f"train.py on {used.count} devices, with one"] = "passed" if alone else "left out"
+        name = f"train.py on {used.count} devices, with one"
+        compare(section, name, used, limits, alone, together)
+    passed = list(section.facts.values()).count("passed")
+    section.lines.append(f"{passed} comparisons passed, 0 failed")
 
 
 def train(used: Devices, place: Path, *flags: str) -> list[dict]:
@@ -96,7 +89,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     launch += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     output = place / f"run-{used.count}"
     words = ["train.py", "--config", place / "recipe.yaml", "--output_dir", output, *flags]
-    ((code, printed),) = devices.run([*launch, *devices.PREFIX, *words])
+    code, printed = devices.run_python([*launch, *devices.PREFIX, *words])
     if code == 0:
         lines = map(json.loads, (output / "metrics.jsonl").read_text("utf-8").splitlines())
         steps = [line for line in lines if "grad_norm" in line]
@@ -112,39 +105,41 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     raise Wrong(f"train.py on {used.count} x {used.kind} ended: {one_line(why, 600)}")
 
 
-def compare(used: Devices, limits: tuple, right: list[dict], found: list[dict]) -> None:
+def compare(
+    section: Section, name: str, used: Devices, limits: tuple, right: list[dict], found: list[dict]
+) -> None:
     """Raises Wrong unless the steps have the same samples, losses and norms of gradients."""
     where = f"on {used.count} x {used.kind}"
     for step, (expected, line) in enumerate(zip(right, found, strict=False), 1):
         if expected.get("batch_hash", line["batch_hash"]) != line["batch_hash"]:
             raise Wrong(f"step {step} {where} trains other samples than on one device")
-        for name, limit in zip(("loss", "grad_norm"), limits, strict=True):
-            a, b = expected.get(name), line[name]  # None: not finite
-            if used.precision == "fp16" and name == "grad_norm" and None in (a, b):
+        for field, limit in zip(("loss", "grad_norm"), limits, strict=True):
+            a, b = expected.get(field), line[field]  # None: not finite
+            if used.precision == "fp16" and field == "grad_norm" and None in (a, b):
                 continue  # its scaler looks for a scale
             if None in (a, b) or not abs(a - b) <= limit * abs(a):
-                raise Wrong(f"step {step}: {name} {where} is {b}, and {a} is right")
+                raise Wrong(f"step {step}: {field} {where} is {b}, and {a} is right")
+    section.facts[name] = "passed" if right and found else FULL
 
 
-def compute_step(project: Project, plan: batches.StepPlan, used: Devices) -> tuple[dict, bool]:
-    """Loss and norm of the gradient of the first step, without train.py and accelerate, and whether
-    the model has BatchNorm; {} if one device has no room for it."""
-    model = project.build_model(torch.device(used.name(0)))
-    norms = torch.nn.modules.batchnorm._BatchNorm
-    has_batch_norm = any(isinstance(each, norms) for each in model.modules())
-    num_items, losses, scale = 0, [], 1024 if used.precision == "fp16" else 1
+def compute_step(
+    project: Project, model: torch.nn.Module, plan: batches.StepPlan, precision: str
+) -> list[dict]:
+    """Loss and norm of the gradient of the first step, without train.py and accelerate; [] if one
+    device has no room for it."""
+    num_items, losses, scale = 0, [], 1024 if precision == "fp16" else 1
     positions = project.rows.sort(range(plan.samples))
     try:
         for number in range(sum(plan.shares)):
             batch = project.batch(plan.positions(positions, number))
             num_items += project.task.count(batch)
             batches.seed_micro_batch(project.cfg.seed, 1, number)
-            losses.append(project.add_gradients(model, batch, used.precision, scale).item())
+            losses.append(project.add_gradients(model, batch, precision, scale).item())
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return {}, has_batch_norm
+        return []
     gradients = [p.grad.double().norm().item() for p in model.parameters() if p.grad is not None]
     divisor = max(num_items, 1)
     norm = math.hypot(*gradients) / scale / divisor
-    return {"loss": math.fsum(losses) / divisor, "grad_norm": norm}, has_batch_norm
+    return [{"loss": math.fsum(losses) / divisor, "grad_norm": norm}]

@@ -4,11 +4,10 @@
     python -m samestep predict photo.jpg more/*.png               classifies images
     cat texts.txt | python -m samestep predict --json             a line each: a JSON object a line
     printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
-    python -m samestep predict --chat "Who are you?"              applies the chat template
 
 train.py saves the model in runs/NAME/model. Line n of the output answers line n of the input. A
 blank line stays blank. So does one without an answer: its error is named, and the exit code is 2.
-A conversation at the terminal is `transformers chat runs/NAME/model`.
+`transformers chat runs/NAME/model` applies the chat template, and is a conversation.
 """
 
 import argparse
@@ -30,22 +29,6 @@ from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 from samestep.training.from_outside import CLASSES
 
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
-
-
-def read_inputs(arguments: argparse.Namespace) -> list[str]:
-    """Read the inputs on the command line, or the lines of a file or of standard input."""
-    if arguments.inputs and arguments.file:
-        raise ValueError("give inputs or --file, not both")
-    if not (inputs := arguments.inputs):
-        source = 0 if arguments.file in (None, "-") else arguments.file
-        try:
-            with open(source, encoding="utf-8-sig") as lines:  # without a byte order mark
-                inputs = [line.removesuffix("\n") for line in lines]
-        except UnicodeDecodeError:
-            raise ValueError(f"{arguments.file or 'standard input'} is not UTF-8") from None
-    if not any(map(str.strip, inputs)):
-        raise ValueError("there is no input; give texts or paths, --file, or standard input")
-    return inputs
 
 
 def load_pipeline(folder: Path, task: str) -> Any:
@@ -79,15 +62,13 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     config = pipe.model.config
     if pipe.task == TEXT_TO_TEXT:
         source = getattr(config, "source_prefix", "") + given
-        inputs = pipe.tokenizer(source, truncation=True, return_tensors="pt")
-        settings = {"max_new_tokens": arguments.tokens} if arguments.tokens else {}
-        settings |= {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        (tokens,) = pipe.model.generate(do_sample=False, **settings)
+        options = {"truncation": True, "return_token_type_ids": False, "return_tensors": "pt"}
+        settings = {"max_new_tokens": arguments.tokens, "do_sample": False}
+        (tokens,) = pipe.model.generate(**pipe.tokenizer(source, **options), **settings)
         return {"text": pipe.tokenizer.decode(tokens, skip_special_tokens=True)}
     if pipe.task == "text-generation":
-        text = [{"role": "user", "content": given}] if arguments.chat else given
         settings = {"max_new_tokens": arguments.tokens or 50, "do_sample": False}
-        return {"text": pipe(text, return_full_text=False, **settings)[0]["generated_text"]}
+        return {"text": pipe(given, return_full_text=False, **settings)[0]["generated_text"]}
 
     asked: Any = given
     if pipe.task == "image-classification":  # given a path, it would fetch URLs
@@ -115,13 +96,16 @@ def predict(arguments: argparse.Namespace) -> int:
     task = pipeline_task(folder)
     if not task:
         raise ValueError(f"{folder} holds no model of transformers; train first, or give --model")
-    inputs = read_inputs(arguments)
+    inputs = arguments.inputs
+    if not inputs:
+        text = Path("/dev/stdin").read_text(encoding="utf-8-sig")  # without a byte order mark
+        inputs = text.removesuffix("\n").split("\n")
+    if not any(map(str.strip, inputs)):
+        raise ValueError("there is no input; give texts or paths, or standard input")
     try:
         pipe = load_pipeline(folder, task)
     except Exception as error:  # each of the many libraries below has errors of its own
         raise ValueError(f"cannot load {folder}: {error}") from None
-    if arguments.chat and not (task == "text-generation" and pipe.tokenizer.chat_template):
-        raise ValueError(f"{folder} has no chat template; leave out --chat")
     code = 0
     for given in inputs:
         answer: dict[str, Any] = {}
@@ -134,7 +118,7 @@ def predict(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"input": given, **answer}, allow_nan=False), flush=True)
         elif task == "text-generation" and answer:
-            print(escaped(("" if arguments.chat else given) + answer["text"], KEPT), flush=True)
+            print(escaped(given + answer["text"], KEPT), flush=True)
         else:
             print(f"{one_line(given, 100)}: {show(**answer)}" if answer else "", flush=True)
     return code
@@ -157,13 +141,11 @@ def main() -> int:
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)
     add = parser.add_argument
-    add("inputs", nargs="*", help="texts or paths of images; default: --file")
+    add("inputs", nargs="*", help="texts or paths of images; default: standard input")
     add("--model", type=Path, help="folder; default: the newest runs/*/model")
-    add("--file", help="file with one input a line; -: standard input")
     add("--json", action="store_true", help="print a JSON object a line")
     add("--top", type=int, default=3, help="classes to name (default: 3)")
     add("--tokens", type=int, help="maximum tokens of an answer (default: the model's own, or 50)")
-    add("--chat", action="store_true", help="each input is a message, in the chat template")
     arguments = parser.parse_args()
     try:
         return predict(arguments)

@@ -10,27 +10,19 @@ run folder. Data that is there is only checked. After an interruption the same c
 Exit codes: 0 the data is there; 2 the input is wrong; 75 stopped on request.
 """
 
+import sys
 from pathlib import Path
 
 from samestep.base.console import print_on_main
+from samestep.hardware.project import read_project
 from samestep.processes import shutdown
-from samestep.settings import contract
-from samestep.start.startup import find_project, read_config
 
 
 def prepare() -> None:
     """Prepares the data, and prints what is there in a line; raises ValueError for bad input."""
-    train, task = find_project()
-    contract.check_functions(task)
-    cfg, _ = read_config(train.Config, __doc__)
-    for name in ("check", "eval_only"):
-        if getattr(cfg, name):
-            raise ValueError(f"only train.py can do --{name}; leave it out")
-    prepared = task.prepare_data(cfg.task)
-    data = task.datasets(cfg.task, prepared)
-    contract.check_datasets(data)
-    where = f" in {prepared}" if isinstance(prepared, Path | str) else ""
-    train_rows, eval_rows = map(len, data)
+    project = read_project(sys.argv[1:], __doc__)
+    where = f" in {project.prepared}" if isinstance(project.prepared, Path | str) else ""
+    train_rows, eval_rows = map(len, project.data)
     print_on_main(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")
 
 

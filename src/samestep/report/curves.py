@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,16 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 
 from samestep.base.console import one_line
 from samestep.base.pictures import save_figure
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
-FORMATS = (".png", ".svg", ".pdf")
 DASHES = ["-", "--", ":", "-."]  # the next one each time matplotlib's ten colors are used up
 MAX_SCORES = 6  # panels of scores
-MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
+RATE = "_per_second"  # ends the names of throughputs
 # A name may contain dollars, which would begin a formula.
 STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
 NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
@@ -29,12 +27,9 @@ NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys o
 def read_metrics(run: Path) -> tuple[Rows, Rows]:
     """Read the training lines and the evaluation lines of a run, in the order of their steps.
 
-    Raises ValueError if there is no run, or no training line in it yet.
+    Raises ValueError if there is no training line in it yet.
     """
     file = run / "metrics.jsonl"
-    if not file.is_file():
-        found = [str(path.parent) for path in run.parent.glob("*/metrics.jsonl")]
-        raise ValueError(f"{file} is missing; runs beside it: {', '.join(sorted(found)) or 'none'}")
     train: Rows = {}
     evals: Rows = {}
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -44,7 +39,7 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
             continue
         # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
         step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is int and 0 <= step < 2**53:  # floats are exact up to here
+        if isinstance(step, int):
             if "loss" in row:
                 train[step] = row
             if "eval_loss" in row:
@@ -55,11 +50,9 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
 
 
 def column(rows: Rows, key: str) -> list[float]:
-    """The value of each row. NaN, a gap in the curve, stands for all but fp32 numbers."""
+    """The value of each row; NaN, a gap in the curve, where it is not a finite number."""
     cells = [row.get(key) for row in rows.values()]
-    return [
-        float(c) if type(c) in (int, float) and abs(c) <= MAX_NUMBER else math.nan for c in cells
-    ]
+    return [c if isinstance(c, int | float) and math.isfinite(c) else math.nan for c in cells]
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -83,16 +76,15 @@ def find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
 
     Of a single source it is its loss, eval_loss/NAME; its other scores are left out.
     """
-    scores = []
-    for key in dict.fromkeys(key for _, evals in data for row in evals.values() for key in row):
-        of_source = "/" in key and not key.startswith("eval_loss/")
-        shown = key not in NOT_SCORES and not key.endswith("_per_second")
-        values = [value for _, evals in data for value in column(evals, key)]
-        if shown and not of_source and not all(map(math.isnan, values)):
-            scores.append(key)
-    newest = [list(train.values())[-1] for train, _ in data]
-    rates = dict.fromkeys(key for row in newest for key in row if key.endswith("_per_second"))
-    return [*scores[:MAX_SCORES], "lr", *rates]
+    scores: dict[str, None] = {}
+    rates: dict[str, None] = {}
+    for train, evals in data:
+        for key in [key for row in evals.values() for key in row]:
+            of_source = "/" in key and not key.startswith("eval_loss/")
+            if key not in NOT_SCORES and not key.endswith(RATE) and not of_source:
+                scores[key] = None
+        rates |= dict.fromkeys(key for row in train.values() for key in row if key.endswith(RATE))
+    return [*list(scores)[:MAX_SCORES], "lr", *rates]
 
 
 def plot(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
@@ -106,28 +98,12 @@ def final(values: list[float]) -> str:
     return f"{values[-1]:#.4g}" if values else "–"
 
 
-def label_axes(axes: Axes, key: str) -> None:
-    """Names a panel; a score of several magnitudes, as perplexity, is logarithmic."""
-    label = one_line(key.removesuffix("_per_second").replace("_", " "), 24)
-    low, high = axes.dataLim.intervaly
-    if key == "lr" or key.endswith("_per_second"):
-        label = "learning rate" if key == "lr" else f"{label} / s"
-        axes.set_ylim(0, None)
-    elif 0 < 20 * low < high and high > 1:
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    if key != "lr":
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.set_ylabel(label)
-
-
 @rc_context(STYLE)
 def draw(runs: list[Path], output: Path) -> Path:
     """Draws one run, or compares several, in the file `output`; returns it.
 
     Raises ValueError if there is nothing to draw.
     """
-    runs = list({os.path.realpath(run): run for run in runs}.values())
     data = [read_metrics(run) for run in runs]
     single, keys = len(runs) == 1, find_panels(data)
     names = [one_line(run.resolve().name if single else run, 50) for run in runs]
@@ -154,7 +130,7 @@ def draw(runs: list[Path], output: Path) -> Path:
             plot(loss_axes, train, smooth(losses), linewidth=0.8, alpha=0.5, **style)
             plot(loss_axes, evals, scored, label=f"{final(scored)}   {name}", **style)
         for axes, key in zip(panels, keys, strict=True):
-            rows = train if key == "lr" or key.endswith("_per_second") else evals
+            rows = train if key == "lr" or key.endswith(RATE) else evals
             plot(axes, rows, column(rows, key), **style)
 
     # Title and legend are above the panels, where they hide no curve.
@@ -163,9 +139,11 @@ def draw(runs: list[Path], output: Path) -> Path:
     figure.legend(loc="outside upper left", ncols=2 if single else 1, frameon=False)
     loss_axes.set_ylabel("loss")
     for axes, key in zip(panels, keys, strict=True):
-        label_axes(axes, key)
+        label = {"lr": "learning rate"}.get(key, key.replace(RATE, " / s").replace("_", " "))
+        axes.set_ylabel(one_line(label, 24))
+        if key == "lr" or key.endswith(RATE):
+            axes.set_ylim(0, None)
     panels[-1].set_xlabel("optimizer step")
-    panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
     figure.align_ylabels()
     return save_figure(figure, output)

@@ -30,7 +30,7 @@ from samestep.step.stopwatch import Stopwatch
 
 BEHIND = 1.15  # times the median of the other processes: a straggler
 NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
-MIN_LINES, MIN_STEPS = 3, 20  # of metrics in a row, until it is named
+MIN_STEPS = 20  # in a row, until it is named
 
 
 class SpeedMeter:
@@ -41,8 +41,8 @@ class SpeedMeter:
         self.stopwatch = Stopwatch(accelerator.device)
         self.unit = unit  # plural name of the items in the loss
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
-        # The process that was behind in the last lines, -1: none; these lines, and their steps.
-        self.slowest, self.lines, self.steps, self.named = -1, 0, 0, False
+        # The process that was behind in the last steps, -1: none; how many these are.
+        self.slowest, self.steps = -1, 0
         self.straggler: dict = {}  # a note, in the line of metrics that names it first
         self.hosts = ranks.gather(socket.gethostname())
 
@@ -151,11 +151,11 @@ class SpeedMeter:
         if own[0] <= max(BEHIND * others[0], others[0] + NOTICED):
             slow = -1
         if self.slowest != slow:
-            self.slowest, self.lines, self.steps, self.named = slow, 0, 0, False
-        self.lines, self.steps = self.lines + 1, self.steps + busy.shape[1]
-        if slow < 0 or self.named or self.lines < MIN_LINES or self.steps < MIN_STEPS:
+            self.slowest, self.steps = slow, 0
+        before = self.steps
+        self.steps += busy.shape[1]
+        if slow < 0 or not before < MIN_STEPS <= self.steps:
             return {}
-        self.named = True
         computing, fetching = (own[i] - others[i] for i in (1, 2))
         return {
             "event": "straggler",
@@ -180,14 +180,12 @@ def peak_memory(device: torch.device) -> float:
 class Profiler:
     """Traces of the steps that `steps` names: [first, last], or [first, last, every].
 
-    Each process writes a trace, and on a GPU the history of its memory. In other steps nothing is
-    recorded, and nothing costs time.
+    Each process writes a trace. In other steps nothing is recorded, and nothing costs time.
     """
 
     def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
         self.meter, self.accelerator, self.output = meter, meter.accelerator, output / "profile"
         self.first, self.last, self.every = [*(steps or (0, 0)), 0][:3]
-        self.cuda = self.accelerator.device.type == "cuda"
         self.profile: Any = None  # while it records
         self.ranges = contextlib.ExitStack()  # that of a step which is recorded
         # torch crashes in Python's finalization while it records. Several processes skip that.
@@ -202,8 +200,6 @@ class Profiler:
             with self.meter.paused():
                 self.profile = ProfileKwargs(record_shapes=True, profile_memory=True).build()
                 self.profile.start()
-                if self.cuda:
-                    torch.cuda.memory._record_memory_history(max_entries=100_000)
         if self.profile:
             self.ranges.enter_context(record_function(f"step {step}"))
 
@@ -215,22 +211,18 @@ class Profiler:
         with self.meter.paused():
             _, problem = catch(self.write)
         self.profile = None
-        if self.cuda:
-            torch.cuda.memory._record_memory_history(enabled=None)
         if problem:
             print_on_main(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
-        """Writes the trace of this process and its memory; on the main process, the table."""
+        """Writes the trace of this process; on the main process, the table."""
         self.profile.stop()
         folder = self.output / f"steps-{self.first}-{self.last}"
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"process-{self.accelerator.process_index}"
-        self.profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
-        if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+        name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
+        self.profile.export_chrome_trace(str(folder / name))
         if IS_MAIN:
-            where = "device" if self.cuda else "cpu"
+            where = "cpu" if self.accelerator.device.type == "cpu" else "device"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
             (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
             print_on_main(f"profile of steps {self.first} to {self.last}: {folder}")
