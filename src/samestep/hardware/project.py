@@ -77,7 +77,7 @@ def read_project(flags: list[str]) -> Project:
     train, task = startup.find_project()
     contract.check_functions(task)
     usage = "python -m samestep hardware VERB FLAGS"
-    cfg, recipe, given, _ = config.parse_config(train.Config, flags, usage)
+    cfg, recipe, given = config.parse_config(train.Config, flags, usage)
     for name in given:
         if name.partition(".")[0] not in startup.resolved_config(cfg):
             raise UserError(f"only train.py can do --{name}; leave it out")

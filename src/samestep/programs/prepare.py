@@ -22,7 +22,7 @@ def prepare() -> None:
     """Prepares the data, and prints what is there in a line; raises ValueError for bad input."""
     train, task = find_project()
     contract.check_functions(task)
-    cfg, _ = read_config(train.Config, __doc__)
+    cfg = read_config(train.Config, __doc__)
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")

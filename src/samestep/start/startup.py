@@ -110,14 +110,14 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     return train, task
 
 
-def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
-    """The config of this run from defaults, recipe and flags, and lines to print about it."""
-    cfg, recipe, _, remarks = config.parse_config(config_class, sys.argv[1:], about)
+def read_config(config_class: type, about: str | None) -> Any:
+    """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
+    cfg, recipe, _ = config.parse_config(config_class, sys.argv[1:], about)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
-    output, data = cfg.output_dir, folder_of_data(cfg)
+    output = cfg.output_dir
     shown = f"output_dir is {one_line(output, 100)}"
     if output.startswith("~"):
         raise ValueError(f"{shown}, there is no such user")
@@ -125,7 +125,7 @@ def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
         raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
     if escaped(output) != output:
         raise ValueError(f"{shown}, which a terminal cannot show; give another")
-    if data:
+    if data := folder_of_data(cfg):
         raise ValueError(
             f"output_dir {output} lies in {data}, where files of the run would count as data; "
             "give another --output_dir"
@@ -141,7 +141,7 @@ def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
             "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
-    return cfg, remarks
+    return cfg
 
 
 def folder_of_data(cfg: Any) -> str:
@@ -315,7 +315,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
     """
     contract.check_functions(task)
-    cfg, remarks = read_config(config_class, about)
+    cfg = read_config(config_class, about)
     output, layout = Path(cfg.output_dir), read_layout(cfg)
     check_sharing(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
@@ -329,7 +329,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     try:
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         tracking.check_tracker(cfg.tracker, cfg.offline)
-        resume_point = ResumePoint(cfg.max_steps, remarks=remarks)
+        resume_point = ResumePoint(cfg.max_steps)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             # Before the data, whose preparation may take hours.
             folder = output / "checkpoints"
@@ -419,13 +419,12 @@ def remark_on_steps(resume_point: ResumePoint, cfg: Any, step: int) -> None:
             f"warmup_steps is {cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
         )
         resume_point.remarks.append(f"the learning rate rises to the end: {remark}")
-    trains = range(step + 1, 1 if cfg.eval_only else resume_point.max_steps + 1)
-    if cfg.profile_steps:
-        first, last, *every = cfg.profile_steps
-        ahead = -(-max(step + 1 - first, 0) // every[0]) * every[0] if every else 0
-    if cfg.profile_steps and not (first + ahead in trains and last + ahead in trains):
-        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
-        remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
+    steps = cfg.profile_steps or []
+    start = 1 if len(steps) == 3 else step + 1  # with a period, a later time may be in them
+    trains = range(start, 1 if cfg.eval_only else resume_point.max_steps + 1)
+    if not all(each in trains for each in steps[:2]):
+        trained = f"the steps {start} to {trains[-1]}" if trains else "no step"
+        remark = f"profile_steps is {steps}, and this command trains {trained}"
         resume_point.remarks.append(f"warning: nothing is profiled: {remark}")
 
 
