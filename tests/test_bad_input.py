@@ -44,7 +44,6 @@ TWO = "--config_file configs/accelerate/cpu_multi.yaml"
 FLAGS = {  # what is written, and what the line says
     "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
     "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run, a URL; give a",
-    "--output_dir ~no-one/x": "output_dir is ~no-one/x, there is no",
     "--output_dir train.py": "give another",
     "--learning_rat 3": "no field learning_rat; did you mean learning_rate?",
     "--lr 1": "no field lr; it is learning_rate here",

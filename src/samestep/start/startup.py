@@ -83,20 +83,22 @@ class RunStart:
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
-        resume_point, rows = self.resume_point, len(self.data[1])
+        resume_point = self.resume_point
         if resume_point.finished and not self.cfg.check:
             other = "for a new run give another --output_dir"
             return f"{self.output} is finished: {resume_point.finished}; {other}"
         if self.cfg.eval_only:
-            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows:,} samples"
-        start = f"goes on from {resume_point.checkpoint}" if resume_point.checkpoint else ""
-        start = "is finished" if resume_point.finished else start or "starts from the beginning"
+            rows = f"{len(self.data[1]):,} samples"
+            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows}"
+        start = "starts from the beginning"
+        if resume_point.finished:
+            start = "is finished"
+        elif resume_point.checkpoint:
+            start = f"goes on from {resume_point.checkpoint}"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
-        checked = (
-            f"checked: {self.output} {start}; {resume_point.max_steps:,} steps, each with {samples}"
-        )
-        launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
-        return checked if launching else "\n".join([*resume_point.remarks, checked])
+        steps = f"{resume_point.max_steps:,} steps, each with {samples}"
+        remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
+        return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
@@ -119,8 +121,6 @@ def read_config(config_class: type, about: str | None) -> Any:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     output = cfg.output_dir
     shown = f"output_dir is {one_line(output, 100)}"
-    if output.startswith("~"):
-        raise ValueError(f"{shown}, there is no such user")
     if "://" in output:
         raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
     if escaped(output) != output:
@@ -225,19 +225,16 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
     row = rows[0] if isinstance(rows[0], Mapping) else {}
     tokens = np.asarray(row.get("input_ids", ())).size
     labels = np.asarray(row.get("labels", ())).size
-    problem = ""
+    start = "context parallelism cuts rows, of which each token sees all earlier ones"
     if not hasattr(task, "check_shared_rows"):
-        problem = "task.py has no function check_shared_rows"
-    elif "position_ids" in row:
-        problem = "those packed by best_fit are of other texts; use fsdp2.yaml"
-    elif not tokens or tokens != labels or tokens % parts:
-        problem = (
-            f"into {parts} equal parts, and the first row has {tokens} input_ids and {labels} "
-            f"labels; give a context_length that {parts} divides, or use fsdp2.yaml"
+        raise ValueError(f"{start}: task.py has no function check_shared_rows")
+    if "position_ids" in row:
+        raise ValueError(f"{start}: those packed by best_fit are of other texts; use fsdp2.yaml")
+    if not tokens or tokens != labels or tokens % parts:
+        raise ValueError(
+            f"{start}: into {parts} equal parts, and the first row has {tokens} input_ids and "
+            f"{labels} labels; give a context_length that {parts} divides, or use fsdp2.yaml"
         )
-    if problem:
-        start = "context parallelism cuts rows, of which each token sees all earlier ones"
-        raise ValueError(f"{start}: {problem}")
     task.check_shared_rows(cfg.task, prepared)
 
 
@@ -372,7 +369,9 @@ def find_start(resume_point: ResumePoint, cfg: Any, manifest: dict) -> None:
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
         resume_point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    remark_on_steps(resume_point, cfg, step)
+    if cfg.warmup_steps >= resume_point.max_steps and not cfg.eval_only:
+        steps = f"{cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
+        resume_point.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
     if resume_point.checkpoint:
         defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
         resume_point.changed = checkpoints.check_settings(
@@ -410,22 +409,6 @@ def find_start(resume_point: ResumePoint, cfg: Any, manifest: dict) -> None:
             resume_point.remarks.append(
                 f"warning: {remark}; if they change the loss, give --export last"
             )
-
-
-def remark_on_steps(resume_point: ResumePoint, cfg: Any, step: int) -> None:
-    """Notes fields that count steps which this command does not train; `step`: the last saved."""
-    if cfg.warmup_steps >= resume_point.max_steps and not cfg.eval_only:
-        remark = (
-            f"warmup_steps is {cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
-        )
-        resume_point.remarks.append(f"the learning rate rises to the end: {remark}")
-    steps = cfg.profile_steps or []
-    start = 1 if len(steps) == 3 else step + 1  # with a period, a later time may be in them
-    trains = range(start, 1 if cfg.eval_only else resume_point.max_steps + 1)
-    if not all(each in trains for each in steps[:2]):
-        trained = f"the steps {start} to {trains[-1]}" if trains else "no step"
-        remark = f"profile_steps is {steps}, and this command trains {trained}"
-        resume_point.remarks.append(f"warning: nothing is profiled: {remark}")
 
 
 def continue_mixture(resume_point: ResumePoint, current: dict) -> dict:
