@@ -67,6 +67,108 @@ class ResumePoint:
     finished: str = ""  # why there is nothing left to do
     facts: dict = field(default_factory=dict)  # of the settings, for status.json
 
+    def find_start(self, cfg: Any, manifest: dict) -> None:
+        """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+
+        Raises ValueError if it cannot continue.
+        """
+        output, effects = Path(cfg.output_dir), change_effects(cfg)
+        folder = output / "checkpoints"
+        if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
+            best, *_ = checkpoints.find_best(folder, manifest)
+            if best:  # it may be older than the newest
+                self.checkpoint, self.saved = best, checkpoints.verify(best)
+            else:
+                self.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+        step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
+        if cfg.num_epochs:
+            total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
+            self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+        if cfg.warmup_steps >= self.max_steps and not cfg.eval_only:
+            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
+            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
+        if self.checkpoint:
+            fields = config.fields_of(type(cfg)).items()
+            defaults = {name: field.default for name, (_, field) in fields}
+            self.changed = checkpoints.check_settings(
+                self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
+            )
+            before, now = self.saved.get("versions", {}), manifest["versions"]
+            if cfg.check:  # no launcher has told the precision
+                before = {n: v for n, v in before.items() if n != "precision"}
+            moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
+            if moved:
+                remark = "versions, devices or precision changed, rounding may differ"
+                self.remarks.append(f"{remark}: {', '.join(moved)}")
+        if cfg.eval_only:
+            return
+        if self.checkpoint:
+            manifest["mixture"] = self.continue_mixture(manifest["mixture"])
+        self.mixture = manifest["mixture"]
+        settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
+        exports = checkpoints.export_settings(manifest, effects)
+        self.facts = {"settings": settings, "export": exports}
+        self.check_finished(cfg, checkpoints.export_settings(self.saved or manifest, effects))
+        if step < self.max_steps:
+            checkpoints.check_disk_space(folder)
+        if cfg.export == "best" and not self.finished:
+            _, self.best_loss, _ = checkpoints.find_best(folder, manifest)
+            if any(line.startswith("task.") for line in self.changed):
+                self.remarks.append(
+                    "warning: the best evaluation may be one from before the change of task "
+                    "settings; if they change the loss, give --export last"
+                )
+
+    def continue_mixture(self, current: dict) -> dict:
+        """The mixture of the sources after the checkpoint; `current`: that of a new run.
+
+        That of an older checkpoint, which records none, is the one with which its run began.
+        """
+        weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
+        saved, samples = self.saved, self.saved.get("samples", 0)
+        old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
+        before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
+        mixture = next_mixture(before, samples, weights)
+        if mixture["first"] != before["first"]:
+            places = {name: mixture["sources"][name][2] for name in weights}
+            texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
+            remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
+            self.remarks.append(remark)
+        return mixture
+
+    def check_finished(self, cfg: Any, exported: dict) -> None:
+        """Notes that the run has finished; raises ValueError if it has, with other settings.
+
+        `exported`: the settings of its export, unless status.json has them.
+        """
+        output, facts = Path(cfg.output_dir), self.facts
+        status, trained = run_folder.read_status(output), (output / "model").exists()
+        finished, step = status.get("state") == "finished", self.saved.get("step", 0)
+        before = status.get("export") or exported
+        again = "; ".join(checkpoints.differences(before, facts["export"]).values())
+        folder = (output / "checkpoints").resolve()
+        if self.checkpoint and self.checkpoint.resolve().parent == folder:
+            # A finished run without its model, or with other settings for it, exports it again.
+            if not (finished and trained and step >= self.max_steps):
+                return
+            if again:
+                self.remarks.append(f"the finished run exports again: {again}")
+            elif self.changed:
+                raise ValueError(
+                    f"{output} is finished, with no step left for {'; '.join(self.changed)}; "
+                    f"give more max_steps than {step}, or another --output_dir"
+                )
+            else:
+                self.finished = f"{step} steps"
+        elif trained or finished:
+            # The checkpoints were deleted. Another training would replace the model.
+            if not trained or status.get("settings") != facts["settings"] or again:
+                raise ValueError(
+                    f"{output} holds a finished run, whose checkpoints are gone and whose settings "
+                    "may differ from yours; give another --output_dir"
+                )
+            self.finished = "its checkpoints are gone, its model is there"
+
 
 @dataclass
 class RunStart:
@@ -342,128 +444,12 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
-            find_start(resume_point, cfg, manifest)
+            resume_point.find_start(cfg, manifest)
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, resume_point)
     except BaseException:
         if lock:
             lock.release()
         raise
-
-
-def find_start(resume_point: ResumePoint, cfg: Any, manifest: dict) -> None:
-    """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
-
-    Raises ValueError if it cannot continue.
-    """
-    output, effects = Path(cfg.output_dir), change_effects(cfg)
-    folder = output / "checkpoints"
-    if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-        best, *_ = checkpoints.find_best(folder, manifest)
-        if best:  # it may be older than the newest
-            resume_point.checkpoint, resume_point.saved = best, checkpoints.verify(best)
-        else:
-            resume_point.remarks.append(
-                "no checkpoint has a finite eval_loss: the newest is evaluated"
-            )
-    step, samples = resume_point.saved.get("step", 0), resume_point.saved.get("samples", 0)
-    if cfg.num_epochs:
-        total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
-        resume_point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    if cfg.warmup_steps >= resume_point.max_steps and not cfg.eval_only:
-        steps = f"{cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
-        resume_point.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
-    if resume_point.checkpoint:
-        defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
-        resume_point.changed = checkpoints.check_settings(
-            resume_point.checkpoint,
-            resume_point.saved,
-            manifest,
-            effects,
-            cfg.accept_changes,
-            defaults,
-        )
-        before, now = resume_point.saved.get("versions", {}), manifest["versions"]
-        if cfg.check:  # no launcher has told the precision
-            before = {n: v for n, v in before.items() if n != "precision"}
-        moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
-        if moved:
-            remark = "versions, devices or precision changed, rounding may differ"
-            resume_point.remarks.append(f"{remark}: {', '.join(moved)}")
-    if cfg.eval_only:
-        return
-    if resume_point.checkpoint:
-        manifest["mixture"] = continue_mixture(resume_point, manifest["mixture"])
-    resume_point.mixture = manifest["mixture"]
-    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
-    exports = checkpoints.export_settings(manifest, effects)
-    resume_point.facts = {"settings": settings, "export": exports}
-    check_finished(
-        resume_point, cfg, checkpoints.export_settings(resume_point.saved or manifest, effects)
-    )
-    if step < resume_point.max_steps:
-        checkpoints.check_disk_space(folder)
-    if cfg.export == "best" and not resume_point.finished:
-        _, resume_point.best_loss, _ = checkpoints.find_best(folder, manifest)
-        if any(line.startswith("task.") for line in resume_point.changed):
-            remark = "the best evaluation may be one from before the change of task settings"
-            resume_point.remarks.append(
-                f"warning: {remark}; if they change the loss, give --export last"
-            )
-
-
-def continue_mixture(resume_point: ResumePoint, current: dict) -> dict:
-    """The mixture of the sources after the checkpoint; `current`: that of a run that begins now.
-
-    That of an older checkpoint, which records none, is the one with which its run began.
-    """
-    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-    saved, samples = resume_point.saved, resume_point.saved.get("samples", 0)
-    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
-    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
-    mixture = next_mixture(before, samples, weights)
-    if mixture["first"] != before["first"]:
-        places = {name: mixture["sources"][name][2] for name in weights}
-        texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
-        remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
-        resume_point.remarks.append(remark)
-    return mixture
-
-
-def check_finished(resume_point: ResumePoint, cfg: Any, exported: dict) -> None:
-    """Notes that the run has finished; raises ValueError if it has, with other settings.
-
-    `exported`: the settings of its export, unless status.json has them.
-    """
-    output, facts = Path(cfg.output_dir), resume_point.facts
-    status, trained = run_folder.read_status(output), (output / "model").exists()
-    finished, step = status.get("state") == "finished", resume_point.saved.get("step", 0)
-    before = status.get("export") or exported
-    again = "; ".join(checkpoints.differences(before, facts["export"]).values())
-    own = (
-        resume_point.checkpoint
-        and resume_point.checkpoint.resolve().parent == (output / "checkpoints").resolve()
-    )
-    if own:
-        # A finished run without its model, or with other settings for it, exports it again.
-        if not (finished and trained and step >= resume_point.max_steps):
-            return
-        if again:
-            resume_point.remarks.append(f"the finished run exports again: {again}")
-        elif resume_point.changed:
-            raise ValueError(
-                f"{output} is finished, with no step left for {'; '.join(resume_point.changed)}; "
-                f"give more max_steps than {step}, or another --output_dir"
-            )
-        else:
-            resume_point.finished = f"{step} steps"
-    elif trained or finished:
-        # The checkpoints were deleted. Another training would replace the model.
-        if not trained or status.get("settings") != facts["settings"] or again:
-            raise ValueError(
-                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
-                "differ from yours; give another --output_dir"
-            )
-        resume_point.finished = "its checkpoints are gone, its model is there"
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
