@@ -127,8 +127,8 @@ def convert(kind: Any, given: Given) -> Any:
         problems = error.errors()
     wrong = max(problems, key=lambda each: len(each["loc"]))["input"]
     expected = ", or ".join(each["msg"] for each in problems if each["input"] is wrong)
-    got = "nothing" if wrong is None else one_line(repr(wrong), 60)
-    raise ValueError(f"{expected}; got {got}")
+    got = {dict: "a mapping", list: "a list", type(None): "nothing"}.get(type(wrong))
+    raise ValueError(f"{expected}; got {got or one_line(repr(wrong), 60)}")
 
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator[
     if section.id != "mapping" and not is_null(section):
         place = f"{prefix[:-1]}: " if prefix else ""
         raise ValueError(f"{place}expected lines of the form 'field: value'")
-    for key, node in section.value or ():
+    for key, node in section.value if section.id == "mapping" else ():
         name = prefix + key.value
         if any(field.startswith(f"{name}.") for field in fields):
             yield from read_recipe(node, fields, f"{name}.")
@@ -221,8 +221,8 @@ def parse_config(
     `about` is the docstring of the program, whose second paragraph shows commands; --help prints
     these, and ends the program. Raises ValueError with one line that names the place of a mistake.
     """
-    config_flag = dataclasses.field(metadata=ONE_COMMAND)
-    fields = {"config": (str, config_flag), **fields_of(config_class)}
+    fields = fields_of(config_class)
+    fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
     place = "command line"
     try:
         words = [word for word in arguments if word not in HELP]
