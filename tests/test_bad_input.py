@@ -55,7 +55,7 @@ FLAGS = {  # what is written, and what the line says
     "faster": "there is no field faster",
     "--task.class_path spy.Spy": "there is no field task.class_path",
     "--config none.yaml": "none.yaml: No such file or directory",
-    "--config configs": "configs: Is a directory; --config takes the path of a recipe",
+    "--config configs": "configs: Is a directory",
     "--seed one": "seed: Input should be a valid integer, unable to",
     "--learning_rate nan": "learning_rate: Input should be a finite number; got 'nan'",
     f"--max_steps {2**63}": "max_steps: Input should be less than or equal to 1000000",

@@ -102,13 +102,8 @@ def read_hardware(path: Path) -> Layout:
     For an elastic run, that of the largest number of machines. Raises ValueError for a mistake in
     the file, or if this machine lacks GPUs or libraries for it.
     """
-    try:
+    with config.naming(path):
         return check_hardware(read_yaml(path))
-    except OSError as error:
-        line = f"{error.strerror}; --config_file takes the path of a YAML"
-        raise ValueError(f"{one_line(path, 100)}: {line}") from None
-    except ValueError as error:
-        raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
 
 
 def check_hardware(hardware: ClusterConfig) -> Layout:
@@ -220,7 +215,5 @@ def check_launched(layout: Layout, path: Path | None) -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     check_parallelism(layout, precision, os.environ.get("FSDP_VERSION", "1"))
     if path:
-        try:
+        with config.naming(path):
             read_sections(read_yaml(path), layout.kinds, precision)
-        except ValueError as error:
-            raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None

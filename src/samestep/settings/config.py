@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -213,6 +213,16 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
     return dataclasses.replace(config, **changes)
 
 
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Makes an error of the body a ValueError with one line that begins with the place."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        line = one_line(getattr(error, "strerror", None) or error)
+        raise ValueError(f"{one_line(place, 100)}: {line}") from None
+
+
 def parse_config(
     config_class: type, arguments: list[str], about: str | None
 ) -> tuple[Any, Path, dict[str, Any]]:
@@ -223,19 +233,13 @@ def parse_config(
     """
     fields = fields_of(config_class)
     fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
-    place = "command line"
-    try:
+    with naming("command line"):
         words = [word for word in arguments if word not in HELP]
         flags = convert_all(read_flags(words, fields), fields)
-        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
-        place = str(path)
+    path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
+    with naming(path):
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
         recipe = convert_all(read_recipe(written, fields), fields)
-    except OSError as error:
-        line = f"{error.strerror}; --config takes the path of a recipe"
-        raise ValueError(f"{one_line(place, 100)}: {line}") from None
-    except ValueError as error:
-        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
     cfg = replace_fields(config_class(), recipe | flags)
     if HELP & {*arguments}:
         show_help(cfg, path, (about or USAGE).split("\n\n")[:2][-1].strip())
