@@ -6,14 +6,12 @@ equal file, and an index refuses such a version, so no other package can take it
 
 import base64
 import hashlib
-import io
 import re
 import sys
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-DATE = (2020, 1, 1, 0, 0, 0)  # of all files in the archive: equal sources give equal bytes
 METADATA = """\
 Metadata-Version: 2.1
 Name: samestep
@@ -55,17 +53,13 @@ def write(folder: Path) -> Path:
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         record += f"{path},sha256={digest},{len(data)}\n"
     files[f"{name}.dist-info/RECORD"] = f"{record}{name}.dist-info/RECORD,,\n".encode()
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w") as archive:
-        for path, data in files.items():
-            entry = zipfile.ZipInfo(path, DATE)
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("samestep-*.whl"):
         old.unlink()
     wheel = folder / f"{name}-py3-none-any.whl"
-    wheel.write_bytes(memory.getvalue())
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, data in files.items():  # each of 1980: equal sources give equal bytes
+            archive.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
     return wheel
 
 

@@ -39,8 +39,7 @@ def default_slug(name):
 
 def is_taken(slug):
     """Return whether a distribution of this name would hide or replace another."""
-    name = slug.replace("-", "_")
-    return name in TAKEN
+    return slug.replace("-", "_") in TAKEN
 
 
 def check_answers(answers):

@@ -45,7 +45,7 @@ import task
 from samestep.step.order import sample_ids
 from samestep.start.startup import read_config
 from train import Config
-cfg, _ = read_config(Config, "\\n\\n")
+cfg = read_config(Config, "\\n\\n")
 folder = task.prepare_data(cfg.task)
 rows = len(task.datasets(cfg.task, folder)[0])
 positions = np.arange(min(4000, 20 * rows // cfg.global_batch_size) * cfg.global_batch_size)

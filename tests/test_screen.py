@@ -249,20 +249,19 @@ def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
 
 # ---- Settings ------------------------------------------------------------------------------------
 
-LENGTHS = [
-    # recipe, flags, steps (37 samples in steps of 8), what is said
-    ("max_steps: 12", ["--num_epochs", 3], 14, "--num_epochs 3.0 replaces max_steps 12"),
-    ("num_epochs: 1", [], 5, ""),
-    ("num_epochs: 1", ["--max_steps", 3], 3, "--max_steps 3 replaces num_epochs 1"),
-    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3, "replaces num_epochs 1"),
-    ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5, ""),
-    ("seed: 1", ["--max_steps", 7], 7, ""),
+LENGTHS = [  # recipe, flags, steps (37 samples in steps of 8)
+    ("max_steps: 12", ["--num_epochs", 3], 14),
+    ("num_epochs: 1", [], 5),
+    ("num_epochs: 1", ["--max_steps", 3], 3),
+    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3),
+    ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5),
+    ("seed: 1", ["--max_steps", 7], 7),
 ]
 
 
-@pytest.mark.parametrize("recipe, flags, steps, said", LENGTHS)
+@pytest.mark.parametrize("recipe, flags, steps", LENGTHS)
 def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
-    monkeypatch, tmp_path, recipe, flags, steps, said
+    monkeypatch, tmp_path, recipe, flags, steps
 ):
     (tmp_path / "mine.yaml").write_text(f"{recipe}\nglobal_batch_size: 8\nwarmup_steps: 50\n")
     words = ["--config", tmp_path / "mine.yaml", *flags, "--output_dir", tmp_path / "run"]
@@ -270,17 +269,13 @@ def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
     with train_module(ROOT / "tests" / "tasks" / "tiny.py") as train:
         resume_point = train.prepare().resume_point
     assert resume_point.max_steps == steps
-    *length, warm_up = resume_point.remarks
-    assert "; ".join(length) == said or said in "; ".join(length) and said
     rises = "the learning rate rises to the end: warmup_steps is 50, and the run has"
-    assert warm_up.startswith(f"{rises} {steps}")
+    assert resume_point.remarks == [f"{rises} {steps} steps"]
 
 
 def test_help_shows_the_values_that_would_be_used(quick, tmp_path):
     (tmp_path / "mine.yaml").write_text("learning_rate: 0.125\ntask: {width: 48}\n")
     printed = quick("--help", "--config", tmp_path / "mine.yaml", "--beta1", 0.5)
-    printed = " ".join(printed.split())
     for name, value in (("learning_rate", "0.125"), ("task.width", "48"), ("beta1", "0.5")):
-        about = printed.rpartition(f" --{name} ")[2].partition(" --")[0]
-        assert f"default: {value})" in about
-    assert "default: 0.01)" in " ".join(quick("--help").split())  # that of the default recipe
+        assert f"\n--{name} {value} " in printed
+    assert "\n--learning_rate 0.01 " in quick("--help")  # that of the default recipe

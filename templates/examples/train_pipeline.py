@@ -29,7 +29,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.base.fields import check_pairs, refuse
 from samestep.models import attention, next_token
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
@@ -318,15 +317,17 @@ def prepare() -> RunStart:
     """What needs no model. The library reads the number of stages from the environment."""
     cfg, *_ = parse_config(Config, sys.argv[1:], __doc__)
     os.environ[STAGES], os.environ[TP] = str(cfg.stages), str(cfg.tensor_parallel)
-    given = {"exact": cfg.exact, "compile": cfg.compile}
-    check_pairs(*((value, name, "stages", "use train.py") for name, value in given.items()))
+    for name in ("exact", "compile"):
+        if getattr(cfg, name):
+            raise ValueError(f"{name} does not go with stages; use train.py")
     start = prepare_run(Config, task, __doc__)
     if cfg.check:
         del os.environ[STAGES]  # one process checks for all
     most = start.plan.samples // len(start.plan.shares) // cfg.stages
     remedy = f"micro_batch_size of at most {most}" if most else "larger global_batch_size"
-    few = len(start.plan.run()) < cfg.stages
-    refuse((few, f"{cfg.stages} stages need as many micro-batches in a step; give a {remedy}"))
+    if len(start.plan.run()) < cfg.stages:
+        needed = f"{cfg.stages} stages need as many micro-batches in a step"
+        raise ValueError(f"{needed}; give a {remedy}")
     return start
 
 

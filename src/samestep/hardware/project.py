@@ -76,7 +76,7 @@ def read_project(flags: list[str], about: str | None = None) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
     contract.check_functions(task)
-    cfg, recipe, _, _ = config.parse_config(train.Config, flags, about)
+    cfg, recipe, _ = config.parse_config(train.Config, flags, about)
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")

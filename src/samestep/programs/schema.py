@@ -36,7 +36,7 @@ def recipe_schema(config_class: Any) -> dict[str, Any]:
             continue
         if "one_command" in field.metadata:
             continue
-        own["description"] = " ".join(notes.get(name, [])[1:])
+        own["description"] = notes.get(name, "")
         default = functools.reduce(getattr, name.split("."), defaults)
         own["default"] = to_jsonable_python(default, fallback=str)
         if "$defs" in own:  # of types with fields of their own

@@ -6,55 +6,41 @@ accelerate itself raises for other mistakes: unknown keys at the top of a YAML, 
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import PrecisionType, is_deepspeed_available, str_to_bool
+from accelerate.utils import PrecisionType, str_to_bool
 
 from samestep.base.console import one_line, print_on_main
-from samestep.settings.config import suggestion
+from samestep.settings import config
 from samestep.settings.mesh import AXES, SHARDED, Layout, layout_of
 
-# The sections of a YAML: the names that their keys have as options of the launcher, and what has to
-# be there for a section to have an effect.
+# The sections of a YAML: the kind of sharding or the precision that reads them, how the launcher's
+# options for their keys begin, and what has to be there for a section to have an effect.
 SECTIONS = {
-    "fsdp_config": (("fsdp_",), "distributed_type: FSDP"),
+    "fsdp_config": ("FSDP", ("fsdp_",), "distributed_type: FSDP"),
     "deepspeed_config": (
+        "DEEPSPEED",
         ("deepspeed_", "zero", "offload_", "gradient_"),
         "distributed_type: DEEPSPEED",
     ),
-    "parallelism_config": (("parallelism_config_",), "distributed_type: FSDP"),
-    "fp8_config": (("fp8_",), "mixed_precision: fp8"),
+    "parallelism_config": (
+        "PARALLELISM_CONFIG",
+        ("parallelism_config_",),
+        "distributed_type: FSDP",
+    ),
+    "fp8_config": ("fp8", ("fp8_",), "mixed_precision: fp8"),
 }
-CHECKPOINTING = "the recipe's field gradient_checkpointing decides"
-UNREAD = "FSDP 2 does not read it"
-# Keys to remove, and why: accelerate would let them override the recipe, or ignores them.
+# Keys to remove, which would override the recipe, and what decides instead.
 REMOVED = {
-    "fsdp_activation_checkpointing": CHECKPOINTING,
-    "fsdp_activation_checkpointing_offload": CHECKPOINTING,
+    "fsdp_activation_checkpointing": "the recipe's field gradient_checkpointing decides",
+    "fsdp_activation_checkpointing_offload": "the recipe's field gradient_checkpointing decides",
     "gradient_accumulation_steps": "the recipe's field micro_batch_size decides",
     "gradient_clipping": "the recipe's field max_grad_norm decides",
-    "deepspeed_config_file": "train.py fills in DeepSpeed's settings; the keys of "
-    "deepspeed_zero3_offload.yaml are those to choose",
-    "fsdp_sharding_strategy": UNREAD,
-    "fsdp_backward_prefetch": UNREAD,
-    "fsdp_forward_prefetch": UNREAD,
-    "fsdp_sync_module_states": UNREAD,
-    "fsdp_use_orig_params": UNREAD,
+    "deepspeed_config_file": "train.py fills in DeepSpeed's settings",
 }
-
-
-def cuda_error() -> str:
-    """Why torch cannot use this machine's GPUs, such as an old driver; empty: nothing is known."""
-    if torch.version.cuda or torch.version.hip:
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            return one_line(error, 150)
-    return ""
 
 
 def without_gpu() -> str:
@@ -65,26 +51,19 @@ def without_gpu() -> str:
             f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
             "run make setup again"
         )
-    error = cuda_error()
-    return f"use cpu.yaml ({version}: {error})" if error else "use cpu.yaml"
-
-
-class UniqueKeyLoader(yaml.SafeLoader):
-    """Raises ValueError for a key that stands twice, of which YAML takes the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} is given twice")
-        return super().construct_mapping(node, deep)
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # such as an old driver
+        return f"use cpu.yaml ({version}: {one_line(error, 150)})"
+    return "use cpu.yaml"
 
 
 def read_yaml(path: Path) -> ClusterConfig:
     """The YAML as accelerate reads it; raises OSError, or ValueError for what it cannot read."""
+    written = config.read_yaml(path.read_text(encoding="utf-8-sig"))  # knows keys given twice
+    if written.id != "mapping":
+        raise ValueError("expected lines of the form 'key: value'")
     try:
-        if not isinstance(yaml.load(path.read_bytes(), UniqueKeyLoader), dict):
-            raise ValueError("expected lines of the form 'key: value'")
         return ClusterConfig.from_yaml_file(str(path))
     except (TypeError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(one_line(error)) from None
@@ -98,16 +77,10 @@ def read_sections(hardware: ClusterConfig, kinds: tuple[str, ...], precision: st
     """
     if hardware.dynamo_config:
         raise ValueError("dynamo_config: remove it; the recipe's field compile decides")
-    has_effect = {
-        "fsdp_config": "FSDP" in kinds,
-        "deepspeed_config": "DEEPSPEED" in kinds,
-        "parallelism_config": "PARALLELISM_CONFIG" in kinds,
-        "fp8_config": precision == "fp8",
-    }
     options = vars(launch_command_parser().parse_args(["train.py"]))
-    for name, (prefixes, wanted) in SECTIONS.items():
+    for name, (reader, prefixes, wanted) in SECTIONS.items():
         section = getattr(hardware, name)
-        if section and not has_effect[name]:
+        if section and reader not in (*kinds, precision):
             raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
         known = [option for option in options if option.startswith(prefixes)]
         for key, value in section.items():
@@ -117,7 +90,7 @@ def read_sections(hardware: ClusterConfig, kinds: tuple[str, ...], precision: st
             if option in REMOVED and value not in (None, False):
                 raise ValueError(f"{name}: remove {key}; {REMOVED[option]}")
             if option not in known:
-                hint = suggestion(option, known, "accelerate reads no such key")
+                hint = config.suggestion(option, known, "accelerate reads no such key")
                 raise ValueError(f"{name}: there is no key {key}; {hint}")
             options[option] = value
     return options
@@ -129,13 +102,8 @@ def read_hardware(path: Path) -> Layout:
     For an elastic run, that of the largest number of machines. Raises ValueError for a mistake in
     the file, or if this machine lacks GPUs or libraries for it.
     """
-    try:
+    with config.naming(path):
         return check_hardware(read_yaml(path))
-    except OSError as error:
-        line = f"{error.strerror}; --config_file takes the path of a YAML"
-        raise ValueError(f"{one_line(path, 100)}: {line}") from None
-    except ValueError as error:
-        raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
 
 
 def check_hardware(hardware: ClusterConfig) -> Layout:
@@ -222,9 +190,6 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object) -> N
     tensor_parallel = layout.tp == layout.processes
     if layout.fsdp and str(fsdp_version) != "2":
         raise ValueError("train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config")
-    if layout.deepspeed and not is_deepspeed_available():
-        install = "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use fsdp2.yaml"
-        raise ValueError(f"DeepSpeed is not installed; {install}")
     # The scaling of the loss for fp16 is not to be relied on where weights are sharded.
     if precision == "fp16" and layout.sharded:
         raise ValueError("mixed_precision fp16 does not go with sharded weights; write bf16")
@@ -250,7 +215,5 @@ def check_launched(layout: Layout, path: Path | None) -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     check_parallelism(layout, precision, os.environ.get("FSDP_VERSION", "1"))
     if path:
-        try:
+        with config.naming(path):
             read_sections(read_yaml(path), layout.kinds, precision)
-        except ValueError as error:
-            raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None

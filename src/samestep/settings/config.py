@@ -1,26 +1,24 @@
 """Builds the config dataclass from defaults, a recipe and flags. A mistake is one line: ValueError.
 
-Values stay text until their field is known: 007 and yes are text in a field of text. pydantic reads
-them as the type of the field says, which may be any that it knows; the dataclasses are plain ones.
+pydantic reads each value as the type of its field says, which may be any that it knows, and in its
+words: 007 and yes are text in a field of text. The dataclasses are plain ones.
 """
 
-import argparse
 import dataclasses
 import difflib
 import functools
 import inspect
 import json
-import operator
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from samestep.base.console import one_line
@@ -33,7 +31,6 @@ from samestep.base.fields import (
 )
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
-MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
 HELP = {"-h", "--help"}
 USAGE = "accelerate launch --config_file FILE train.py --config FILE --FIELD VALUE"
 UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
@@ -44,17 +41,21 @@ BatchSize = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
 DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]  # above, float32 rounds to 1
 
-Given = tuple[str, yaml.Node, int | None]  # name and value of a field, and the line in the recipe
-
-# ---- YAML ----------------------------------------------------------------------------------------
-
-TEXT = "tag:yaml.org,2002:str"
-NULL = "tag:yaml.org,2002:null"
+# ---- Values --------------------------------------------------------------------------------------
 
 
-class StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which the last would win silently, and what can grow beyond its
-    text or is meant for programs: anchors and aliases, tags, merge keys."""
+class Given(NamedTuple):
+    """The value of a field as it is written."""
+
+    name: str
+    text: Any  # text, lists and mappings of texts, None for null
+    value: Any  # the same with the numbers, true, false and null of JSON
+    place: str = ""  # the line in the recipe
+
+
+class StrictLoader(yaml.BaseLoader):
+    """Leaves all scalars text. Refuses duplicate keys, of which the last would win silently, and
+    what can grow beyond its text or is meant for programs: anchors, aliases, tags, merge keys."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -67,31 +68,18 @@ class StrictLoader(yaml.SafeLoader):
         names: set[str] = set()
         for key, _ in node.value if node.id == "mapping" else ():
             line = f"line {key.start_mark.line + 1}"
-            if key.id != "scalar" or key.tag == NULL or key.value == "<<":
+            if key.id != "scalar" or key.value == "<<":
                 raise ValueError(f"{line}: a key must be a name, not <<, a list or a mapping")
             if key.value in names:
                 raise ValueError(f"{line}: {key.value} is given twice")
             names.add(key.value)
         return node
 
-    def scan_line_break(self) -> str:
-        first = self.peek()
-        found = super().scan_line_break()
-        return first if first == "\x85" else found  # not a space: config.yaml has it as it is
 
-
-# In YAML 1.1, 010 is 8 and 1:30 is 90; in a field that takes anything, 10 and an error.
-StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
-
-
-def read_yaml(source: str | Path) -> yaml.Node:
-    """A YAML text or file as it is written; raises OSError, or ValueError with the line."""
-    if isinstance(source, Path):
-        if source.stat().st_size > MAX_FILE_SIZE:
-            raise ValueError(f"it has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
-        source = source.read_text(encoding="utf-8-sig")  # Notepad begins with a mark
+def read_yaml(text: str) -> yaml.Node:
+    """A YAML text as it is written; raises ValueError with the line."""
     try:
-        return yaml.compose(source, StrictLoader) or yaml.ScalarNode(NULL, "")
+        return yaml.compose(text, StrictLoader) or yaml.ScalarNode("", "")
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -99,120 +87,48 @@ def read_yaml(source: str | Path) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
+def is_null(node: yaml.Node) -> bool:
+    """Whether nothing is written there, or null without quotes."""
+    return node.id == "scalar" and not node.style and node.value in ("", "~", "null")
+
+
+def number_in(text: str) -> Any:
+    """The number, true, false or null that JSON reads there; any other text as it is."""
     try:
-        return loader("").construct_object(node, deep=True)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str | list | dict) else value
 
 
-def text_of(node: yaml.Node) -> Any:
-    """What is written there: text, lists and mappings of texts, None for null."""
+def content_of(node: yaml.Node, numbers: bool = False) -> Any:
+    """The `text` of Given, or with `numbers` the `value`."""
     if node.id == "mapping":
-        return {key.value: text_of(value) for key, value in node.value}
+        return {key.value: content_of(value, numbers) for key, value in node.value}
     if node.id == "sequence":
-        return [text_of(each) for each in node.value]
-    return None if node.tag == NULL else node.value
+        return [content_of(each, numbers) for each in node.value]
+    if is_null(node):
+        return None
+    return number_in(node.value) if numbers and not node.style else node.value
 
 
-# ---- Types ---------------------------------------------------------------------------------------
+def convert(kind: Any, given: Given) -> Any:
+    """The value of a field with this type; raises ValueError in pydantic's words.
 
-SCALARS = {str, int, float, bool, NoneType}
-FINITE = ConfigDict(allow_inf_nan=False)
-LARGEST = 3.4028234663852886e38  # that float32 holds, with which optimizers compute
-FROM_TEXT = {
-    int: Annotated[int, Field(gt=-(2**63), lt=2**63)],  # as tensors hold them
-    float: Annotated[float, Field(ge=-LARGEST, le=LARGEST)],
-    str: Annotated[str, Field(pattern="^[^\0]*$")],
-}
-WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
-WORDS |= {"string": "text", "array": "a list", "object": "a mapping"}
-LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "maximum": "at most"}
-LIMITS |= {"exclusiveMaximum": "below"}
-
-
-def members_of(kind: Any) -> tuple:
-    """The types in a union; any other type alone. Without their ranges."""
-    if get_origin(kind) is Annotated:
-        return members_of(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return sum(map(members_of, get_args(kind)), ())
-    return (kind,)
-
-
-def for_text(kind: Any) -> Any:
-    """The type as pydantic has to read it from text.
-
-    The first member of a union that fits wins, where pydantic would take text for text: 8 in a
-    field of `int | str`. The options of a Literal are compared as they are written.
+    Numbers come first: 8 in a field of `int | str`. If they are not of the type, text is.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind in (int, float, str):
-        return FROM_TEXT[kind]
-    if origin is Literal:
-        options = {str(option): option for option in inner}
-        return Annotated[kind, BeforeValidator(lambda text: options.get(str(text), text))]
-    if origin is Annotated:
-        parts = (for_text(inner[0]), *inner[1:])
-        return Annotated[parts]
-    if origin in (Union, UnionType):
-        others = [for_text(each) for each in inner if each is not NoneType]
-        union = functools.reduce(operator.or_, others)
-        if len(others) > 1:
-            union = Annotated[union, Field(union_mode="left_to_right")]
-        return union | None if NoneType in inner else union
-    if origin in (list, tuple, dict):
-        return origin[tuple(map(for_text, inner))]
-    return kind
-
-
-def describe_type(kind: Any) -> str:
-    """The values of a type, in words."""
+    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=config)
+    with suppress(ValidationError):
+        return adapter.validate_python(given.value, strict=True, extra="forbid")
     try:
-        return describe(TypeAdapter(kind).json_schema())
-    except PydanticUserError:
-        return "no value, because a field of this type can only be set in the code"
-
-
-def describe(schema: dict[str, Any]) -> str:
-    """The values that a JSON schema allows, in words."""
-    if "anyOf" in schema:
-        words = [describe(each) for each in schema["anyOf"]]
-        return (", or " if "," in words[0] else " or ").join(words)
-    if "enum" in schema:
-        return "one of " + ", ".join(map(repr, schema["enum"]))
-    if "const" in schema:
-        return repr(schema["const"])
-    words = WORDS.get(schema.get("type"), schema.get("type", "anything"))
-    if {"minimum", "maximum"} <= schema.keys():
-        return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
-    limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
-    found = sorted(f"{LIMITS.get(name, name)} {value:,}" for name, value in limits.items())
-    return f"{words}, {' and '.join(found)}" if found else words
-
-
-def convert(kind: Any, node: yaml.Node) -> Any:
-    """The value of a field with this type.
-
-    Raises ValueError, which says what is expected; in pydantic's words if it lies inside a list.
-    """
-    untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
-    value = plain_value(node, StrictLoader) if untyped else text_of(node)
-    try:
-        adapter = TypeAdapter(for_text(kind), config=FINITE)
-        return adapter.validate_python(value, extra="forbid")
-    except PydanticUserError:
-        wrong = value
-        problem = f"expected {describe_type(kind)}"
+        return adapter.validate_python(given.text, extra="forbid")
     except ValidationError as error:
-        deepest = max(error.errors(), key=lambda each: len(each["loc"]))
-        wrong = deepest["input"]
-        problem = deepest["msg"]
-        if wrong is value and deepest["type"] != "value_error":  # that of an owner's validator
-            problem = f"expected {describe_type(kind)}"
-    got = {dict: "a mapping", list: "a list", NoneType: "nothing"}.get(type(wrong))
-    raise ValueError(f"{problem}; got {got or one_line(repr(wrong), 60)}")
+        problems = error.errors()
+    wrong = max(problems, key=lambda each: len(each["loc"]))["input"]
+    expected = ", or ".join(each["msg"] for each in problems if each["input"] is wrong)
+    got = {dict: "a mapping", list: "a list", type(None): "nothing"}.get(type(wrong))
+    raise ValueError(f"{expected}; got {got or one_line(repr(wrong), 60)}")
 
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -239,49 +155,49 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in fields:
             raise ValueError(unknown_field(name if word.startswith("--") else word, fields))
-        members = members_of(fields[name][0])
+        kind = fields[name][0]
         if not equals and words and not words[0].startswith("--"):
             text = words.pop(0)
-        elif not equals and bool in members:  # --check is short for --check true
+        elif not equals and kind is bool:  # --check is short for --check true
             text = "true"
         elif not equals:
             raise ValueError(f"--{name}: expected one argument; write --{name}=VALUE")
-        is_list = re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
-        if (is_list and not SCALARS.issuperset(members)) or Any in members:
-            yield name, read_yaml(text), None
+        if text.strip()[:1] + text.strip()[-1:] in ("[]", "{}") and kind not in (str, str | None):
+            node = read_yaml(text)
+            yield Given(name, content_of(node), content_of(node, numbers=True))
         else:  # YAML would cut a path at " #"
-            is_null = NoneType in members and text == "null"
-            yield name, yaml.ScalarNode(NULL if is_null else TEXT, text), None
+            yield Given(name, text, number_in(text))
 
 
 def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator[Given]:
     """The fields in a recipe as they are written, as `read_flags` gives those of the flags."""
-    if section.id != "mapping" and section.tag != NULL:
+    if section.id != "mapping" and not is_null(section):
         place = f"{prefix[:-1]}: " if prefix else ""
         raise ValueError(f"{place}expected lines of the form 'field: value'")
-    for key, value in section.value if section.id == "mapping" else ():
+    for key, node in section.value if section.id == "mapping" else ():
         name = prefix + key.value
         if any(field.startswith(f"{name}.") for field in fields):
-            yield from read_recipe(value, fields, f"{name}.")
+            yield from read_recipe(node, fields, f"{name}.")
         elif name in fields and "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
         else:
-            yield name, value, key.start_mark.line + 1
+            line = f"line {key.start_mark.line + 1}: "
+            yield Given(name, content_of(node), content_of(node, numbers=True), line)
 
 
 def convert_all(given: Iterable[Given], fields: dict) -> dict[str, Any]:
     """The values of fields, each converted to its type; raises ValueError with a wrong name."""
     values: dict[str, Any] = {}
-    for name, node, line in given:
-        place = f"line {line}: " if line else ""
+    for each in given:
+        name = each.name
         if name not in fields:
-            raise ValueError(place + unknown_field(name, fields))
+            raise ValueError(each.place + unknown_field(name, fields))
         if name in values:
-            raise ValueError(f"{place}{name} is given twice")
+            raise ValueError(f"{each.place}{name} is given twice")
         try:
-            values[name] = convert(fields[name][0], node)
+            values[name] = convert(fields[name][0], each)
         except ValueError as error:
-            raise ValueError(f"{place}{name}: {error}") from None
+            raise ValueError(f"{each.place}{name}: {error}") from None
     return values
 
 
@@ -297,41 +213,45 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
     return dataclasses.replace(config, **changes)
 
 
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Makes an error of the body a ValueError with one line that begins with the place."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        line = one_line(getattr(error, "strerror", None) or error)
+        raise ValueError(f"{one_line(place, 100)}: {line}") from None
+
+
 def parse_config(
     config_class: type, arguments: list[str], about: str | None
-) -> tuple[Any, Path, dict[str, Any], list[str]]:
-    """The config from defaults, recipe and flags, the later first; the recipe's path; the values of
-    the flags; remarks.
+) -> tuple[Any, Path, dict[str, Any]]:
+    """The config from defaults, recipe and flags, the recipe's path, the flags.
 
     `about` is the docstring of the program, whose second paragraph shows commands; --help prints
     these, and ends the program. Raises ValueError with one line that names the place of a mistake.
     """
-    config_flag = dataclasses.field(metadata=ONE_COMMAND)
-    fields = {"config": (str, config_flag), **fields_of(config_class)}
-    place = "command line"
-    try:
+    fields = fields_of(config_class)
+    fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
+    with naming("command line"):
         words = [word for word in arguments if word not in HELP]
         flags = convert_all(read_flags(words, fields), fields)
-        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
-        place = str(path)
-        recipe = convert_all(read_recipe(read_yaml(path), fields), fields)
-    except OSError as error:
-        line = f"{error.strerror}; --config takes the path of a recipe"
-        raise ValueError(f"{one_line(place, 100)}: {line}") from None
-    except ValueError as error:
-        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
+    path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
+    with naming(path):
+        written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
+        recipe = convert_all(read_recipe(written, fields), fields)
     cfg = replace_fields(config_class(), recipe | flags)
     if HELP & {*arguments}:
-        paragraphs = (about or "").split("\n\n")
-        show_help(cfg, path, paragraphs[1].strip() if len(paragraphs) > 1 else about or USAGE)
+        show_help(cfg, path, (about or USAGE).split("\n\n")[:2][-1].strip())
         raise SystemExit(0)
-    remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
+    if hasattr(cfg, "num_epochs"):
+        choose_length(cfg, flags, recipe)
     for name, switch, values in READERS:
         value = getattr(cfg, switch, None)
         # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
         read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
         check_ignored_fields(cfg, [(name, read, f"with {switch} {value}")], section="")
-    return cfg, path, flags, remarks
+    return cfg, path, flags
 
 
 # Fields that are read only with some values of another field.
@@ -342,32 +262,29 @@ READERS = (
 )
 
 
-def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
+def choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
     """Keeps max_steps or num_epochs: a flag wins over the recipe, the recipe over a default.
 
-    Returns a remark if one of them was replaced. Raises ValueError if none or both are given.
+    Raises ValueError if none or both are given.
     """
-    kept = {name: value for name, value in recipe.items() if name not in flags}
-    for given, place in ((flags, "the command line"), (kept, "the recipe")):
-        asked = [name for name in ("max_steps", "num_epochs") if given.get(name)]
-        if len(asked) == 2:
-            raise ValueError(f"{place} gives both max_steps and num_epochs; give one of them")
-        if asked:
-            wins = asked[0]
-            other, nothing = ("num_epochs", 0.0) if wins == "max_steps" else ("max_steps", 0)
-            setattr(cfg, other, nothing)
-            line = f"--{wins} {given[wins]} replaces {other} {kept.get(other)} of the recipe"
-            return [line] if kept.get(other) else []
+    names = ("max_steps", "num_epochs")
+    given = [name for name in names if flags.get(name)]
+    given = given or [name for name in names if recipe.get(name) and name not in flags]
+    if len(given) == 2:
+        raise ValueError("max_steps and num_epochs are both given; give one of them")
+    if given == ["max_steps"]:
+        cfg.num_epochs = 0.0
+    if given == ["num_epochs"]:
+        cfg.max_steps = 0
     if not (cfg.max_steps or cfg.num_epochs):
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
-    return []
 
 
 # ---- Names ---------------------------------------------------------------------------------------
 
-HARDWARE = "the accelerate YAML decides it, as"
 # Names of Hugging Face's Trainer, of Lightning and of scripts, and what is meant here: the name of
 # a field, which counts where the config has that field, or a sentence.
+HARDWARE = "the accelerate YAML decides it, as"
 OTHER_NAMES = {
     "lr": "learning_rate",
     "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size": (
@@ -379,12 +296,8 @@ OTHER_NAMES = {
     "bf16 fp16 fp32 amp precision mixed_precision": f"{HARDWARE} mixed_precision",
     "gpus num_gpus devices num_processes world_size": f"{HARDWARE} num_processes",
     "fsdp deepspeed": f"{HARDWARE} configs/accelerate/fsdp2.yaml",
-    "max_epochs": "num_epochs",
-    "steps max_iters": "max_steps",
     "max_length max_seq_length max_seq_len seq_len block_size": "task.context_length",
     "dataset dataset_name train_file data_path": "task.data",
-    "dataset_config_name": "task.data_config",
-    "validation_file eval_file": "task.validation_data",
     "model model_name pretrained": "task.model_name_or_path",
     "lora lora_r": "task.lora_rank",
     "wandb report_to": "it is tracker here: wandb, trackio, tensorboard or none",
@@ -394,9 +307,7 @@ OTHER_NAMES = {
     "save_steps": "save_every",
     "save_total_limit": "keep_checkpoints",
     "resume_from_checkpoint ckpt_path": "resume",
-    "do_eval": "eval_only",
     "warmup_ratio": "it is warmup_steps here, a number of steps",
-    "scheduler": "lr_schedule",
     "optim optimizer": "build_optimizer in train.py is where it is changed",
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
     # Names of version 1.
@@ -425,50 +336,43 @@ def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
 
 # ---- Help ----------------------------------------------------------------------------------------
 
-# In the source of a dataclass: a comment that opens a group, a field, a docstring.
-PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)
+PARTS = re.compile(r'^    (\w+):|^    """(.+?)"""', re.M | re.S)  # a field, a docstring
 
 
-def field_notes(config_class: Any, prefix: str = "", title: str = "") -> dict[str, list[str]]:
-    """The heading and the docstring of each field; those of a class come before its bases'.
-
-    They are read from the source: Python keeps neither.
-    """
-    notes: dict[str, list[str]] = {}
+def field_notes(config_class: Any, prefix: str = "") -> dict[str, str]:
+    """The docstring of each field, read from the source: Python does not keep it."""
+    notes: dict[str, str] = {}
     for base in config_class.__mro__[:-1]:
-        heading = title or "Fields"
-        new = [""]
+        name = ""
         source = ""
         with suppress(OSError, TypeError):  # it was typed at a prompt
             source = inspect.getsource(base)
-        for comment, field, text in PARTS.findall(source):
-            if comment:
-                heading = f"{title}: {comment}" if title else comment
-            elif field:
-                new = notes.setdefault(prefix + field, [heading])
-            elif len(new) == 1:
-                new.append(" ".join(text.split()))
+        for field, text in PARTS.findall(source):
+            if text:
+                notes.setdefault(name, " ".join(text.split()))
+            else:
+                name = prefix + field
     for name, kind in get_type_hints(config_class).items():
         if dataclasses.is_dataclass(kind):
-            notes |= field_notes(kind, f"{prefix}{name}.", name.capitalize())
+            notes |= field_notes(kind, f"{prefix}{name}.")
     return notes
 
 
+def describe_type(kind: Any) -> str:
+    """The JSON schema of a type, in one line."""
+    try:
+        schema = TypeAdapter(kind).json_schema()
+    except PydanticUserError:
+        return "can only be set in the code"
+    options = schema.get("anyOf", [schema])
+    return " or ".join(json.dumps(each).strip("{}").replace('"', "") for each in options)
+
+
 def show_help(cfg: Any, recipe: Path, usage: str) -> None:
-    """Prints all flags under headings: description, values, and the one that would be used."""
-    parser = argparse.ArgumentParser("train.py", usage=usage)
-    about = "The recipe; the defaults below are its values."
-    parser.add_argument("--config", help=f"{about} (default: {recipe})".replace("%", "%%"))
+    """Prints all flags: the value that would be used, what it may be, and the description."""
+    print(f"usage: {usage}\n\n--config {recipe}\n    The recipe, whose values are shown here.")
     notes = field_notes(type(cfg))
-    groups: dict[str, Any] = {}
-    kinds = fields_of(type(cfg))
-    for name in sorted(kinds, key=[*notes, *kinds].index):
-        heading, about = (*notes.get(name, ["Fields"]), "")[:2]
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        value = functools.reduce(getattr, name.split("."), cfg)
-        shown = value if value and isinstance(value, str) else json.dumps(value, default=str)
-        about = f"{about} ({describe_type(kinds[name][0])}; default: {shown})".replace("%", "%%")
-        metavar = name.rpartition(".")[2].upper()
-        groups[heading].add_argument(f"--{name}", metavar=metavar, help=about)
-    parser.print_help()
+    for name, (kind, _) in fields_of(type(cfg)).items():
+        value = json.dumps(functools.reduce(getattr, name.split("."), cfg), default=str)
+        print(f"--{name} {value}    ({describe_type(kind)})")
+        print(textwrap.indent(textwrap.fill(notes.get(name, ""), 92), "    "))

@@ -55,27 +55,21 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    sections = [found.get(name) for name in ("devices", "environment")]
-    return found if all(isinstance(each, dict) for each in sections) else {}
+    return found if isinstance(found.get("environment"), dict) else {}
 
 
-def changed_hardware(before: dict, now: dict, told: str) -> str:
-    """What changed since the last start of a run, in one line; empty: nothing, or all is `told`."""
+def changed_hardware(before: dict, now: dict) -> str:
+    """What changed since the last start of a run, in one line; empty: nothing is known.
+
+    Changes of devices and precision are told with those of versions: see startup.versions.
+    """
     if not before:
         return ""
+    names = ("processes", "nodes", "sharding")
+    old = {**{name: before.get(name) for name in names}, **before["environment"]}
+    new = {**{name: now[name] for name in names}, **now["environment"]}
     changes = []
-    for name in ("processes", "nodes", "precision", "sharding", "devices"):
-        old = before.get(name)
-        new = now[name]
-        if name == "devices":  # their number is that of the processes
-            old = ", ".join(old or ())
-            new = ", ".join(new)
-        change = f"{old} -> {new}"
-        if old != new and (name in ("processes", "nodes") or change not in told):
-            changes.append(f"{name} {change}")
-    old = before.get("environment") or {}
-    new = now["environment"]
-    for name in sorted({*old, *new}):
+    for name in {**new, **old}:
         if old.get(name) != new.get(name) and name not in FOLLOWING:
             changes.append(f"{name} {old.get(name, 'not set')} -> {new.get(name, 'not set')}")
     return one_line(f"hardware: {', '.join(changes)}", 500) if changes else ""

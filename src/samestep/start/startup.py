@@ -67,6 +67,108 @@ class ResumePoint:
     finished: str = ""  # why there is nothing left to do
     facts: dict = field(default_factory=dict)  # of the settings, for status.json
 
+    def find_start(self, cfg: Any, manifest: dict) -> None:
+        """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+
+        Raises ValueError if it cannot continue.
+        """
+        output, effects = Path(cfg.output_dir), change_effects(cfg)
+        folder = output / "checkpoints"
+        if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
+            best, *_ = checkpoints.find_best(folder, manifest)
+            if best:  # it may be older than the newest
+                self.checkpoint, self.saved = best, checkpoints.verify(best)
+            else:
+                self.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+        step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
+        if cfg.num_epochs:
+            total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
+            self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+        if cfg.warmup_steps >= self.max_steps and not cfg.eval_only:
+            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
+            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
+        if self.checkpoint:
+            fields = config.fields_of(type(cfg)).items()
+            defaults = {name: field.default for name, (_, field) in fields}
+            self.changed = checkpoints.check_settings(
+                self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
+            )
+            before, now = self.saved.get("versions", {}), manifest["versions"]
+            if cfg.check:  # no launcher has told the precision
+                before = {n: v for n, v in before.items() if n != "precision"}
+            moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
+            if moved:
+                remark = "versions, devices or precision changed, rounding may differ"
+                self.remarks.append(f"{remark}: {', '.join(moved)}")
+        if cfg.eval_only:
+            return
+        if self.checkpoint:
+            manifest["mixture"] = self.continue_mixture(manifest["mixture"])
+        self.mixture = manifest["mixture"]
+        settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
+        exports = checkpoints.export_settings(manifest, effects)
+        self.facts = {"settings": settings, "export": exports}
+        self.check_finished(cfg, checkpoints.export_settings(self.saved or manifest, effects))
+        if step < self.max_steps:
+            checkpoints.check_disk_space(folder)
+        if cfg.export == "best" and not self.finished:
+            _, self.best_loss, _ = checkpoints.find_best(folder, manifest)
+            if any(line.startswith("task.") for line in self.changed):
+                self.remarks.append(
+                    "warning: the best evaluation may be one from before the change of task "
+                    "settings; if they change the loss, give --export last"
+                )
+
+    def continue_mixture(self, current: dict) -> dict:
+        """The mixture of the sources after the checkpoint; `current`: that of a new run.
+
+        That of an older checkpoint, which records none, is the one with which its run began.
+        """
+        weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
+        saved, samples = self.saved, self.saved.get("samples", 0)
+        old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
+        before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
+        mixture = next_mixture(before, samples, weights)
+        if mixture["first"] != before["first"]:
+            places = {name: mixture["sources"][name][2] for name in weights}
+            texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
+            remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
+            self.remarks.append(remark)
+        return mixture
+
+    def check_finished(self, cfg: Any, exported: dict) -> None:
+        """Notes that the run has finished; raises ValueError if it has, with other settings.
+
+        `exported`: the settings of its export, unless status.json has them.
+        """
+        output, facts = Path(cfg.output_dir), self.facts
+        status, trained = run_folder.read_status(output), (output / "model").exists()
+        finished, step = status.get("state") == "finished", self.saved.get("step", 0)
+        before = status.get("export") or exported
+        again = "; ".join(checkpoints.differences(before, facts["export"]).values())
+        folder = (output / "checkpoints").resolve()
+        if self.checkpoint and self.checkpoint.resolve().parent == folder:
+            # A finished run without its model, or with other settings for it, exports it again.
+            if not (finished and trained and step >= self.max_steps):
+                return
+            if again:
+                self.remarks.append(f"the finished run exports again: {again}")
+            elif self.changed:
+                raise ValueError(
+                    f"{output} is finished, with no step left for {'; '.join(self.changed)}; "
+                    f"give more max_steps than {step}, or another --output_dir"
+                )
+            else:
+                self.finished = f"{step} steps"
+        elif trained or finished:
+            # The checkpoints were deleted. Another training would replace the model.
+            if not trained or status.get("settings") != facts["settings"] or again:
+                raise ValueError(
+                    f"{output} holds a finished run, whose checkpoints are gone and whose settings "
+                    "may differ from yours; give another --output_dir"
+                )
+            self.finished = "its checkpoints are gone, its model is there"
+
 
 @dataclass
 class RunStart:
@@ -83,20 +185,22 @@ class RunStart:
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
-        resume_point, rows = self.resume_point, len(self.data[1])
+        resume_point = self.resume_point
         if resume_point.finished and not self.cfg.check:
             other = "for a new run give another --output_dir"
             return f"{self.output} is finished: {resume_point.finished}; {other}"
         if self.cfg.eval_only:
-            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows:,} samples"
-        start = f"goes on from {resume_point.checkpoint}" if resume_point.checkpoint else ""
-        start = "is finished" if resume_point.finished else start or "starts from the beginning"
+            rows = f"{len(self.data[1]):,} samples"
+            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows}"
+        start = "starts from the beginning"
+        if resume_point.finished:
+            start = "is finished"
+        elif resume_point.checkpoint:
+            start = f"goes on from {resume_point.checkpoint}"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
-        checked = (
-            f"checked: {self.output} {start}; {resume_point.max_steps:,} steps, each with {samples}"
-        )
-        launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
-        return checked if launching else "\n".join([*resume_point.remarks, checked])
+        steps = f"{resume_point.max_steps:,} steps, each with {samples}"
+        remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
+        return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
@@ -110,22 +214,20 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     return train, task
 
 
-def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
-    """The config of this run from defaults, recipe and flags, and lines to print about it."""
-    cfg, recipe, _, remarks = config.parse_config(config_class, sys.argv[1:], about)
+def read_config(config_class: type, about: str | None) -> Any:
+    """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
+    cfg, recipe, _ = config.parse_config(config_class, sys.argv[1:], about)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
-    output, data = cfg.output_dir, folder_of_data(cfg)
+    output = cfg.output_dir
     shown = f"output_dir is {one_line(output, 100)}"
-    if output.startswith("~"):
-        raise ValueError(f"{shown}, there is no such user")
     if "://" in output:
         raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
     if escaped(output) != output:
         raise ValueError(f"{shown}, which a terminal cannot show; give another")
-    if data:
+    if data := folder_of_data(cfg):
         raise ValueError(
             f"output_dir {output} lies in {data}, where files of the run would count as data; "
             "give another --output_dir"
@@ -141,7 +243,7 @@ def read_config(config_class: type, about: str | None) -> tuple[Any, list[str]]:
             "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
-    return cfg, remarks
+    return cfg
 
 
 def folder_of_data(cfg: Any) -> str:
@@ -225,19 +327,16 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
     row = rows[0] if isinstance(rows[0], Mapping) else {}
     tokens = np.asarray(row.get("input_ids", ())).size
     labels = np.asarray(row.get("labels", ())).size
-    problem = ""
+    start = "context parallelism cuts rows, of which each token sees all earlier ones"
     if not hasattr(task, "check_shared_rows"):
-        problem = "task.py has no function check_shared_rows"
-    elif "position_ids" in row:
-        problem = "those packed by best_fit are of other texts; use fsdp2.yaml"
-    elif not tokens or tokens != labels or tokens % parts:
-        problem = (
-            f"into {parts} equal parts, and the first row has {tokens} input_ids and {labels} "
-            f"labels; give a context_length that {parts} divides, or use fsdp2.yaml"
+        raise ValueError(f"{start}: task.py has no function check_shared_rows")
+    if "position_ids" in row:
+        raise ValueError(f"{start}: those packed by best_fit are of other texts; use fsdp2.yaml")
+    if not tokens or tokens != labels or tokens % parts:
+        raise ValueError(
+            f"{start}: into {parts} equal parts, and the first row has {tokens} input_ids and "
+            f"{labels} labels; give a context_length that {parts} divides, or use fsdp2.yaml"
         )
-    if problem:
-        start = "context parallelism cuts rows, of which each token sees all earlier ones"
-        raise ValueError(f"{start}: {problem}")
     task.check_shared_rows(cfg.task, prepared)
 
 
@@ -315,7 +414,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
     """
     contract.check_functions(task)
-    cfg, remarks = read_config(config_class, about)
+    cfg = read_config(config_class, about)
     output, layout = Path(cfg.output_dir), read_layout(cfg)
     check_sharing(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
@@ -329,7 +428,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     try:
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         tracking.check_tracker(cfg.tracker, cfg.offline)
-        resume_point = ResumePoint(cfg.max_steps, remarks=remarks)
+        resume_point = ResumePoint(cfg.max_steps)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             # Before the data, whose preparation may take hours.
             folder = output / "checkpoints"
@@ -345,143 +444,12 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
-            find_start(resume_point, cfg, manifest)
+            resume_point.find_start(cfg, manifest)
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, resume_point)
     except BaseException:
         if lock:
             lock.release()
         raise
-
-
-def find_start(resume_point: ResumePoint, cfg: Any, manifest: dict) -> None:
-    """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
-
-    Raises ValueError if it cannot continue.
-    """
-    output, effects = Path(cfg.output_dir), change_effects(cfg)
-    folder = output / "checkpoints"
-    if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-        best, *_ = checkpoints.find_best(folder, manifest)
-        if best:  # it may be older than the newest
-            resume_point.checkpoint, resume_point.saved = best, checkpoints.verify(best)
-        else:
-            resume_point.remarks.append(
-                "no checkpoint has a finite eval_loss: the newest is evaluated"
-            )
-    step, samples = resume_point.saved.get("step", 0), resume_point.saved.get("samples", 0)
-    if cfg.num_epochs:
-        total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
-        resume_point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    remark_on_steps(resume_point, cfg, step)
-    if resume_point.checkpoint:
-        defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
-        resume_point.changed = checkpoints.check_settings(
-            resume_point.checkpoint,
-            resume_point.saved,
-            manifest,
-            effects,
-            cfg.accept_changes,
-            defaults,
-        )
-        before, now = resume_point.saved.get("versions", {}), manifest["versions"]
-        if cfg.check:  # no launcher has told the precision
-            before = {n: v for n, v in before.items() if n != "precision"}
-        moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
-        if moved:
-            remark = "versions, devices or precision changed, rounding may differ"
-            resume_point.remarks.append(f"{remark}: {', '.join(moved)}")
-    if cfg.eval_only:
-        return
-    if resume_point.checkpoint:
-        manifest["mixture"] = continue_mixture(resume_point, manifest["mixture"])
-    resume_point.mixture = manifest["mixture"]
-    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
-    exports = checkpoints.export_settings(manifest, effects)
-    resume_point.facts = {"settings": settings, "export": exports}
-    check_finished(
-        resume_point, cfg, checkpoints.export_settings(resume_point.saved or manifest, effects)
-    )
-    if step < resume_point.max_steps:
-        checkpoints.check_disk_space(folder)
-    if cfg.export == "best" and not resume_point.finished:
-        _, resume_point.best_loss, _ = checkpoints.find_best(folder, manifest)
-        if any(line.startswith("task.") for line in resume_point.changed):
-            remark = "the best evaluation may be one from before the change of task settings"
-            resume_point.remarks.append(
-                f"warning: {remark}; if they change the loss, give --export last"
-            )
-
-
-def remark_on_steps(resume_point: ResumePoint, cfg: Any, step: int) -> None:
-    """Notes fields that count steps which this command does not train; `step`: the last saved."""
-    if cfg.warmup_steps >= resume_point.max_steps and not cfg.eval_only:
-        remark = (
-            f"warmup_steps is {cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
-        )
-        resume_point.remarks.append(f"the learning rate rises to the end: {remark}")
-    trains = range(step + 1, 1 if cfg.eval_only else resume_point.max_steps + 1)
-    if cfg.profile_steps:
-        first, last, *every = cfg.profile_steps
-        ahead = -(-max(step + 1 - first, 0) // every[0]) * every[0] if every else 0
-    if cfg.profile_steps and not (first + ahead in trains and last + ahead in trains):
-        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
-        remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
-        resume_point.remarks.append(f"warning: nothing is profiled: {remark}")
-
-
-def continue_mixture(resume_point: ResumePoint, current: dict) -> dict:
-    """The mixture of the sources after the checkpoint; `current`: that of a run that begins now.
-
-    That of an older checkpoint, which records none, is the one with which its run began.
-    """
-    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-    saved, samples = resume_point.saved, resume_point.saved.get("samples", 0)
-    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
-    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
-    mixture = next_mixture(before, samples, weights)
-    if mixture["first"] != before["first"]:
-        places = {name: mixture["sources"][name][2] for name in weights}
-        texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
-        remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
-        resume_point.remarks.append(remark)
-    return mixture
-
-
-def check_finished(resume_point: ResumePoint, cfg: Any, exported: dict) -> None:
-    """Notes that the run has finished; raises ValueError if it has, with other settings.
-
-    `exported`: the settings of its export, unless status.json has them.
-    """
-    output, facts = Path(cfg.output_dir), resume_point.facts
-    status, trained = run_folder.read_status(output), (output / "model").exists()
-    finished, step = status.get("state") == "finished", resume_point.saved.get("step", 0)
-    before = status.get("export") or exported
-    again = "; ".join(checkpoints.differences(before, facts["export"]).values())
-    own = (
-        resume_point.checkpoint
-        and resume_point.checkpoint.resolve().parent == (output / "checkpoints").resolve()
-    )
-    if own:
-        # A finished run without its model, or with other settings for it, exports it again.
-        if not (finished and trained and step >= resume_point.max_steps):
-            return
-        if again:
-            resume_point.remarks.append(f"the finished run exports again: {again}")
-        elif resume_point.changed:
-            raise ValueError(
-                f"{output} is finished, with no step left for {'; '.join(resume_point.changed)}; "
-                f"give more max_steps than {step}, or another --output_dir"
-            )
-        else:
-            resume_point.finished = f"{step} steps"
-    elif trained or finished:
-        # The checkpoints were deleted. Another training would replace the model.
-        if not trained or status.get("settings") != facts["settings"] or again:
-            raise ValueError(
-                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
-                "differ from yours; give another --output_dir"
-            )
-        resume_point.finished = "its checkpoints are gone, its model is there"
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:

@@ -77,8 +77,7 @@ class Run:
         self.facts = hardware_file.describe_hardware(self.ranks.layout, precision, devices)
         if self.resume_point.checkpoint:
             before = hardware_file.read_hardware_file(self.output / "hardware.yaml")
-            remarks = "\n".join(self.resume_point.remarks)
-            if changed := hardware_file.changed_hardware(before, self.facts, remarks):
+            if changed := hardware_file.changed_hardware(before, self.facts):
                 print_on_main(changed)
 
     def start_logging(self) -> None:
