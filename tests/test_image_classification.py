@@ -98,27 +98,6 @@ def test_a_data_set_of_the_hub(task, prepare, monkeypatch):
     check_colors(*found, 24)
 
 
-def test_binary_batches_of_cifar_are_read(kit, config, prepare, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 32, 32), np.uint8)
-    rows = [bytes([i % 10]) + image.tobytes() for i, image in enumerate(pixels)]
-    root = tmp_path / "cifar-10-batches-bin"
-    root.mkdir()
-    for i, name in enumerate(["data_batch_1", "data_batch_2", "test_batch"]):
-        (root / f"{name}.bin").write_bytes(b"".join(rows[20 * i : 20 * i + 20]))
-    names = "airplane automobile bird cat deer dog frog horse ship truck".split()
-    (root / "batches.meta.txt").write_text("\n".join(names) + "\n")
-    test = str(root / "test_batch.bin")
-    _, folder, parts = prepare(root, validation_data=test, image_size=32, patch_size=8)
-    assert json.loads((folder / "labels.json").read_text()) == names
-    found = [(image.tobytes(), label) for part in parts for image, label, _ in part]
-    wanted = [(p.transpose(1, 2, 0).tobytes(), i % 10) for i, p in enumerate(pixels)]
-    assert found == wanted and [*map(len, parts)] == [40, 20]
-    (root / "data_batch_1.bin").unlink()
-    for content in (rows[0] * 20 + b"cut", b""):
-        (root / "data_batch_2.bin").write_bytes(content)
-        assert "data_batch_2.bin is no binary batch of CIFAR-10" in refusal(kit, config(root))
-
-
 def test_the_middle_of_an_upright_image_is_stored(task):
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255

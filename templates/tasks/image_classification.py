@@ -56,8 +56,7 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     data: str = "digits"
     """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
     folder of images for each class (cats/1.jpg), a .jsonl, .csv, ... file whose rows name an
-    image, by a path beside the file, and its class, the folder of CIFAR-10's binary batches, or the
-    name of a data set on the Hub."""
+    image, by a path beside the file, and its class, or the name of a data set on the Hub."""
     image_column: str = "image"
     """Table: column of paths, or of images as the Hub has them."""
     label_column: str = "label"

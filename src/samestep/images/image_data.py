@@ -19,8 +19,6 @@ from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
 ENDINGS = (*TABLES, *sources.IMAGES)
-CIFAR = (".bin", "batches.meta.txt")  # endings of a folder of CIFAR-10 as binary batches
-CIFAR_ROW = 1 + 3 * 32 * 32  # bytes: the class, then the red, the green and the blue pixels
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -74,22 +72,15 @@ def check_image_row(row: dict) -> None:
 def readable_endings(data: str) -> tuple[str, ...]:
     """Endings of the files to read. In a folder .json is not one: tools keep notes in such files
     beside images."""
-    path = Path(data).expanduser()
-    if path.suffix == ".bin" or any(path.glob("data_batch_*.bin")):
-        return CIFAR
-    return tuple(each for each in ENDINGS if not (each == ".json" and path.is_dir()))
+    is_folder = Path(data).expanduser().is_dir()
+    return tuple(each for each in ENDINGS if not (each == ".json" and is_folder))
 
 
 def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
-    """The rows of the tables or the binary batches at a path; without these, the images in its
-    folders of classes."""
+    """The rows of the tables at a path; without these, the images in its folders of classes."""
     endings = readable_endings(data)
     files = sources.list_files(data, endings, field)
-    if endings == CIFAR:
-        train = [file for file in files if file.name.startswith("data_batch_")]
-        for file in train or [file for file in files if file.suffix == ".bin"]:
-            yield from read_cifar(file, field)
-    elif found := [file for file in files if tables.file_ending(file) in TABLES]:
+    if found := [file for file in files if tables.file_ending(file) in TABLES]:
         for table in found:
             yield from read_image_table(table, columns, field)
     else:
@@ -115,22 +106,6 @@ def read_class_folders(root: Path, endings: Iterable[str], field: str) -> Iterat
         for name in names:
             path = os.path.join(folder, name)
             yield {"image": path, "label": label}, one_line(path, 200)
-
-
-def read_cifar(file: Path, field: str) -> Iterator[Row]:
-    """The rows of a binary batch of CIFAR-10. The names of classes are in a file beside it."""
-    content, names = np.fromfile(file, np.uint8), file.with_name(CIFAR[1])
-    classes = names.read_text("utf-8").split() if names.is_file() else [*map(str, range(10))]
-    whole = len(content) and not len(content) % CIFAR_ROW
-    if not whole or content[::CIFAR_ROW].max() >= len(classes):
-        raise ValueError(
-            f"task.{field}: {one_line(file, 150)} is no binary batch of CIFAR-10: rows of "
-            f"{CIFAR_ROW:,} bytes, the first a class below {len(classes)}"
-        )
-    for number, row in enumerate(content.reshape(-1, CIFAR_ROW)):
-        pixels = row[1:].reshape(3, 32, 32).transpose(1, 2, 0)
-        image = Image.fromarray(np.ascontiguousarray(pixels))
-        yield {"image": image, "label": classes[row[0]]}, f"{one_line(file, 200)}, row {number + 1}"
 
 
 # ---- How a model sees them -----------------------------------------------------------------------
