@@ -23,9 +23,9 @@ EXPORT = {"changes": "export"}  # what is exported or reported; a finished run d
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
-# Sums and products of whole numbers have to fit into the 64 bits of a tensor.
-NonNegativeInt = Annotated[int, Field(ge=0, le=10**18)]
-PositiveInt = Annotated[int, Field(ge=1, le=10**18)]
+LARGEST = 10**18  # sums and products of whole numbers have to fit into the 64 bits of a tensor
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 ClosedUnitInterval = Annotated[float, Field(ge=0, le=1)]

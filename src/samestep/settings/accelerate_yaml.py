@@ -33,13 +33,14 @@ SECTIONS = {
     ),
     "fp8_config": ("fp8", ("fp8_",), "mixed_precision: fp8"),
 }
-# Keys to remove, which would override the recipe, and what decides instead.
+# Keys to remove, which would override the recipe or have no effect, and what decides instead.
 REMOVED = {
     "fsdp_activation_checkpointing": "the recipe's field gradient_checkpointing decides",
     "fsdp_activation_checkpointing_offload": "the recipe's field gradient_checkpointing decides",
     "gradient_accumulation_steps": "the recipe's field micro_batch_size decides",
     "gradient_clipping": "the recipe's field max_grad_norm decides",
     "deepspeed_config_file": "train.py fills in DeepSpeed's settings",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward decides under FSDP 2",
 }
 
 

@@ -24,6 +24,7 @@ from pydantic.errors import PydanticUserError
 from samestep.base.console import one_line
 from samestep.base.fields import (
     EXPORT,  # noqa: F401  for train.py
+    LARGEST,
     NOTHING,
     ROUNDING,  # noqa: F401  for train.py
     NonNegativeInt,
@@ -364,8 +365,11 @@ def describe_type(kind: Any) -> str:
         schema = TypeAdapter(kind).json_schema()
     except PydanticUserError:
         return "can only be set in the code"
-    options = schema.get("anyOf", [schema])
-    return " or ".join(json.dumps(each).strip("{}").replace('"', "") for each in options)
+    words = []
+    for option in schema.get("anyOf", [schema]):
+        shown = {name: value for name, value in option.items() if value != LARGEST}
+        words.append(json.dumps(shown).strip("{}").replace('"', ""))
+    return " or ".join(words)
 
 
 def show_help(cfg: Any, recipe: Path, usage: str) -> None:
