@@ -60,14 +60,18 @@ def load_pipeline(folder: Path, task: str) -> Any:
 def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The text, the value or the classes that the model answers."""
     config = pipe.model.config
+    settings: dict[str, Any] = {"do_sample": False}
+    if arguments.tokens:
+        settings["max_new_tokens"] = arguments.tokens
     if pipe.task == TEXT_TO_TEXT:
         source = getattr(config, "source_prefix", "") + given
-        options = {"truncation": True, "return_token_type_ids": False, "return_tensors": "pt"}
-        settings = {"max_new_tokens": arguments.tokens, "do_sample": False}
-        (tokens,) = pipe.model.generate(**pipe.tokenizer(source, **options), **settings)
+        inputs = pipe.tokenizer(
+            source, truncation=True, return_token_type_ids=False, return_tensors="pt"
+        )
+        (tokens,) = pipe.model.generate(**inputs, **settings)
         return {"text": pipe.tokenizer.decode(tokens, skip_special_tokens=True)}
     if pipe.task == "text-generation":
-        settings = {"max_new_tokens": arguments.tokens or 50, "do_sample": False}
+        settings = {"max_new_tokens": 50, **settings}
         return {"text": pipe(given, return_full_text=False, **settings)[0]["generated_text"]}
 
     asked: Any = given
