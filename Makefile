@@ -40,8 +40,8 @@ define fit_python
 endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
-.PHONY: help demo test test-all test-zero schema torture faults bench bench-short bench-steps bench-scaling bench-ddp \
-	bench-scale gpu
+.PHONY: help demo test test-all test-zero schema torture faults bench bench-short bench-steps bench-scaling \
+	bench-ddp bench-scale figure gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
+
+figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes
+	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py
 
 gpu: $(TESTS)  ## check what only a GPU can show, against stored figures: an hour at most
 	@$(SOURCES) $(VENV)/bin/python benchmarks/checklist.py $(ARGS)

@@ -16,10 +16,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from PIL import Image
 
 from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
 from samestep.settings import config
@@ -34,6 +36,7 @@ OTHERS = {
     *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
     *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
     *"head tar torchrun touch trackio transformers uv vllm wandb lm_eval".split(),
+    *".venv/bin/cookiecutter cat".split(),
 }
 # Of docker, pip and train_pipeline.py, and a field that a recipe of the cookbook adds.
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience", "--stages"}
@@ -51,8 +54,9 @@ def prose(page):
 
 
 def scripts(page):
-    """The commands of a page: its fenced blocks without a language."""
-    return [code for language, code in FENCE.findall(page.read_text("utf-8")) if not language]
+    """The commands of a page: its fenced blocks of bash, or without a language."""
+    found = FENCE.findall(page.read_text("utf-8"))
+    return [code for language, code in found if language in ("", "bash")]
 
 
 def comments(folder):
@@ -100,10 +104,25 @@ def baked(tmp_path_factory):
 # ---- Pages ---------------------------------------------------------------------------------------
 
 
-def test_readmes_are_short(baked):
-    most = {ROOT: 200, **{project.path: 150 for project in baked.values()}}
-    for folder, lines in most.items():
-        assert len((folder / "README.md").read_text(encoding="utf-8").splitlines()) <= lines
+def test_the_first_page_is_short_and_shows_the_loop():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 1300
+    (shown,) = [code for language, code in FENCE.findall(page) if language == "python"]
+    train = (ROOT / SOURCE / "train.py").read_text(encoding="utf-8")
+    assert textwrap.indent(shown, 8 * " ") in train and shown.count("\n") <= 20
+
+
+def test_the_readme_of_a_project_is_short(baked):
+    for project in baked.values():
+        assert (project.path / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+
+
+def test_the_repository_has_one_address():
+    """That of pyproject.toml, if it has one: README.md clones it, CITATION.cff names it."""
+    named = re.compile(r'^(?:repository = "|repository-code: "|git clone )([^\s"]+)', re.M)
+    files = [ROOT / name for name in ("pyproject.toml", "README.md", "CITATION.cff")]
+    first, *others = (named.findall(file.read_text(encoding="utf-8")) for file in files)
+    assert others == [first, first]
 
 
 def anchors(page):
@@ -264,7 +283,9 @@ def test_commands_name_what_is_there(baked, place):
 # Run by no test here: they install, take minutes, or need GPUs, machines, services and data.
 LEFT_OUT = "make (setup|test|demo|torture|bench|gpu)|"
 LEFT_OUT += "hardware bench|hardware$|runs/fp32|"
-LEFT_OUT += r"llama_cpp|OWNER/NAME|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
+LEFT_OUT += (
+    r"llama_cpp|OWNER/NAME|Qwen/|distilbert/|google|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
+)
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh
 sed -i '/^task:/,$d' "$1"
@@ -347,6 +368,31 @@ def test_commands_run(tmp_path, blocks, trained, shell, task, name):
             if "make plot" in "".join(rows):
                 shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
             shell(BakedProject(folder), "\n".join(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_the_first_command_tunes_a_model_on_the_rows_beside_it(tmp_path, trained, shell, task):
+    """With a folder in the place of the Hub's name, and each row in sixty versions."""
+    path = shutil.copytree(trained(task), tmp_path / "project", symlinks=True)
+    first = (path / "README.md").read_text(encoding="utf-8").split("## Start")[0]
+    (path / "photos").mkdir()
+    for i in range(60):
+        Image.new("RGB", (40, 40), (i, 0, 0)).save(path / "photos" / f"{i}.jpg")
+    hub, data = re.findall(r"(?:model_name_or_path|--task.data) (\S+)", first)[:2]
+    train, recommend = re.findall("^make.*task.*", first, flags=re.M)
+    shown = dict(FENCE.findall(first))["json"].splitlines()
+    for keys, rows in itertools.groupby(shown, lambda row: [*json.loads(row)]):
+        rows = [*rows] * 60
+        rows = [re.sub(r'(?<=[.?])(?=")', f" {i}", row) for i, row in enumerate(rows[:60])]
+        rows = [re.sub(r"photos/\d", f"photos/{i}", row) for i, row in enumerate(rows)]
+        (path / data).write_text("\n".join(rows))
+        words = train.replace(hub, "runs/default/model").replace(
+            "tuned", f"{keys[0]} --max_steps 2"
+        )
+        shell(BakedProject(path), words)
+        assert status(path / "runs" / keys[0])["state"] == "finished"
+    shell(BakedProject(path), recommend.replace(hub, "runs/default/model"))
 
 
 # ---- Debugging -----------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class Log:
 
     untracked = ("batch_hash", "sample_ids")  # in the file, not in the tracker
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
-    unshown = ("step", "samples", "epoch", *shares, *untracked)  # in the file, not on the screen
+    # In the file, not on the screen.
+    unshown = ("step", "samples", "epoch", "computed_tokens_per_second", *shares, *untracked)
 
     def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
         self.accelerator, self.max_steps = accelerator, max_steps

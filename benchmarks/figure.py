@@ -1,0 +1,144 @@
+"""Draws the figure of README.md: the same losses on 1, 2 and 4 processes, and with five kills.
+
+    make figure      # in the template: docs/reproducible.png and its numbers, reproducible.json
+
+Each run trains the same recipe with `exact: true`, on CPU processes. The last one is killed with
+kill -9, and resumed by the same command, until it has been killed five times. The program ends with
+an error where the losses or the weights of two runs differ.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from compare import HERE, about_machine, bake, environment, say
+
+DOCS = HERE.parent / "docs"
+STEPS, KILLS = 80, 5
+RECIPE = {
+    "exact": "true",
+    "max_steps": STEPS,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+    "warmup_steps": 10,
+    "learning_rate": 5e-3,
+    "eval_every": 0,
+    "save_every": 5,
+    "log_every": 1,
+    "task.context_length": 64,
+    "task.vocab_size": 1024,
+    "task.hidden_size": 64,
+    "task.num_layers": 2,
+    "task.num_heads": 4,
+}
+
+
+def start(project: Path, processes: int, output: str) -> subprocess.Popen:
+    hardware = "cpu" if processes == 1 else "cpu_multi"
+    command = [sys.executable, "-m", "samestep", "launch"]
+    command += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
+    command += ["--num_processes", str(processes), "train.py", "--output_dir", output]
+    command += [f"--{name}={value}" for name, value in RECIPE.items()]
+    with open(project / f"{processes}.log", "a") as log:
+        return subprocess.Popen(command, cwd=project, env=environment(), stdout=log, stderr=log)
+
+
+def losses(output: Path) -> dict[int, float]:
+    """The loss of each step that metrics.jsonl has; a step that was trained again has the last."""
+    file = output / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = {}
+    for line in lines:
+        if '"loss"' in line and line.endswith("}"):
+            values = json.loads(line)
+            found[values["step"]] = values["loss"]
+    return found
+
+
+def kill(run: subprocess.Popen) -> None:
+    """kill -9 of the launcher and all that it started."""
+    for process in [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]:
+        process.kill()
+    run.wait()
+
+
+def train(project: Path, processes: int, kills: int = 0) -> dict:
+    """Trains to the end: the losses, the SHA-256 of the model, and the steps of the kills."""
+    output, draw, killed = f"runs/{processes}-{kills}", random.Random(0), []
+    for number in range(kills):
+        step = STEPS * number // kills + draw.randint(3, STEPS // kills)
+        say(f"{processes} processes, kill {number + 1} at step {step}")
+        run = start(project, processes, output)
+        while run.poll() is None and max(losses(project / output), default=0) < step:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        kill(run)
+        killed.append(max(losses(project / output)))
+    say(f"{processes} processes, to the end")
+    if start(project, processes, output).wait():
+        sys.exit((project / f"{processes}.log").read_text()[-3000:])
+    weights = (project / output / "model" / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(weights).hexdigest()
+    return {"losses": losses(project / output), "sha256": digest, "killed_after_steps": killed}
+
+
+def draw(report: dict, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(12, 4.5))
+    styles = zip(report["runs"].items(), ("#bfdbfe", "#60a5fa", "#1d4ed8", "#c2410c"), strict=True)
+    for number, ((name, run), color) in enumerate(styles):
+        curve, width = run["losses"], 14 - 4 * number
+        axis.plot([*map(int, curve)], [*curve.values()], color=color, linewidth=width, label=name)
+        for step in run["killed_after_steps"]:
+            axis.axvline(step, color=color, linewidth=1, linestyle=":")
+            axis.text(step, axis.get_ylim()[1], " kill -9", color=color, fontsize=10)
+    text = f"largest difference between two losses of a step: {report['largest_difference']:g}"
+    text += f"\nSHA-256 of the weights of all four runs:\n{report['sha256']}"
+    white = {"facecolor": "white", "edgecolor": "none"}
+    place = {"transform": axis.transAxes, "bbox": white, "family": "monospace", "fontsize": 11}
+    axis.text(0.27, 0.51, text, **place)
+    axis.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS + 1))
+    axis.legend(loc=(0.26, 0.7), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+
+
+def main() -> None:
+    began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="figure"))
+    try:
+        project = bake(folder)
+        runs = {"1 process": train(project, 1)}
+        runs |= {f"{number} processes": train(project, number) for number in (2, 4)}
+        runs[f"2 processes, killed {KILLS} times"] = train(project, 2, KILLS)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    steps = range(1, STEPS + 1)
+    by_step = [[run["losses"][step] for run in runs.values()] for step in steps]
+    largest = max(max(values) - min(values) for values in by_step)
+    digests = {run["sha256"] for run in runs.values()}
+    if len(digests) > 1 or largest > 0:
+        sys.exit(f"the runs differ by {largest}, their weights are {digests}")
+    report = {"command": "make figure", **about_machine(), "load": os.getloadavg()[0]}
+    report |= {"seconds": round(time.monotonic() - began), "recipe": RECIPE}
+    report |= {"largest_difference": largest, "sha256": digests.pop(), "runs": runs}
+    (DOCS / "reproducible.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, DOCS / "reproducible.png")
+    print(f"docs/reproducible.png, after {report['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()
