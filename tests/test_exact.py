@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
 from test_invariance import DROPOUT, TIMES, check_same_curve
@@ -78,6 +79,17 @@ def test_seven_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
     assert len({digests(output)[1] for output in [*plain, outputs[0]]}) > 1
     for output in plain:
         check_same_curve(outputs[0], output, rel=1e-6)
+
+
+def test_one_process_that_torchrun_starts(tiny, tmp_path):
+    """DDP wraps its model, as that of an elastic run that has shrunk; accelerate's no_sync does
+    nothing there."""
+    (alone,) = train_all(tiny, tmp_path, [(1,)])
+    launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    output = tmp_path / "launched"
+    tiny.run("python", "train.py", *EXACT, "--output_dir", output, **launched)
+    check_same(alone, output)
 
 
 def test_three_processes_without_exact_share_a_batch_that_three_does_not_divide(tiny, tmp_path):

@@ -111,7 +111,9 @@ class StepGradients:
         }
         alone: Any = contextlib.nullcontext()
         if not self.sharded and not (self.buckets and self.turn.last):
-            self.grads, alone = [None] * len(self.parameters), self.accelerator.no_sync(self.model)
+            self.grads = [None] * len(self.parameters)
+            # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
+            alone = getattr(self.model, "no_sync", contextlib.nullcontext)()
         with alone, self.stopwatch.micro_batch():
             yield
         self.check_buffers(before)
