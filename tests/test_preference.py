@@ -215,13 +215,15 @@ def test_losses_and_gradients_are_those_of_the_papers(task, moved, fields):
             assert name.startswith("reference.") and weights.grad is None
 
 
-def test_scores_are_means_over_pairs(task, moved):
+def test_scores_are_means_over_pairs_and_tokens(task, moved):
     cfg, _, model, batch = moved(beta=0.3)
     scores = task.metrics({n: v.double() for n, v in task.eval_sums(model, batch).items()})
     plain = copy.deepcopy(model)
-    del plain._modules["reference"]
+    reference = plain._modules.pop("reference")
     ids, counted = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1) >= 0
-    own = plain(input_ids=ids).logits.log_softmax(-1)
+    own, other = (each(input_ids=ids).logits.log_softmax(-1) for each in (plain, reference))
+    kl = (own.exp() * (own - other)).sum(-1)[counted].mean()
+    assert scores["kl"] == pytest.approx(kl.item(), rel=1e-4)
     margin = scores["chosen_reward"] - scores["rejected_reward"]
     assert scores["margin"] == pytest.approx(margin) and scores["margin"] != 0
     chosen = own.gather(2, batch["labels"].flatten(0, 1).clamp(min=0)[..., None])[..., 0]
@@ -236,7 +238,8 @@ def test_a_loss_in_chunks_is_the_loss(task, moved):
         _, _, model, batch = moved(loss_chunk=chunk)
         loss = task.loss_sum(model, batch)
         loss.backward()
-        found.append([loss.detach(), *(w.grad for w in model.parameters() if w.requires_grad)])
+        kl = references.divergence(model, batch)
+        found.append([loss.detach(), kl, *(w.grad for w in model.parameters() if w.requires_grad)])
     assert batch["labels"].numel() > 16
     for whole, cut in zip(*found, strict=True):
         assert torch.allclose(whole, cut, rtol=1e-5, atol=1e-6)
@@ -256,7 +259,7 @@ def test_dropout_is_off_in_training(task, prepare, kit, tmp_path):
     assert model.config.attention_dropout == 0.5
     scores = task.metrics({n: v.double() for n, v in task.eval_sums(model, batch).items()})
     assert scores["loss"] == pytest.approx(math.log(2), rel=1e-6)
-    assert scores["margin"] == scores["accuracy"] == 0
+    assert scores["margin"] == scores["kl"] == scores["accuracy"] == 0
     assert task.loss_sum(model, batch).item() == pytest.approx(4 * math.log(2), rel=1e-6)
 
 
@@ -294,7 +297,7 @@ def test_a_run_begins_at_its_reference_and_exports_no_copy_of_it(base, tuned):
     assert losses[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert losses[-1]["loss"] < losses[0]["loss"]
     scores = lines(output, "eval_loss")[-1]
-    assert scores["margin"] > 0 and 0 < scores["accuracy"] <= 1
+    assert scores["margin"] > 0 and scores["kl"] > 0 and 0 < scores["accuracy"] <= 1
     (name,) = [path.name for path in (output / "model").glob("*.safetensors")]
     weights = load_file(output / "model" / name)
     assert not any("reference" in each for each in weights)
@@ -310,7 +313,7 @@ def test_two_processes_tune_as_one_does_and_a_lost_half_is_made_up_for(base, tun
     check_two_processes_and_a_lost_half(base, tmp_path, *flags_of(kind), whole=output)
     runs = (tmp_path / "two", output)
     for mine, theirs in zip(*(lines(run, "eval_loss") for run in runs), strict=True):
-        for name in ("margin", "chosen_reward", "rejected_logp"):
+        for name in ("margin", "kl", "chosen_reward", "rejected_logp"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 

@@ -257,21 +257,25 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def eval_sums(model: Any, batch: Batch) -> Batch:
-    """Sums over the pairs."""
+    """Sums over the pairs, and of the divergence from the reference over the answers' tokens."""
     losses, rewards, means = pair_losses(model, batch)
     sums = {"loss": losses.sum(), "rewards": rewards.sum(0), "means": means.sum(0)}
     sums["right"] = (rewards[:, 0] > rewards[:, 1]).sum()
     sums["pairs"] = torch.ones_like(losses).sum()
+    if model.objective.loss_type != "simpo":
+        sums["tokens"] = (batch["labels"] != IGNORE_INDEX).sum()
+        sums["kl"] = references.divergence(model, batch)
     return sums
 
 
 def metrics(sums: Batch) -> dict[str, float]:
-    """Means over the pairs."""
+    """Means over the pairs; kl, from the reference, is in nats a token of an answer."""
     mean = {name: (value / sums["pairs"]).tolist() for name, value in sums.items()}
     (chosen, rejected), (chosen_logp, rejected_logp) = mean["rewards"], mean["means"]
     scores = {"loss": mean["loss"], "accuracy": mean["right"], "margin": chosen - rejected}
     scores |= {"chosen_reward": chosen, "rejected_reward": rejected}
-    return scores | {"chosen_logp": chosen_logp, "rejected_logp": rejected_logp}
+    scores |= {"chosen_logp": chosen_logp, "rejected_logp": rejected_logp}
+    return scores | ({"kl": mean["kl"] / mean["tokens"]} if "kl" in mean else {})
 
 
 @torch.no_grad()

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from samestep.base.fields import IGNORE_INDEX
 from samestep.models import next_token
 from samestep.models.attention import Batch, bare
 
@@ -95,6 +97,23 @@ def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> l
         with torch.no_grad(), reference_of(model) as reference:
             found.append(sums(reference))
     return [sums(bare(model)), *found]
+
+
+@torch.no_grad()
+def divergence(model: Any, batch: Batch) -> torch.Tensor:
+    """KL(model || reference) of the next token, in nats, summed over the answers' tokens: ()."""
+    rows, plan = flatten_pairs(batch), next_token.plan_of(model)
+    with reference_of(model) as reference:
+        theirs = next_token.states_of(reference, rows, plan)
+    own = next_token.states_of(bare(model), rows, plan)
+    total = torch.zeros((), device=batch["labels"].device)
+    for (ours, labels), (other, _) in zip(own.chunks(), theirs.chunks(), strict=True):
+        logs = own.head(ours).float().log_softmax(1)
+        with reference_of(model):  # a head may have adapters
+            expected = theirs.head(other).float().log_softmax(1)
+        each = F.kl_div(expected, logs, reduction="none", log_target=True).sum(1)
+        total += (each * (labels != IGNORE_INDEX)).sum()
+    return total
 
 
 def flatten_pairs(batch: Batch) -> Batch:
