@@ -100,18 +100,24 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
 def draw_confusion(
     table: np.ndarray, shown: list[int], names: list[str], title: str, path: Path
 ) -> Path:
-    """The counts of true (down) and predicted (across) classes, of those that are shown."""
+    """The counts of true (down) and predicted (across) classes.
+
+    Classes that are not shown are one row and one column, "other".
+    """
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 
     from samestep.base.pictures import save_figure
 
-    side = max(2.2 + 0.45 * len(shown), 4)
+    parts = [[i] for i in shown]
+    if others := [i for i in range(len(table)) if i not in shown]:
+        parts, names = [*parts, others], [*names, "other"]
+    counts = np.array([[table[np.ix_(a, b)].sum() for b in parts] for a in parts])
+    side = max(2.2 + 0.45 * len(parts), 4)
     figure = Figure(figsize=(side + 1.5, side), dpi=150, layout="constrained")
     axes = figure.subplots()
     labels = [name.replace("$", r"\$") for name in names]  # no formulas
     options: dict[str, Any] = {"cmap": "Blues", "xticks_rotation": 45, "values_format": ",.0f"}
-    counts = table[np.ix_(shown, shown)]
     ConfusionMatrixDisplay(counts, display_labels=labels).plot(ax=axes, **options)
     axes.set_title(title, fontsize=10)
     return save_figure(figure, path)
