@@ -5,6 +5,7 @@ attention (attention.py); the residual stream, bf16 under bf16 autocast; and the
 for a limited number of tokens at a time.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,9 @@ class States(NamedTuple):
     labels: torch.Tensor  # (N,)
     chunk: int
 
+    def chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self.hidden.split(self.chunk), self.labels.split(self.chunk), strict=True)
+
 
 def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
     """The decoder's output for a batch; the logits where a model has no such."""
@@ -120,11 +124,9 @@ def token_losses(states: States) -> torch.Tensor:
     def losses(hidden, labels):
         return cross_entropy(states.head(hidden), labels, reduction="none")
 
-    _, hidden, labels, size = states
-    chunks = zip(hidden.split(size), labels.split(size), strict=True)
-    if len(labels) <= size or not torch.is_grad_enabled():
-        return torch.cat([losses(*each) for each in chunks])
-    return torch.cat([checkpoint(losses, *each, use_reentrant=False) for each in chunks])
+    if len(states.labels) <= states.chunk or not torch.is_grad_enabled():
+        return torch.cat([losses(*each) for each in states.chunks()])
+    return torch.cat([checkpoint(losses, *each, use_reentrant=False) for each in states.chunks()])
 
 
 def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
