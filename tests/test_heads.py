@@ -96,7 +96,7 @@ def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):
     axes, _ = figures[1].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == names
     assert all(name in text for name in names)
-    assert {text.get_text() for text in axes.texts} == {"2,000"}
+    assert {text.get_text() for text in axes.texts} == {"0", "2,000"}
     figures[1].draw_without_rendering()
     gap = axes.title.get_window_extent().y0 - axes.get_window_extent().y1
     assert 0 < gap < axes.title.get_window_extent().height
