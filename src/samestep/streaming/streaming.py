@@ -312,16 +312,14 @@ class ShardCache:
         """Writes the copy of a shard."""
         shards.unpack(shard, self.data, target, self.columns)
 
-    def open(self, shard: Shard, size: int = 0) -> BinaryIO:
+    def open(self, shard: Shard, size: int) -> BinaryIO:
         """The copy of a shard. For `size` see `bring`."""
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):  # another process needed room
                 return open(self.bring(shard, size), "rb", buffering=0)
         raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
 
-    def bring(
-        self, shard: Shard, size: int = 0, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Path:
+    def bring(self, shard: Shard, size: int, is_wanted: Callable[[], bool] = lambda: True) -> Path:
         """The path of the copy of a shard, made if it is not there, and still wanted.
 
         `size`: about the bytes of the copy. Raises ValueError and ConnectionError.
@@ -331,7 +329,7 @@ class ShardCache:
             what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             with cache.writes_to(self.folder), cache.file_lock(path.with_suffix(".lock"), what):
                 if not path.exists() and is_wanted():
-                    self.copy(shard, path, path.with_suffix(f".{size or shard.size}.partial"))
+                    self.copy(shard, path, path.with_suffix(f".{size}.partial"))
         self.touch(shard)
         return path
 
