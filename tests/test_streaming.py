@@ -85,15 +85,17 @@ def write_table(path, rows, **options):
 WORDS = "red green blue dog cat house tree sun moon sea".split()
 
 
-def make_rows(count, seed, number, words=8):
+def make_rows(count, seed, number, words=(3, 8)):
     """Rows of a shard, of three classes."""
     rng = np.random.default_rng([seed, number])
     for i in range(count):
-        text = " ".join([*rng.choice(WORDS, rng.integers(3, words + 1)), f"{seed} {number} {i}"])
+        text = " ".join(
+            [*rng.choice(WORDS, rng.integers(*words, endpoint=True)), f"{seed} {number} {i}"]
+        )
         yield {"text": text, "start": text.split()[0], "label": ("cat", "dog", "owl")[i % 3]}
 
 
-def write_texts(folder, counts=(7, 5, 6), seed=0, words=8):
+def write_texts(folder, counts=(7, 5, 6), seed=0, words=(3, 8)):
     """Shards with so many rows each."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, count in enumerate(counts):
@@ -339,7 +341,7 @@ def large(config, tmp_path):
     """Training rows of shards of 100 kB, without copies, and the bytes of a copy."""
 
     def make(count, scheme="counting://", copies=None, **fields):
-        data = write_texts(tmp_path / "rows", (12,) * count, words=4000)
+        data = write_texts(tmp_path / "rows", (12,) * count, words=(2000, 2000))
         train, _ = datasets(config(f"{scheme}{data}", **fields))
         size = max(each.stat().st_size for each in tmp_path.glob("cache/shards/*.parquet"))
         shutil.rmtree(tmp_path / "cache" / "shards")
@@ -378,8 +380,8 @@ def test_copies_wait_for_room_and_what_the_dead_have_left_goes(large, monkeypatc
 
     def unpack_slowly(*arguments):
         unpack(*arguments)
+        time.sleep(0.2)
         used.append(bytes_of_copies(folder))
-        time.sleep(0.02)
 
     monkeypatch.setattr(shards, "unpack", unpack_slowly)
     with ThreadPool(4) as pool:
