@@ -228,7 +228,7 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("scheme", ["", "counting://", "link", "file://"])
 def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(config, tmp_path, scheme, capsys):
-    """In its place, beside it or where a link leads: other texts of the same lengths are other
+    """In its place, beside it or where a link leads: texts that swap their labels are other
     data."""
     data = tmp_path / "rows"
     data.mkdir()
@@ -250,7 +250,7 @@ def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(config, tmp_path
     first = digest_of(config(f"{scheme}{data}"))
     assert digest_of(config(f"{scheme}{data}")) == first
     capsys.readouterr()
-    for path, new, old in zip(paths, write("nice", "grim"), times, strict=True):
+    for path, new, old in zip(paths, write("evil", "good"), times, strict=True):
         assert new.st_size == old.st_size
         os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert digest_of(config(f"{scheme}{data}")) != first
