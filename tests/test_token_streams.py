@@ -5,6 +5,7 @@ once, and the promises of prepared data hold.
 import functools
 import pickle
 import random
+import shutil
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
@@ -15,7 +16,6 @@ from pyarrow import parquet
 from conftest import digest, lines, load_task, trained, wait_until
 from samestep.streaming import shards, token_streams
 from samestep.text import corpus, units
-from test_streaming import members, write_tar
 
 lm = load_task("causal_lm")
 WORDS = "the quick brown fox jumps over a lazy dog and runs far away".split()
@@ -35,16 +35,12 @@ def make_texts(shards=6, number=40):
 TEXTS = make_texts()
 
 
-def write(folder, kind="tar", texts=TEXTS):
+def write(folder, texts=TEXTS):
     """Shards of such texts."""
     folder.mkdir(parents=True)
     for number, part in enumerate(texts):
-        path = folder / f"{number:03}.{kind}"
-        if kind == "parquet":
-            columns = {"text": part or pyarrow.array([], "string"), "n": range(len(part))}
-            parquet.write_table(pyarrow.table(columns), path)
-        else:
-            write_tar(path, members([[text.encode()] for text in part], ["txt"]))
+        columns = {"text": part or pyarrow.array([], "string"), "n": range(len(part))}
+        parquet.write_table(pyarrow.table(columns), folder / f"{number:03}.parquet")
     return folder
 
 
@@ -68,10 +64,10 @@ def numbers(row):
     return row["input_ids"].tolist(), row["labels"].tolist()
 
 
-@pytest.mark.parametrize("kind, scheme", [("tar", "file://"), ("parquet", "")])
-def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, kind, scheme):
+@pytest.mark.parametrize("scheme", ["file://", ""])
+def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, scheme):
     """Of shards with more rows than estimated and with fewer; the last one is padded."""
-    cfg = config(f"{scheme}{write(tmp_path / 'rows', kind)}")
+    cfg = config(f"{scheme}{write(tmp_path / 'rows')}")
     prepared = lm.prepare_data(cfg)
     train, validation = lm.datasets(cfg, prepared)
     tokenizer, length = corpus.load_tokenizer(cfg, prepared), cfg.context_length
@@ -91,7 +87,7 @@ def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, kind, scheme):
             inputs += [0] * (length - len(inputs))
             assert row == (inputs, labels[start + 1 : start + length + 1])
     assert abs(more) < len(kept)
-    held = min({f"{i:03}.{kind}" for i in range(6)} - kept.keys())
+    held = min({f"{i:03}.parquet" for i in range(6)} - kept.keys())
     tokens = by_hand(TEXTS[int(held[:3])], tokenizer)
     assert numbers(validation[1]) == (tokens[16:32], tokens[17:33])
     assert validation[1]["bytes"] == len(tokenizer.decode(tokens[17:33], skip_special_tokens=True))
@@ -117,7 +113,7 @@ def test_tokens_are_those_of_prepared_texts(config, tmp_path, monkeypatch, begin
     assert maker.shares_ends == (not begin) and found.tolist() == wanted.tolist()
 
 
-def test_formats_and_places_are_one_identity_and_lengths_share_tokens(config, tmp_path):
+def test_places_are_one_identity_and_lengths_share_tokens(config, tmp_path):
     data, files = write(tmp_path / "a"), tmp_path / "cache" / "shards"
     first = lm.cache.content_digest(lm.prepare_data(config(data)))
     assert lm.cache.content_digest(lm.prepare_data(config(f"file://{data}"))) == first
@@ -133,7 +129,7 @@ def test_formats_and_places_are_one_identity_and_lengths_share_tokens(config, tm
 
 def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, monkeypatch):
     texts = [[" ".join(WORDS) + f" {number} {i}" for i in range(200)] for number in range(9)]
-    data, files = write(tmp_path / "rows", "parquet", texts), tmp_path / "cache" / "shards"
+    data, files = write(tmp_path / "rows", texts), tmp_path / "cache" / "shards"
     cfg, made, tokenize = config(data, shuffle_window=1), [], token_streams.tokenize
     prepared = lm.prepare_data(cfg)
 
@@ -161,22 +157,22 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
 
 def test_a_store_that_fails_within_a_shard_is_read_on(tmp_path, monkeypatch):
     """No row is lost, and none comes twice."""
-    (shard, *_), walk = shards.list_shards(str(write(tmp_path / "rows")), "data"), shards.walk_tar
+    shard, *_ = shards.list_shards(str(write(tmp_path / "rows")), "data")
     failures = [30, 30, 0, 5]
 
-    def walk_some(*arguments):
+    def read_some(table, *_):
         stop = failures.pop() if failures else -1
-        for number, row in enumerate(walk(*arguments)):
+        for number, batch in enumerate(table.iter_batches(1, columns=["text"])):
             if number == stop:
                 raise OSError("reset")
-            yield row
+            yield batch
 
-    monkeypatch.setattr(shards, "walk_tar", walk_some)
+    monkeypatch.setattr(shards, "batches", read_some)
     monkeypatch.setattr(shards, "WAITS", (0, 0))
     rows = [read()["text"] for read in shards.rows_of(shard, str(tmp_path), {"text": "text"})]
     assert rows == TEXTS[0] and not failures
     failures += [7, 7, 7]
-    with pytest.raises(ConnectionError, match="000.tar: the store failed 3 times, .* with reset"):
+    with pytest.raises(ConnectionError, match="000.parquet: the store failed 3 times, .*reset"):
         [*shards.rows_of(shard, str(tmp_path), {"text": "text"})]
 
 
@@ -185,19 +181,19 @@ def reads(**fields):
 
 
 def texts_of(*parts, **fields):
-    return lambda folder: (write(folder, "parquet", [[*part] for part in parts]), fields)
+    return lambda folder: (write(folder, [[*part] for part in parts]), fields)
 
 
 def changed(folder):
     """Shards, and what changes one after the index was made."""
     write(folder)
-    return folder, {"then": lambda: write_tar(folder / "003.tar", [("1.txt", b"other")])}
+    return folder, {"then": lambda: shutil.copy(folder / "001.parquet", folder / "002.parquet")}
 
 
 def half(folder):
     """A shard without its end."""
-    path = write(folder) / "003.tar"
-    path.write_bytes(path.read_bytes()[:30_000])
+    path = write(folder) / "003.parquet"
+    path.write_bytes(path.read_bytes()[:500])
     return folder, {}
 
 
@@ -211,14 +207,14 @@ ROWS = ["some words " * 20] * 5
         (reads(packing="best_fit"), "packing is 'best_fit' but must be stream while task.stre"),
         (reads(file_extensions=".md"), "task.file_extensions .*while task.streaming is true"),
         (reads(prompt_column="question"), "task.prompt_column .* where task.rows is text"),
-        (reads(data="a.tar:2,b.tar:1"), "but must be one folder or URL of shards"),
+        (reads(data="a:2,b:1"), "but must be one folder or URL of shards"),
         (reads(data="manual"), "manual is not a folder or URL of shards"),
         (reads(context_length=5000), "task.context_length: a shard of .* has about [0-9,]+ tokens"),
         (texts_of(ROWS, ROWS, text_column="body"), "no column body among text, n"),
         (texts_of(ROWS, [*ROWS, " "], ROWS), "row 5: the text is empty; --task.incomplete_r"),
         (texts_of(ROWS, [b"\xff"] * 5, ROWS), "row 0: the text is b'.xff' but must be text"),
-        (changed, "003.tar: it has changed since the start; start again"),
-        (half, "task.data: cannot read .*003.tar: .*truncated"),
+        (changed, "002.parquet: it has changed since the start; start again"),
+        (half, "task.data: cannot read .*003.parquet: .*magic bytes"),
         (texts_of(ROWS, [], []), "has rows in one shard alone"),
         (texts_of([], []), "task.data: no rows in"),
     ],
@@ -247,7 +243,7 @@ def losses(output):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("shelf") / "rows", "parquet", make_texts(8, 20))
+    return write(tmp_path_factory.mktemp("shelf") / "rows", make_texts(8, 20))
 
 
 def test_processes_and_micro_batches_change_nothing(project, tmp_path, shelf):

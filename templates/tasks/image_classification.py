@@ -34,8 +34,6 @@ from samestep.images import image_data, image_store, images
 from samestep.images.image_store import StoredImages
 from samestep.models import classification, pretrained
 from samestep.models.pretrained import ModelConfig
-from samestep.streaming.image_streams import StreamedSquares, prepare_index
-from samestep.streaming.streaming import StreamFields, check_streaming
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
@@ -52,7 +50,7 @@ Mixing = Annotated[float, Field(ge=0, le=100)]
 
 
 @dataclass
-class TaskConfig(DataConfig, StreamFields, ModelConfig):
+class TaskConfig(DataConfig, ModelConfig):
     data: str = "digits"
     """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
     folder of images for each class (cats/1.jpg), a .jsonl, .csv, ... file whose rows name an
@@ -109,7 +107,6 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that exclude each other, before anything is read."""
     check_data_config(cfg, ["digits"])
-    check_streaming(cfg, ["digits"])
     new, vit, digits = not cfg.model_name_or_path, cfg.architecture == "vit", cfg.data == "digits"
     patch = cfg.patch_size if vit and new else 1
     unit = cfg.num_heads if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
@@ -121,7 +118,6 @@ def check_config(cfg: TaskConfig) -> None:
         ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
         ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
         ("stages", len(cfg.stages or "four") == 4, "four numbers, as [3, 4, 6, 3]"),
-        ("mixup", not (cfg.mixup and cfg.streaming), "0 with task.streaming, which has no others"),
     ]
     if vit and new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
@@ -143,8 +139,6 @@ def prepare_data(cfg: TaskConfig) -> Path:
     A field that shapes it is named here; else what was prepared with another value is taken.
     """
     check_config(cfg)
-    if cfg.streaming:
-        return prepare_index(cfg)
     ((_, cfg),) = by_source(cfg, image_data.readable_endings)
     digits = cfg.data == "digits"
     side = image_data.stored_side(cfg, digits)
@@ -164,12 +158,8 @@ def identity(cfg: TaskConfig, prepared: Path) -> str:
 
 
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
-    """StoredImages or StreamedSquares: rows of one kind."""
-    parts, view = ("train", "validation"), image_data.load_view(cfg, prepared)
-    if cfg.streaming:
-        settings = (cfg, image_data.stored_side(cfg, False), view)
-        return tuple(StreamedSquares(prepared, part, *settings) for part in parts)
-    return tuple(StoredImages(prepared, part, view) for part in parts)
+    view = image_data.load_view(cfg, prepared)
+    return StoredImages(prepared, "train", view), StoredImages(prepared, "validation", view)
 
 
 def augment(row: Row, generator: torch.Generator) -> Row:

@@ -1,8 +1,8 @@
 """Rows that are read from shards while the model trains: see shards.py for the formats.
 
 `prepare` makes an index once: the rows of each shard, the names of the labels, the shards that are
-held out. A `ShardRows` then reads row i by its shard and its place there. Shards of a store, and
-those that have to be unpacked, pass through a cache of bounded size on the local disk.
+held out. A `ShardRows` then reads row i by its shard and its place there. Unpacked shards pass
+through a cache of bounded size on the local disk.
 
 The order of a run (step/batches.py) takes the shards of an epoch in random order, `window` at a
 time, and shuffles the rows of these. So reads stay within a window, and the next one is fetched
@@ -49,12 +49,11 @@ from samestep.streaming.shards import Columns, Reader, Shard, ShardIndex
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
-ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
+ENDINGS = (".parquet", ".tokens", ".tar")  # of copies; .tar: those of an earlier version
 MOST_OPEN = 256  # shards in a process
 COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
-# The files of the library on which the index of a shard depends, and those that read its labels.
-CODE, LABELS = ("streaming/shards.py", "data/tables.py"), ("data/labels.py", "images/*.py")
+CODE = ("streaming/shards.py", "data/tables.py")  # on which the index of a shard depends
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -65,13 +64,12 @@ class StreamFields:
 
     streaming: bool = False
     """Read rows while the model trains, and prepare none: task.data is a folder, or a URL such as
-    s3://bucket/folder, of WebDataset .tar files or of .parquet files."""
+    s3://bucket/folder, of .parquet files."""
     shuffle_window: Window = 8
     """streaming: shards whose rows are shuffled together. More are closer to a full shuffle, and
     take more of shard_cache_gb."""
     shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)
-    """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
-    .tar files of a local disk are read where they are."""
+    """streaming: room for unpacked shards in cache_dir; at least two windows."""
 
 
 def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
@@ -98,7 +96,7 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
 
 
 class Indexed(NamedTuple):
-    """A shard with an index, whose bounds and names stay in a file: they may be large."""
+    """A shard with an index, whose names stay in a file: they may be many."""
 
     shard: Shard
     record: Path
@@ -159,28 +157,26 @@ def index_shards(
     Each is a file of its own, so that an interrupted pass goes on where it was.
     """
     data, columns = getattr(cfg, field), settings[0]
-    store = ShardCache(cfg, data, columns)
     used = [columns, library_code(*CODE)]
     if label_names:
-        used = [settings, library_code(*CODE, *LABELS)]
+        used = [settings, library_code(*CODE, "data/labels.py")]
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 
     def index(shard: Shard) -> Indexed:
         name = json.dumps([shard.path, used])
-        record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.npz"
+        record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         stamp = json.dumps([shard.size, shard.tag])
         known, found = load_record(record)
         if known != stamp:
             if known:
                 path = one_line(shard.path, 150)
                 print(f"Preparing data: {path} has changed: indexing it again", flush=True)
-            found = shards.index_shard(shard, data, columns, store.open, label_names)
+            found = shards.index_shard(shard, data, columns, label_names)
             partial = record.with_suffix(f".{os.getpid()}.partial")
-            with open(partial, "wb") as file:
-                np.savez(file, bounds=found.bounds, facts=json.dumps([stamp, *found[1:]]))
+            partial.write_text(json.dumps([stamp, *found]), encoding="utf-8")
             partial.replace(record)
-        return Indexed(shard, record, found._replace(bounds=None, names={}))
+        return Indexed(shard, record, found._replace(names={}))
 
     print(f"Preparing data: {len(listed):,} shards of {one_line(data, 100)}", flush=True)
     with ThreadPool(THREADS) as pool:
@@ -202,10 +198,9 @@ def index_shards(
 def load_record(path: Path) -> tuple[str, ShardIndex | None]:
     """The stamp and the index of a shard; empty: there is none, or it is damaged."""
     try:
-        with np.load(path) as file:
-            stamp, *facts = json.loads(str(file["facts"]))
-            return stamp, ShardIndex(file["bounds"], *facts)
-    except Exception:  # a damaged .npz raises ten kinds
+        stamp, *facts = json.loads(path.read_text(encoding="utf-8"))
+        return stamp, ShardIndex(*facts)
+    except (OSError, ValueError, TypeError):
         return "", None
 
 
@@ -274,28 +269,22 @@ def write_index(
 def write_part(
     folder: Path, part: str, origin: str, own: list[Indexed], used: int, digest: Any
 ) -> dict[str, str]:
-    """Writes the shards of a part to PART.json and the bounds of their rows to PART.npy.
+    """Writes the shards of a part to PART.json, and adds them to the digest.
 
-    Adds them to the digest. Returns the names of the labels, each with a shard that has it.
+    Returns the names of the labels, each with a shard that has it.
     `origin`: the field that names their store.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
-    for name in ("rows", "bytes", "held"):
+    for name in ("rows", "bytes"):
         facts[name] = [getattr(each.index, name) for each in own]
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
-    count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
-    bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
     labels: dict[str, str] = {}
-    at = 0
     for shard, record, _ in own:
         index = load_record(record)[1]
-        bounds[at : at + len(index.bounds)] = index.bounds
-        at += len(index.bounds)
         labels |= {name: shard.path for name in index.names}
         # {}: digests of finished runs have it.
         line = [part, shard.name, shard.size, index.digest, {}, index.rows, index.names]
-        digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
-    bounds.flush()
+        digest.update(json.dumps(line, sort_keys=True).encode())
     return labels
 
 
@@ -303,7 +292,7 @@ def write_part(
 
 
 class ShardCache:
-    """Shards on this machine: files of the data itself, or copies in a folder of bounded size.
+    """Copies of shards, unpacked, in a folder of bounded size on this machine.
 
     All processes of a machine share the folder. The copies that were opened longest ago are deleted
     when room is needed. A process that has one open reads on. A copy that is being made is a file
@@ -314,42 +303,33 @@ class ShardCache:
         self.folder = local_path(cfg.cache_dir, "cache_dir") / "shards"
         self.limit, self.data, self.columns = int(cfg.shard_cache_gb * 1e9), data, columns
 
-    def is_copied(self, shard: Shard) -> bool:
-        return shards.is_url(self.data) or shard.kind == "parquet"
-
     def path(self, shard: Shard) -> Path:
-        """Where a shard is on this machine, or will be."""
-        if not self.is_copied(shard):
-            return Path(shard.path)
-        name = json.dumps([self.data, *shard[:4], self.columns])
-        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+        """Where the copy of a shard is, or will be."""
+        name = json.dumps([self.data, *shard, self.columns])
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.parquet"
 
     def write(self, shard: Shard, target: Path) -> None:
         """Writes the copy of a shard."""
-        shards.bring(shard, self.data, target, self.columns)
+        shards.unpack(shard, self.data, target, self.columns)
 
-    def open(self, shard: Shard, size: int = 0) -> BinaryIO:
-        """A shard, as its reader needs it. For `size` see `bring`."""
-        for _ in range(10 if self.is_copied(shard) else 1):
+    def open(self, shard: Shard, size: int) -> BinaryIO:
+        """The copy of a shard. For `size` see `bring`."""
+        for _ in range(10):
             with contextlib.suppress(FileNotFoundError):  # another process needed room
                 return open(self.bring(shard, size), "rb", buffering=0)
         raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
 
-    def bring(
-        self, shard: Shard, size: int = 0, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Path:
-        """The path of a shard on this machine; copies it if it is not there, and still wanted.
+    def bring(self, shard: Shard, size: int, is_wanted: Callable[[], bool] = lambda: True) -> Path:
+        """The path of the copy of a shard, made if it is not there, and still wanted.
 
         `size`: about the bytes of the copy. Raises ValueError and ConnectionError.
         """
         path = self.path(shard)
-        if not self.is_copied(shard):
-            return path
         if not path.exists():
             what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             with cache.writes_to(self.folder), cache.file_lock(path.with_suffix(".lock"), what):
                 if not path.exists() and is_wanted():
-                    self.copy(shard, path, path.with_suffix(f".{size or shard.size}.partial"))
+                    self.copy(shard, path, path.with_suffix(f".{size}.partial"))
         self.touch(shard)
         return path
 
@@ -412,8 +392,6 @@ def room_of(partial: Path) -> int:
 class ShardPart:
     """The shards of a part, and how the values in them become rows: `complete` of a subclass."""
 
-    damaged = "refuse"  # or skip: a row that cannot be read is left out
-
     def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
         self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
         facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
@@ -432,17 +410,14 @@ class ShardPart:
         """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
         try:
             return self.complete(read())
-        except IncompleteRow as error:
-            problem, skips = error, self.cfg.incomplete_rows == "skip"
-        except Exception as error:  # each decoder has its own
-            if isinstance(error, MemoryError) or getattr(error, "errno", None):
-                raise  # not the row's fault
-            problem, skips = error, self.damaged == "skip"
-        if skips:
-            return None
-        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
-        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
-        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
+        except (ValueError, OverflowError) as error:  # as of a date
+            hint = ""
+            if isinstance(error, IncompleteRow):
+                if self.cfg.incomplete_rows == "skip":
+                    return None
+                hint = "; --task.incomplete_rows skip leaves it out"
+            where = f"{one_line(self.shards[number].path, 150)}, row {place}"
+            raise ValueError(f"cannot read {where}: {one_line(error)}{hint}") from None
 
     def complete(self, values: dict[str, Any]) -> Any:
         """The row that the values of its roles give. Raises ValueError for values that cannot."""
@@ -474,9 +449,8 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
         # Shards that `fetch` was told of, and whether no reader has opened them since.
         self.asked: OrderedDict[int, bool] = OrderedDict()
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
-        self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
-        needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
+        needed = np.sort(self.bytes)[-2 * window :].sum()
         if needed > self.cache.limit:
             raise ValueError(
                 f"task.shard_cache_gb is {cfg.shard_cache_gb:g}, but two windows of {window} "
@@ -498,13 +472,11 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
 
     @property
     def ahead(self) -> int:
-        """Samples from here to where `fetch` should know what comes: a window; 0: it need not."""
-        return int(self.rows.mean() * self.cfg.shuffle_window) * self.copied
+        """Samples from here to where `fetch` should know what comes: a window."""
+        return int(self.rows.mean() * self.cfg.shuffle_window)
 
     def fetch(self, ids: Iterable[int]) -> None:
-        """Copies the shards of these rows in the background, if they need a copy."""
-        if not self.copied:
-            return
+        """Copies the shards of these rows in the background."""
         if self.owner != os.getpid():  # a fork has no threads
             self.queue, self.owner = SimpleQueue(), os.getpid()
             for _ in range(COPIES):
@@ -537,14 +509,13 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
         return number, place - int(self.ends[number] - self.rows[number])
 
     def sample(self) -> Iterator[dict[str, Any]]:
-        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
-        on this machine, or from those that fill 1 GB where they have to be decoded."""
-        chosen = self.by_hash()
-        if shards.is_url(self.data):
+        """The values of some rows, for a look at the data: COMPARED at most, evenly from those
+        of the shards on this machine that fill 1 GB."""
+        chosen, is_remote = self.by_hash(), shards.is_url(self.data)
+        if is_remote:
             chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
-        if self.copied:
-            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
-            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
+        before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
+        chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
         total = int(self.ends[-1])
         step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
         for number in chosen:
@@ -552,12 +523,12 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
             rows = (end - int(self.rows[number]), end)
             first, last = (-(-row * self.used // total) for row in rows)
             places = [self.locate(i)[1] for i in range(-(-first // step) * step, last, step)]
-            shard, wanted = self.shards[number], {*places}
-            if shard.kind == "parquet" and not shards.is_url(self.data):  # without a copy
-                decoded = enumerate(shards.rows_of(shard, self.data, self.columns))
-                reads: Any = (read for place, read in decoded if place in wanted)
-            else:
-                reads = (functools.partial(self.reader(number), place) for place in places)
+            if is_remote:
+                reads: Any = (functools.partial(self.reader(number), place) for place in places)
+            else:  # without a copy
+                wanted = {*places}
+                decoded = enumerate(shards.rows_of(self.shards[number], self.data, self.columns))
+                reads = (read for place, read in decoded if place in wanted)
             for read in reads:
                 with contextlib.suppress(Exception):  # training tells what cannot be read
                     yield read()
@@ -576,12 +547,7 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
         return self.readers[number][1]
 
     def make_reader(self, number: int, file: BinaryIO) -> Reader:
-        if self.shards[number].kind == "parquet":
-            return shards.arrow_reader(file, self.columns)
-        last = int(self.ends[number]) + number + 1
-        bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
-        bounds = bounds[last - int(self.rows[number]) - 1 : last]
-        return shards.tar_reader(file, self.columns, bounds)
+        return shards.arrow_reader(file, self.columns)
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
@@ -613,12 +579,4 @@ def say_overlap(train: ShardRows, validation: ShardRows) -> None:
 
 def hash_values(values: dict[str, Any]) -> bytes:
     """A hash of the values of a row without its label."""
-    digest = hashlib.sha256()
-    for role, value in values.items():
-        if role == "label":
-            continue
-        if isinstance(value, dict):  # an image of a .parquet
-            value = value.get("bytes") or value.get("path")
-        value = value.tobytes() if hasattr(value, "tobytes") else value
-        digest.update(value if isinstance(value, bytes) else repr(value).encode())
-    return digest.digest()
+    return hash_name(repr([value for role, value in values.items() if role != "label"]))

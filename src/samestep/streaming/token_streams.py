@@ -160,7 +160,7 @@ def estimate_rows(texts: "ShardTexts", encoder: Encoder) -> dict[str, Any]:
         ids = np.concatenate([*tokenize(cut, encoder)])[len(encoder.start) :]
         counts += np.bincount(ids, minlength=len(counts))
         size = len(ids) * sum(map(len, some)) // max(sum(map(len, cut)), 1)
-        found.append((size * int(texts.rows[number]) // len(places), facts["held"][number]))
+        found.append((size * int(texts.rows[number]) // len(places), facts["bytes"][number]))
     tokens, size = (sum(each) for each in zip(*found, strict=True))
     if tokens < len(chosen) * length:
         raise ValueError(
@@ -168,7 +168,7 @@ def estimate_rows(texts: "ShardTexts", encoder: Encoder) -> dict[str, Any]:
             f"{tokens // len(chosen):,} tokens, which do not fill a row of {length:,}; lower "
             "it, or write larger shards"
         )
-    held = np.where(texts.rows > 0, facts["held"], 0).tolist()
+    held = np.where(texts.rows > 0, texts.bytes, 0).tolist()
     rows = [-(-each * tokens // (size * length)) for each in held]
     width = length * np.dtype(encoder.dtype).itemsize
     facts |= {"used": sum(rows), "rows": rows, "bytes": [each * width for each in rows]}
@@ -269,9 +269,6 @@ class TokenCache(streaming.ShardCache):
         super().__init__(cfg, self.texts.data, self.texts.columns)
         self.numbers = {shard.name: number for number, shard in enumerate(self.texts.shards)}
         self.encoder = make_encoder(cfg, folder)
-
-    def is_copied(self, shard: Shard) -> bool:
-        return True
 
     def path(self, shard: Shard) -> Path:
         """Of the tokens, which other lengths of rows share."""
