@@ -579,6 +579,11 @@ def shards_of(counts=(7, 5, 6), damaged=""):
             "^task.data: .*part-001.parquet: .*Parquet magic bytes not found in footer",
         ),
         (shards_of([]), {}, "task.data: .*rows: no shards; task"),
+        (
+            lambda path: (write_texts(path) / "a.tar").touch(),
+            {},
+            "rows: has 1 .tar archives, which task.streaming does not read; move them elsewhere",
+        ),
         (shards_of(), {"cache_dir": "rows/cache"}, "rows/cache lies in task.data"),
         (
             shards_of(),

@@ -126,6 +126,9 @@ def list_shards(data: str, field: str) -> list[Shard]:
         if not folders:
             problem = "the range in braces is empty: give the smaller number first"
         raise ValueError(f"task.{field}: {one_line(data, 100)}: {problem}")
+    if others[".tar"]:  # rows of other shards, perhaps
+        problem = f"has {others['.tar']:,} .tar archives, which task.streaming does not read"
+        raise ValueError(f"task.{field}: {one_line(data, 100)}: {problem}; move them elsewhere")
     return shards
 
 
