@@ -55,6 +55,7 @@ def test_what_was_ejected_is_what_runs(ejected):
     assert " passed" in ejected.run(sys.executable, "-m", "pytest", *words).stdout
 
 
+@pytest.mark.slow
 def test_a_library_that_the_project_does_not_ask_for_is_refused(ejected, tmp_path):
     """After git pull or cruft update, without make setup: before any import of it can fail."""
     project = bake(tmp_path, tracker="none")

@@ -171,6 +171,7 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     assert read_weights(last)["never"].tolist() == [[1] * 3] * 3
 
 
+@pytest.mark.slow
 def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
     """Of 11 batches, and of two, which leave processes without one."""
     fixed = [*DROPOUT, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]

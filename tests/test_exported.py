@@ -169,6 +169,7 @@ def test_the_program_knows_transformers_and_torch_alone():
     assert found == {"json", "pickle", "sys", "typing", "torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
     """Of a project with a module that would hide transformers."""
     kit = next(kit for kit in KITS if kit.name == "image_classification")

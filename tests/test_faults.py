@@ -423,6 +423,7 @@ def test_a_process_that_dies_while_it_prepares_is_named_by_another(tiny, tmp_pat
     assert f"train.py: {said[dead]}" in printed and runs[1 - dead].returncode == 1
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loss_of_one_process_is_told_by_another(tiny, tmp_path):
     """While that waits for gradients, in an exchange that fails when the first has ended."""
     project = type(tiny)(shutil.copytree(tiny.path, tmp_path / "project"))
@@ -447,6 +448,7 @@ def loss_sum(model, batch, compute=loss_sum, calls=[]):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
     output = tmp_path / "run"
     runs = tiny.start(2, "--output_dir", output, "--max_steps", 1_000_000, "--warmup_steps", 2)

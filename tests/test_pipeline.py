@@ -49,6 +49,7 @@ def small(tmp_path_factory):
 # ---- The same numbers ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_stages_have_the_losses_norms_and_model_of_train(small, tmp_path):
     one, two, flags = tmp_path / "one", tmp_path / "two", ["--save_every", "3"]
     train(small, "cpu", 1, *flags, "--output_dir", one)

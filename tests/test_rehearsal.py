@@ -120,12 +120,11 @@ def test_exact_has_the_bytes_of_one_gpu(small, run_once, tmp_path, case):
 
 # ---- Tasks ---------------------------------------------------------------------------------------
 
-TASKS = ["causal_lm", "image_classification", "seq2seq", "preference"]
+TASKS = ["text_classification", "causal_lm", "image_classification", "seq2seq", "preference"]
 
 
-@pytest.mark.parametrize(
-    "task", ["text_classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
 def test_a_task_trains_continues_and_evaluates(tmp_path, task):
     hardware = "single_gpu_bf16"
     project = bake(tmp_path, pictures=False, task=task, tracker="none")

@@ -246,6 +246,7 @@ def shelf(tmp_path_factory):
     return write(tmp_path_factory.mktemp("shelf") / "rows", make_texts(8, 20))
 
 
+@pytest.mark.slow
 def test_processes_and_micro_batches_change_nothing(project, tmp_path, shelf):
     flags, found = [*FLAGS.split(), "--task.data", shelf], []
     flags += ["--task.cache_dir", tmp_path / "cache"]

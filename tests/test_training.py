@@ -280,6 +280,7 @@ wandb.init, wandb.login = unreachable, lambda **_: True
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
     flags = [*FLAGS, "--tracker", "wandb", "--output_dir", tmp_path / "run"]
     result = project.run("python", "train.py", *flags, check=False, WANDB_API_KEY="short")

@@ -84,7 +84,12 @@ UNUSED, STATIC = ["--ddp.find_unused_parameters", "false"], ["--ddp.static_graph
 
 
 @pytest.mark.parametrize(
-    ("use", "flags"), [("never", UNUSED), ("some rows", UNUSED), ("other rows", STATIC)]
+    ("use", "flags"),
+    [
+        ("never", UNUSED),
+        ("some rows", UNUSED),
+        pytest.param("other rows", STATIC, marks=pytest.mark.slow),
+    ],
 )
 def test_ddp_told_that_there_is_none_refuses_it_before_the_weights_change(
     small, tmp_path, use, flags
