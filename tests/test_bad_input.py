@@ -419,9 +419,7 @@ def test_help_names_every_flag_and_no_other(project):
     printed = project.run("python", "train.py", "--help")
     assert printed.stderr == "" and "\n--config configs/train/default.yaml" in printed.stdout
     assert "\n--task.data " in printed.stdout and "--task " not in printed.stdout
-    assert "\n--eval_every 100    (maximum: 1000000000000000000, minimum: 0, type: integer" in (
-        printed.stdout
-    )
+    assert "\n--eval_every 100    (minimum: 0, type: integer or const: epoch" in printed.stdout
 
 
 @pytest.mark.slow
