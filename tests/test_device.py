@@ -22,9 +22,10 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
     printed = {}
     for name, compiled in (("eager", "false"), ("first", "true"), ("second", "true")):
         env = {"TORCH_LOGS": "recompiles", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "compiled")
         output = ["--compile", compiled, "--output_dir", tmp_path / name]
         printed[name] = project.train(1, *flags, *output, timeout=600, **env)
-        kept = {f for f in (project.path / ".cache" / "compiled").rglob("*") if f.is_file()}
+        kept = {f for f in (tmp_path / "compiled").rglob("*") if f.is_file()}
         assert bool(kept) == (name != "eager")
         if name == "first":
             before = kept

@@ -77,7 +77,7 @@ def start_alone(tiny, machine, *options):
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_that_does_not_start_is_named(tiny, machine):
     code, line, port = start_alone(tiny, machine)
-    said = f"waited 5 s for machine {1 - machine} to begin; all meet at 127.0.0.1:{port}; "
+    said = f"waited 5 s for a first word from machine {1 - machine}; all meet at 127.0.0.1:{port}; "
     assert code == 1 and line.startswith(f"train.py: {said}"), line
 
 

@@ -240,7 +240,7 @@ class Rendezvous:
 
     def silent(self, timeout: int, rank: int) -> Failed:
         """The error of a process that gives no sign of life."""
-        said = f"{self.unit} {rank} to begin; all meet at {self.place}"
+        said = f"a first word from {self.unit} {rank}; all meet at {self.place}"
         if host := self.all["hosts"].get(str(rank)):
             said = f"a sign of life from {self.unit} {rank} on {host}"
         return Failed(f"waited {timeout} s for {said}", missing=[rank])
