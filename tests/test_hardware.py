@@ -323,6 +323,7 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     assert first["environment"]["NCCL_SOCKET_IFNAME"] == "http://proxy"
     assert "secret" not in (output / "hardware.yaml").read_text()
 
+    (output / "hardware.yaml").write_text(yaml.safe_dump(first | {"devices": {"a GPU": 1}}))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     printed = tiny.train(2, *flags, "--max_steps", 4, env={"ACCELERATE_MIXED_PRECISION": "bf16"})
     (line,) = [line for line in printed.splitlines() if line.startswith("hardware: ")]
@@ -331,7 +332,7 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     assert printed.count("fp32 -> bf16") == 1  # with what rounds otherwise
     second = yaml.safe_load((output / "hardware.yaml").read_text())
     assert (second["processes"], second["precision"]) == (2, "bf16")
-    assert [*second["devices"].values()] == [2]
+    assert [*second["devices"].values()] == [2] and "devices a GPU -> " in line
 
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     assert "hardware: " not in tiny.train(2, *flags, "--max_steps", 6, env=env)

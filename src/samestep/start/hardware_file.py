@@ -61,13 +61,16 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
 def changed_hardware(before: dict, now: dict) -> str:
     """What changed since the last start of a run, in one line; empty: nothing is known.
 
-    Changes of devices and precision are told with those of versions: see startup.versions.
+    A change of precision is told with those of versions: see startup.versions.
     """
     if not before:
         return ""
     names = ("processes", "nodes", "sharding")
     old = {**{name: before.get(name) for name in names}, **before["environment"]}
     new = {**{name: now[name] for name in names}, **now["environment"]}
+    # Of all processes, by kind: their numbers are that of the processes.
+    old["devices"] = ", ".join(before.get("devices") or ())
+    new["devices"] = ", ".join(now["devices"])
     changes = []
     for name in {**new, **old}:
         if old.get(name) != new.get(name) and name not in FOLLOWING:
