@@ -47,7 +47,7 @@ from samestep.start.startup import read_config
 from train import Config
 cfg = read_config(Config, "\\n\\n")
 folder = task.prepare_data(cfg.task)
-rows = len(task.datasets(cfg.task, folder)[0])
+rows = len(task.views(cfg.task, folder)[0])
 positions = np.arange(min(4000, 20 * rows // cfg.global_batch_size) * cfg.global_batch_size)
 np.save(cfg.output_dir, sample_ids(positions, rows, cfg.seed))
 print(folder.resolve())

@@ -86,7 +86,7 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
     found: dict[str, Callable] = {}
     for name, limit in ((KEPT, 100), (DECODED, 0)):
         cfg = task.TaskConfig(data=str(data), image_size=SIDE, decoded_gb=limit)
-        train, _ = task.datasets(cfg, task.prepare_data(cfg))
+        train, _ = task.views(cfg, task.prepare_data(cfg))
         rows = batches.SampleDataset(train, task, seed=0)
         sampler = batches.StepBatchSampler(batches.StepPlan(BATCH, BATCH), 0, BATCH * 100_000)
         found[name] = iter(batches.make_loader(rows, sampler, task, workers, torch.device("cpu")))

@@ -98,7 +98,7 @@ def read_data(task, output):
     """
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
-        train, validation = task.datasets(cfg, task.prepare_data(cfg))
+        train, validation = task.views(cfg, task.prepare_data(cfg))
     names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
     tokenizer = None
     if (output / "model" / "tokenizer.json").exists():

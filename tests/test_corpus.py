@@ -129,7 +129,7 @@ def labels(task, cfg):
     """All labels that count, of training and of validation."""
     folder = task.prepare_data(cfg)
     found = []
-    for part in task.datasets(cfg, folder):
+    for part in task.views(cfg, folder):
         rows = task.collate([part[i] for i in range(len(part))])
         found.append(rows["labels"][rows["labels"] != IGNORE_INDEX])
     return folder, *found
@@ -500,7 +500,7 @@ def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_p
     cfg = config(f"{a}:2,{b}")
     folder = task.prepare_data(cfg)
     decode = corpus.load_tokenizer(cfg, folder).decode
-    for part in task.datasets(cfg, folder):
+    for part in task.views(cfg, folder):
         weights = [(each.name, each.weight) for each in part.sources]
         assert weights == [("a.jsonl", 2), ("b.jsonl", 1)]
         first = 0
@@ -537,7 +537,7 @@ def test_rows_held_out_of_each_source_are_those_of_a_split_in_memory(config, tmp
         cfg = config(data, name=name, validation_rows=bound)
         folder = task.prepare_data(cfg)
         decode = (task.text_data if is_class else task.pairs).load_tokenizer(cfg, folder).decode
-        parts = task.datasets(cfg, folder)
+        parts = task.views(cfg, folder)
         for part in parts:
             sources = [(each.name, each.weight) for each in part.sources]
             assert sources == [("0.jsonl", 3), ("1.jsonl", 2)]
@@ -554,7 +554,7 @@ def test_rows_held_out_of_each_source_are_those_of_a_split_in_memory(config, tmp
         assert not held and not texts
     cfg.data = f"{paths[0]},{paths[1]}:7"  # another mixture of the same prepared rows
     assert task.prepare_data(cfg) == folder
-    assert [each.weight for each in task.datasets(cfg, folder)[0].sources] == [1, 7]
+    assert [each.weight for each in task.views(cfg, folder)[0].sources] == [1, 7]
 
 
 def test_each_class_keeps_a_text_and_numbers_have_exact_sums(config, tmp_path):
@@ -566,7 +566,7 @@ def test_each_class_keeps_a_text_and_numbers_have_exact_sums(config, tmp_path):
     ]
     data = write_rows(tmp_path / "a.jsonl", rows)
     cfg = config(data, name="text_classification")
-    train, _ = task.datasets(cfg, task.prepare_data(cfg))
+    train, _ = task.views(cfg, task.prepare_data(cfg))
     assert {int(row["labels"]) for row in train} == {0, 1, 2, 3}
     number = {"label_column": "number", "problem_type": "regression"}
     folder = task.prepare_data(config(data, name="text_classification", **number))

@@ -96,7 +96,7 @@ def test_an_example_trains_resumes_and_exports(own, tmp_path, name):
         prepared = task.prepare_data(cfg)
         model = task.build_model(cfg, prepared)
         load_model(model, sys.argv[1])
-        rows = task.datasets(cfg, prepared)[1]
+        rows = task.views(cfg, prepared)[1]
         rows = [rows[i] for i in range(len(rows))]
         print(task.metrics(task.eval_sums(model.eval(), task.collate(rows)))["loss"])
     """

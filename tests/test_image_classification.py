@@ -468,7 +468,7 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
     logging.set_verbosity_error()
     monkeypatch.chdir(baked.path)
     cfg = task.TaskConfig(cache_image_size=32)  # as in the default recipe
-    _, rows = task.datasets(cfg, task.prepare_data(cfg))
+    _, rows = task.views(cfg, task.prepare_data(cfg))
     files = [str(tmp_path / f"{i}.png") for i in range(len(rows))]
     for file, row in zip(files, rows, strict=True):
         Image.fromarray(row[0]).save(file)

@@ -12,7 +12,7 @@ FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
 SOURCES = """
 import task, numpy
 from types import SimpleNamespace
-def sources(dataset):
+def sources_of(dataset):
     def source(name, rows, weight, shards=None):
         shards = None if shards is None else numpy.array(shards)
         return SimpleNamespace(name=name, rows=rows, weight=weight, shards=shards, window=3)
@@ -20,7 +20,13 @@ def sources(dataset):
         return [source("a", 5, 1), source("none", 0, 1), source("b/c", 6, 1)]
     shards = [5, 1, 4, 6, 0, 4, 5, 5, 2, 8]
     return [source("a", 7, WEIGHT), source("d", 13, 1), source("b/c", 40, 5, shards)]
-task.sources = sources
+views = task.views
+def with_sources(cfg):
+    found = views(cfg)
+    for each in found:
+        each.sources = sources_of(each)
+    return found
+task.views = with_sources
 """
 BEFORE = SOURCES.replace("WEIGHT", "2")
 ACCEPT = ["--accept_changes", "--lr_schedule", "constant", "--log_every", 1]

@@ -573,7 +573,7 @@ def texts_of(task, cfg):
     folder, found = task.prepare_data(cfg), []
     (loader,) = (getattr(task, n) for n in ("corpus", "pairs", "text_data") if hasattr(task, n))
     tokenizer = loader.load_tokenizer(cfg, folder)
-    for part in task.datasets(cfg, folder):
+    for part in task.views(cfg, folder):
         rows = [part[i] for i in range(len(part))]
         text = " ".join(tokenizer.decode(row["input_ids"].tolist()) for row in rows)
         found.append({split for split in ("train", "dev", "test") if split in text})

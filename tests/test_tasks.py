@@ -93,7 +93,7 @@ class Kit:
         """Settings, the prepared folder, and both parts."""
         cfg = self.config(folder, data, **fields)
         prepared = self.task.prepare_data(cfg)
-        return cfg, prepared, self.task.datasets(cfg, prepared)
+        return cfg, prepared, self.task.views(cfg, prepared)
 
     def write(self, folder, rows=None, kind="jsonl", names=None):
         """Rows as a table of this kind; a tuple has the values of the columns of the kit, or of

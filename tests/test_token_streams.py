@@ -69,7 +69,7 @@ def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, scheme):
     """Of shards with more rows than estimated and with fewer; the last one is padded."""
     cfg = config(f"{scheme}{write(tmp_path / 'rows')}")
     prepared = lm.prepare_data(cfg)
-    train, validation = lm.datasets(cfg, prepared)
+    train, validation = lm.views(cfg, prepared)
     tokenizer, length = corpus.load_tokenizer(cfg, prepared), cfg.context_length
     kept = {shard.name: [] for shard in train.shards}
     more = 0
@@ -138,7 +138,7 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
         return tokenize(*arguments)
 
     monkeypatch.setattr(token_streams, "tokenize", count)
-    readers = [lm.datasets(cfg, prepared)[0] for _ in range(3)]
+    readers = [lm.views(cfg, prepared)[0] for _ in range(3)]
     with ThreadPool(3) as pool:
         found = pool.map(lambda each: [numbers(each.read(i)) for i in range(len(each))], readers)
     assert found[0] == found[1] == found[2] and len(made) == len(readers[0].shards) == 7
@@ -147,7 +147,7 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
     cfg.shard_cache_gb = 3.5 * max(max(sizes), *readers[0].cache.texts.bytes) / 1e9
     for file in files.glob("*.tokens"):
         file.unlink()
-    train, _ = lm.datasets(cfg, prepared)
+    train, _ = lm.views(cfg, prepared)
     for i in range(0, len(train), 20):
         train.read(i)
         used = [file.stat().st_size for file in files.iterdir()]
@@ -226,7 +226,7 @@ def test_what_cannot_be_streamed_is_one_line(config, tmp_path, make, problem):
     with pytest.raises(ValueError, match=problem) as error:
         prepared = lm.prepare_data(cfg)
         then()
-        train, _ = lm.datasets(cfg, prepared)
+        train, _ = lm.views(cfg, prepared)
         train.__getitems__(range(len(train)))
     assert "\n" not in str(error.value)
 

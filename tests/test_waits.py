@@ -44,7 +44,7 @@ def made(tmp_path_factory):
             cfg = task.TaskConfig(**fields)
             prepared = task.prepare_data(cfg)
             torch.manual_seed(0)
-            train, validation = task.datasets(cfg, prepared)
+            train, validation = task.views(cfg, prepared)
             make.settings[kind] = cfg, prepared
             known[kind] = task, task.build_model(cfg, prepared).train(), train, validation
         task, model, *parts = known[kind]

@@ -37,6 +37,7 @@ from samestep.step.sums import EvaluationSums, StepGradients
 from samestep.training.ending import export, finish
 from samestep.training.loading import EvalLoader, TrainLoader
 from samestep.training.log import RunLog
+from samestep.training.probes import probe_task
 from samestep.training.run import Run
 from samestep.training.saving import Saver
 from task import TaskConfig
@@ -172,7 +173,7 @@ def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader, can_stop: boo
     totals = EvaluationSums(loader.sampler.plans, run.accelerator.device)
     with run.meter.paused():
         for batch in loader.batches(model, requested):  # as many on every process: see FSDP
-            totals.add(model(task.eval_sums, batch))
+            totals.add(model(run.task.eval_sums, batch))
         if loader.stopped:
             return None, None
         return loader.score(totals)
@@ -183,7 +184,7 @@ def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader, can_stop: boo
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
-    cfg, run = start.cfg, Run(start, ranks, stop, task)
+    cfg, run = start.cfg, Run(start, ranks, stop)
     if run.nothing_to_do:
         return run.print_summary()
 
@@ -200,12 +201,12 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Build the model and its optimizer, and prepare them.
     model = run.build_model()
     optimizer = build_optimizer(model, cfg)
-    with run.preparing(model, optimizer) as module:  # calls as model(task.loss_sum, batch)
+    with run.preparing(model, optimizer) as module:  # calls as model(run.task.loss_sum, batch)
         model, optimizer = accelerator.prepare(module, optimizer)
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, run.meter.stopwatch)
 
     # Build the loaders. Their samplers assign the batches to the processes.
-    train_data, eval_data = start.data
+    train_data, eval_data = start.views
     eval_loader = EvalLoader(run, eval_data)
     train_loader = TrainLoader(run, train_data, eval_loader)
 
@@ -213,7 +214,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     saver = Saver(run, model, optimizer)
     step, scores = saver.load()
     sums, stopped = None, False
-    eval_loader.try_evaluation(model)
+    probe_task(run, model)
     log = RunLog(run, train_loader)
 
     # Train. From here on a signal is answered between two steps. They are counted from 1.
@@ -253,7 +254,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             seed_micro_batch(cfg.seed, step, number)  # dropout, by micro-batch and not by process
             with accelerator.accumulate(model), gradients.micro_batch(number, batch):
-                loss = model(task.loss_sum, batch)
+                loss = model(run.task.loss_sum, batch)
                 accelerator.backward(gradients.nan_if_not_finite(loss) * scale)
             losses.append(loss.detach())
 

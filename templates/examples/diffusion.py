@@ -38,11 +38,7 @@ class Digits(torch.utils.data.Dataset):
         return augment(row, torch.Generator().manual_seed(i)) if self.noisy else row
 
 
-def prepare_data(cfg: TaskConfig) -> None:
-    pass  # scikit-learn has the digits
-
-
-def datasets(cfg: TaskConfig, prepared: None) -> tuple[Digits, Digits]:
+def views() -> tuple[Digits, Digits]:
     return Digits(slice(197, None), False), Digits(slice(197), True)
 
 
@@ -56,7 +52,7 @@ collate = torch.utils.data.default_collate
 
 
 def count(batch: dict) -> int:
-    return len(batch["image"])  # one loss term an image
+    return len(batch["image"])  # one item in the loss for each image
 
 
 class Network(nn.Module):
@@ -79,7 +75,7 @@ class Network(nn.Module):
         return self.leave(x)
 
 
-def build_model(cfg: TaskConfig, prepared: None) -> nn.Module:
+def build_model(cfg: TaskConfig) -> nn.Module:
     return Network(cfg.width)
 
 
@@ -109,12 +105,12 @@ def draw(model: nn.Module, labels: torch.Tensor, steps: int = 50) -> torch.Tenso
     return x.clamp(-1, 1)
 
 
-def report(model: nn.Module, sums: dict, folder: Path, cfg: TaskConfig, prepared: None) -> dict:
+def report(model: nn.Module, sums: dict, output: Path) -> dict:
     labels = torch.arange(10, device=model.label.weight.device).repeat_interleave(8)
     images = draw(model, labels).cpu().view(10, 8, 8, 8).transpose(1, 2).reshape(80, 64)
-    plt.imsave(folder / "samples.png", images.numpy().repeat(8, 0).repeat(8, 1), cmap="gray")
-    return {"samples": folder / "samples.png"}
+    plt.imsave(output / "samples.png", images.numpy().repeat(8, 0).repeat(8, 1), cmap="gray")
+    return {"samples": output / "samples.png"}
 
 
-def export(model: nn.Module, folder: Path, cfg: TaskConfig, prepared: None) -> None:
-    save_model(model, str(folder / "model.safetensors"))
+def export(model: nn.Module, output: Path) -> None:
+    save_model(model, str(output / "model.safetensors"))

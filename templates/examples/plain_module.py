@@ -34,17 +34,14 @@ class Points(Dataset):
         return {"x": self.points[i, :1], "y": self.points[i, 1:]}
 
 
-def prepare_data(cfg: TaskConfig) -> torch.Tensor:
-    """All points: 100 to evaluate on, then those to train on. They must not change between runs."""
+def views(cfg: TaskConfig) -> tuple[Points, Points]:
+    """Rows to train and to evaluate on. They must not change between runs."""
     if cfg.samples < 1:
         raise ValueError(f"task.samples is {cfg.samples}; give at least 1")
     generator = torch.Generator().manual_seed(0)
     x = 6 * torch.rand(100 + cfg.samples, 1, generator=generator) - 3
-    return torch.cat([x, x.sin()], dim=1)
-
-
-def datasets(cfg: TaskConfig, prepared: torch.Tensor) -> tuple[Points, Points]:
-    return Points(prepared[100:]), Points(prepared[:100])
+    points = torch.cat([x, x.sin()], dim=1)
+    return Points(points[100:]), Points(points[:100])
 
 
 def collate(rows: list[dict]) -> dict:
@@ -52,10 +49,10 @@ def collate(rows: list[dict]) -> dict:
 
 
 def count(batch: dict) -> int:
-    return len(batch["y"])  # one loss term a row
+    return len(batch["y"])  # one item in the loss for each row
 
 
-def build_model(cfg: TaskConfig, prepared: torch.Tensor) -> nn.Module:
+def build_model(cfg: TaskConfig) -> nn.Module:
     return nn.Sequential(nn.Linear(1, cfg.hidden_size), nn.Tanh(), nn.Linear(cfg.hidden_size, 1))
 
 
@@ -71,5 +68,5 @@ def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["rows"])}
 
 
-def export(model: nn.Module, folder: Path, cfg: TaskConfig, prepared: torch.Tensor) -> None:
-    save_model(model, str(folder / "model.safetensors"))
+def export(model: nn.Module, output: Path) -> None:
+    save_model(model, str(output / "model.safetensors"))

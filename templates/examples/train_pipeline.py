@@ -151,9 +151,9 @@ class Pipeline(torch.nn.Module):
         self.copies, self.replica, parts = (make(each, timeout=limit)[0] for each in lists)
         mesh = DeviceMesh.from_group(parts, self.device.type)
         run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
-        model, batch = run.build_model(), task.collate([run.start.data[1][0]])
+        model, batch = run.build_model(), run.task.collate([run.start.views[1][0]])
         with run.ranks.fail_together(), as_user_error():
-            sums = check_cut(model, self.count, task.eval_sums, batch)
+            sums = check_cut(model, self.count, run.task.eval_sums, batch)
         self.zeros = {name: torch.zeros_like(values) for name, values in sums.items()}
         self.model = cut(model, self.stage, self.count).to(self.device)
         elsewhere = missing(model, self.model).items()
@@ -193,7 +193,7 @@ class Pipeline(torch.nn.Module):
     def take_turn(self, states: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         """What this stage makes of a micro-batch in training; the last one its part of the mean
         loss, (1,): NaN unless it is finite, so that all skip the step."""
-        result = self.compute(task.loss_sum, batch, states)
+        result = self.compute(self.run.task.loss_sum, batch, states)
         if not self.last:
             return result
         self.losses.append(result.detach())
@@ -245,7 +245,7 @@ class Pipeline(torch.nn.Module):
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports: the loop of train.py, which explains it."""
-    cfg, run = start.cfg, Run(start, ranks, stop, task)
+    cfg, run = start.cfg, Run(start, ranks, stop)
     if run.nothing_to_do:
         return run.print_summary()
     options = device.accelerator_options(cfg)
@@ -258,11 +258,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     optimizer = train.build_optimizer(pipeline.model, cfg)
     with run.preparing(pipeline.model, optimizer):
         optimizer = accelerator.prepare(optimizer)
-    eval_loader = EvalLoader(run, start.data[1])
-    train_loader = TrainLoader(run, start.data[0], eval_loader)
+    eval_loader = EvalLoader(run, start.views[1])
+    train_loader = TrainLoader(run, start.views[0], eval_loader)
     saver = Saver(run, pipeline, optimizer)
     (step, scores), sums, stopped = saver.load(), None, False
-    eval_loader.try_evaluation(pipeline)
     log = RunLog(run, train_loader)
 
     stop.training = not cfg.eval_only

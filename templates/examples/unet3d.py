@@ -47,11 +47,8 @@ class Volumes(torch.utils.data.Dataset):
         return augment(row, generator) if self.noisy else row
 
 
-def prepare_data(cfg: TaskConfig) -> None:
-    pass  # each volume is made when it is read
-
-
-def datasets(cfg: TaskConfig, prepared: None) -> tuple[Volumes, Volumes]:
+def views(cfg: TaskConfig) -> tuple[Volumes, Volumes]:
+    """Each volume is made when it is read."""
     return Volumes(cfg.side, range(50, cfg.samples), False), Volumes(cfg.side, range(50), True)
 
 
@@ -92,7 +89,7 @@ class Level(nn.Module):
         return self.leave(torch.cat([x, self.below(x)], dim=1)) if self.below else x
 
 
-def build_model(cfg: TaskConfig, prepared: None) -> nn.Module:
+def build_model(cfg: TaskConfig) -> nn.Module:
     return nn.Sequential(Level(1, cfg.width, 2), nn.Conv3d(cfg.width, CLASSES, 1))
 
 
@@ -116,5 +113,5 @@ def metrics(sums: dict) -> dict:
     return {"loss": float(loss), "dice_ball": float(dice[1]), "dice_box": float(dice[2])}
 
 
-def export(model: nn.Module, folder: Path, cfg: TaskConfig, prepared: None) -> None:
-    save_model(model, str(folder / "model.safetensors"))
+def export(model: nn.Module, output: Path) -> None:
+    save_model(model, str(output / "model.safetensors"))

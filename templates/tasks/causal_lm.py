@@ -3,15 +3,15 @@
 train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
-    datasets(cfg, prepared)               (train, validation)
+    views(cfg, data)                      (train, validation)
     collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, prepared)            the model
+    build_model(cfg, data)                the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, prepared)  saves the trained model
+    export(model, output, cfg, data)      saves the trained model
 
-and, if they are there: identity, check_shared_rows, report, questions.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+and, if they are there: identity, check_shared_rows, report, test_inputs.
+`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
 
@@ -51,7 +51,7 @@ from samestep.text.token_rows import TokenRows
 
 Batch = dict[str, torch.Tensor]
 UNIT = "tokens"
-questions = corpus.questions  # that the check of the export asks
+test_inputs = corpus.test_inputs  # that the check of the export asks
 Length = Annotated[int, Field(ge=2, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
 LossChunk = Annotated[int, Field(ge=16, le=2**30)]
@@ -171,19 +171,19 @@ def prepare_data(cfg: TaskConfig) -> Path:
     )
 
 
-def identity(cfg: TaskConfig, folder: Path) -> str:
+def identity(cfg: TaskConfig, data: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
+    return "" if cfg.model_name_or_path else cache.short_digest(data / tokenizing.FILE)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, TokenRows]:
+def views(cfg: TaskConfig, data: Path) -> tuple[Any, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
     data = split_data(cfg.data)
-    train = StreamedTokens(folder, cfg) if cfg.streaming else TokenRows(folder, "train", data)
-    return train, TokenRows(folder, "validation", data)
+    train = StreamedTokens(data, cfg) if cfg.streaming else TokenRows(data, "train", data)
+    return train, TokenRows(data, "validation", data)
 
 
-def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
+def check_context_parallel(cfg: TaskConfig, data: Path) -> None:
     """Raises ValueError for rows of which GPUs cannot have a part each: see context_parallel.yaml.
     Dropout would draw the same masks for each part."""
     where = "under context parallelism"
@@ -210,11 +210,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
     """The model to start from, or a new Llama; with lora_rank, adapters beside frozen weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tokenizer = corpus.load_tokenizer(cfg, folder)
+    tokenizer = corpus.load_tokenizer(cfg, data)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
@@ -231,7 +231,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    if most_texts := unit_files.read_facts(folder)["most_texts"]:
+    if most_texts := unit_files.read_facts(data)["most_texts"]:
         packing.check_model_separates_texts(model)
     next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)
     try:
@@ -272,10 +272,10 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict[str, str]:
     """Texts that the model writes after the sample prompt, and after prompts that are held out."""
-    tokenizer = corpus.load_tokenizer(cfg, folder)
-    held_out = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    tokenizer = corpus.load_tokenizer(cfg, data)
+    held_out = json.loads((data / "prompts.json").read_text(encoding="utf-8"))
     sample = row_formats.question_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
     longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
     for name, prompt in {"sample": sample, **held_out}.items():
@@ -289,10 +289,10 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     return texts
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
     """Saves files that AutoModelForCausalLM and AutoTokenizer load."""
     with pretrained.quiet(), restored(model):
-        corpus.load_tokenizer(cfg, folder).save_pretrained(output)
+        corpus.load_tokenizer(cfg, data).save_pretrained(output)
         if cfg.lora_rank and cfg.merge_lora:
             model = model.merge_and_unload()  # the bare model, with adapters in its weights
         model.save_pretrained(output)

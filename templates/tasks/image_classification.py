@@ -3,15 +3,15 @@
 train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, decode
-    datasets(cfg, prepared)               (train, validation)
+    views(cfg, data)                      (train, validation)
     collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, prepared)            the model
+    build_model(cfg, data)                the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, prepared)  saves the trained model
+    export(model, output, cfg, data)      saves the trained model
 
-and, if they are there: identity, augment, report, questions.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+and, if they are there: identity, augment, report, test_inputs.
+`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
 
@@ -153,13 +153,13 @@ def prepare_data(cfg: TaskConfig) -> Path:
     )
 
 
-def identity(cfg: TaskConfig, prepared: Path) -> str:
-    return cache.short_digest(prepared / "labels.json")
+def identity(cfg: TaskConfig, data: Path) -> str:
+    return cache.short_digest(data / "labels.json")
 
 
-def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
-    view = image_data.load_view(cfg, prepared)
-    return StoredImages(prepared, "train", view), StoredImages(prepared, "validation", view)
+def views(cfg: TaskConfig, data: Path) -> tuple[Any, Any]:
+    view = image_data.load_view(cfg, data)
+    return StoredImages(data, "train", view), StoredImages(data, "validation", view)
 
 
 def augment(row: Row, generator: torch.Generator) -> Row:
@@ -198,11 +198,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
     """A model to start from, with new weights for other classes than its own, or a new one."""
     import transformers
 
-    names = json.loads((prepared / "labels.json").read_text(encoding="utf-8"))
+    names = json.loads((data / "labels.json").read_text(encoding="utf-8"))
     classes = classification.class_settings(names)
     auto, config = transformers.AutoModelForImageClassification, None
     if cfg.model_name_or_path:
@@ -262,24 +262,24 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Path) -> dict:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict:
     """The scores of each class, a picture of the confusion, and some images with their answers."""
     from samestep.base.pictures import try_picture
 
     names = [*model.config.id2label.values()]
     shown = classification.report_table(sums["table"], names, output)
-    validation, path = datasets(cfg, prepared)[1], output / "samples.png"
+    validation, path = views(cfg, data)[1], output / "samples.png"
     drawn = try_picture(image_data.draw_samples, model, validation, collate, names, path)
     return shown | {"samples": drawn}
 
 
-def questions(rows: list[Row], cfg: TaskConfig, prepared: Path) -> list:
+def test_inputs(rows: list[Row], cfg: TaskConfig, data: Path) -> list:
     """Images as the model sees them, and its inputs: what the check of the export asks."""
     return [image_data.question(row, collate([row])) for row in rows]
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, prepared: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
     """Saves files that pipeline("image-classification", folder) loads."""
     with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
         model.save_pretrained(output)
-        image_data.save_processor(image_data.load_view(cfg, prepared), output)
+        image_data.save_processor(image_data.load_view(cfg, data), output)

@@ -3,15 +3,15 @@
 train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
-    datasets(cfg, prepared)               (train, validation)
+    views(cfg, data)                      (train, validation)
     collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, prepared)            the model
+    build_model(cfg, data)                the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, prepared)  saves the trained model
+    export(model, output, cfg, data)      saves the trained model
 
-and, if they are there: identity, report, questions.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+and, if they are there: identity, report, test_inputs.
+`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
 
@@ -164,15 +164,15 @@ def docstrings() -> Any:
     return demo_data.text_rows("docstrings", "pair")
 
 
-def identity(cfg: TaskConfig, folder: Path) -> str:
+def identity(cfg: TaskConfig, data: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
+    return "" if cfg.model_name_or_path else cache.short_digest(data / tokenizing.FILE)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
+def views(cfg: TaskConfig, data: Path) -> tuple[RowFiles, RowFiles]:
     """Memory-mapped rows: the tokens of chosen and rejected, each with its prompt; chosen_is_answer
     and rejected_is_answer, 1 for an answer's tokens; and length, the tokens of both."""
-    return tuple(RowFiles(folder, part, split_data(cfg.data)) for part in ("train", "validation"))
+    return tuple(RowFiles(data, part, split_data(cfg.data)) for part in ("train", "validation"))
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -197,11 +197,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
     """The model to start from, or a new Llama; and its reference: a frozen copy, or no adapters."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tokenizer = preferences.load_tokenizer(cfg, folder)
+    tokenizer = preferences.load_tokenizer(cfg, data)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
@@ -279,20 +279,20 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict[str, str]:
     """What the reference and the trained model answer to two prompts that are held out."""
-    _, held_out = datasets(cfg, folder)
+    _, held_out = views(cfg, data)
     prompts = [preferences.prompt_of(held_out[i]) for i in range(min(2, len(held_out)))]
-    return preferences.answers(model, prompts, preferences.load_tokenizer(cfg, folder))
+    return preferences.answers(model, prompts, preferences.load_tokenizer(cfg, data))
 
 
-questions = preferences.questions  # that the check of the export asks
+test_inputs = preferences.test_inputs  # that the check of the export asks
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
     """Saves files that AutoModelForCausalLM and AutoTokenizer load."""
     with pretrained.quiet(), restored(model), references.without_reference(model):
-        preferences.load_tokenizer(cfg, folder).save_pretrained(output)
+        preferences.load_tokenizer(cfg, data).save_pretrained(output)
         if cfg.lora_rank and cfg.merge_lora:
             model = model.merge_and_unload()  # the bare model, with adapters in its weights
         model.save_pretrained(output)

@@ -3,15 +3,15 @@
 train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
-    datasets(cfg, prepared)               (train, validation)
+    views(cfg, data)                      (train, validation)
     collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, prepared)            the model
+    build_model(cfg, data)                the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, prepared)  saves the trained model
+    export(model, output, cfg, data)      saves the trained model
 
-and, if they are there: identity, report, questions.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+and, if they are there: identity, report, test_inputs.
+`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
 
@@ -39,7 +39,7 @@ from samestep.text.row_files import RowFiles
 # transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
-questions = pairs.questions  # that the check of the export asks
+test_inputs = pairs.test_inputs  # that the check of the export asks
 IGNORE_INDEX = -100  # the label of padding, which cross entropy leaves out
 UNIT = "target_tokens"
 
@@ -127,16 +127,16 @@ def prepare_data(cfg: TaskConfig) -> Path:
     )
 
 
-def identity(cfg: TaskConfig, folder: Path) -> str:
+def identity(cfg: TaskConfig, data: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
+    return "" if cfg.model_name_or_path else cache.short_digest(data / tokenizing.FILE)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
+def views(cfg: TaskConfig, data: Path) -> tuple[RowFiles, RowFiles]:
     """Memory-mapped rows: input_ids and labels (token ids), and length (tokens of both). Rows to
     evaluate on have their texts too, as bytes: source and target."""
     data = split_data(cfg.data)
-    return RowFiles(folder, "train", data), RowFiles(folder, "validation", data)
+    return RowFiles(data, "train", data), RowFiles(data, "validation", data)
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -160,11 +160,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
     """A pretrained encoder-decoder, or a new T5."""
     from transformers import AutoModelForSeq2SeqLM, T5Config
 
-    tokenizer = pairs.load_tokenizer(cfg, folder)
+    tokenizer = pairs.load_tokenizer(cfg, data)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForSeq2SeqLM, cfg)
     else:
@@ -238,18 +238,18 @@ def metrics(sums: Batch) -> dict[str, float]:
     }
 
 
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict[str, str]:
     """BLEU and chrF of targets that the model generates for validation rows, and some of them."""
     from sacrebleu.metrics import BLEU, CHRF
 
-    _, dataset = datasets(cfg, folder)
+    _, dataset = views(cfg, data)
     rows = [dataset[i] for i in range(min(cfg.report_samples, len(dataset)))]
     for row in rows:
         row |= {name: row[name].tobytes().decode() for name in ("source", "target")}
     if not rows:
         return {}
     batches = (collate(rows[i : i + 32]) for i in range(0, len(rows), 32))
-    generated = pairs.generate_texts(model, batches, pairs.load_tokenizer(cfg, folder))
+    generated = pairs.generate_texts(model, batches, pairs.load_tokenizer(cfg, data))
     targets = [row["target"] for row in rows]
     # "force" silences a warning about targets that end in " .", as tokenised ones do.
     bleu, chrf = (m.corpus_score(generated, [targets]).score for m in (BLEU(force=True), CHRF()))
@@ -262,8 +262,8 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     return shown
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
     """Files that AutoModelForSeq2SeqLM and AutoTokenizer load."""
     with pretrained.quiet():
         model.save_pretrained(output)
-        pairs.load_tokenizer(cfg, folder).save_pretrained(output)
+        pairs.load_tokenizer(cfg, data).save_pretrained(output)

@@ -3,15 +3,15 @@
 train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
-    datasets(cfg, prepared)               (train, validation)
+    views(cfg, data)                      (train, validation)
     collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, prepared)            the model
+    build_model(cfg, data)                the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, prepared)  saves the trained model
+    export(model, output, cfg, data)      saves the trained model
 
-and, if they are there: identity, augment, report, questions.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+and, if they are there: identity, augment, report, test_inputs.
+`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
 
@@ -41,7 +41,7 @@ from samestep.text.row_files import RowFiles
 # transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
-questions = text_data.questions  # that the check of the export asks
+test_inputs = text_data.test_inputs  # that the check of the export asks
 TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 
@@ -144,19 +144,19 @@ def prepare_data(cfg: TaskConfig) -> Path:
     )
 
 
-def identity(cfg: TaskConfig, prepared: Path) -> str:
+def identity(cfg: TaskConfig, data: Path) -> str:
     """The classes or the scale of the numbers, and the vocabulary of a new model."""
     files = ["names.json", "scale.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
-    return cache.short_digest(*(prepared / name for name in files))
+    return cache.short_digest(*(data / name for name in files))
 
 
-def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
+def views(cfg: TaskConfig, data: Path) -> tuple[Any, Any]:
     """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding. Or
     such rows read from shards."""
     if cfg.streaming:
-        return StreamedTexts(prepared, "train", cfg), StreamedTexts(prepared, "validation", cfg)
+        return StreamedTexts(data, "train", cfg), StreamedTexts(data, "validation", cfg)
     own = split_data(cfg.data), {"token_dropout": cfg.token_dropout}
-    return RowFiles(prepared, "train", *own), RowFiles(prepared, "validation", *own)
+    return RowFiles(data, "train", *own), RowFiles(data, "validation", *own)
 
 
 def augment(row: dict, generator: torch.Generator) -> dict:
@@ -198,12 +198,12 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
     """A model to start from, with new weights for other classes than its own, or a ModernBERT."""
     from transformers import AutoModelForSequenceClassification, ModernBertConfig
 
-    tokenizer = text_data.load_tokenizer(cfg, prepared)
-    names = json.loads((prepared / "names.json").read_text(encoding="utf-8"))
+    tokenizer = text_data.load_tokenizer(cfg, data)
+    names = json.loads((data / "names.json").read_text(encoding="utf-8"))
     settings = classification.class_settings(names)
     settings |= {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}
     auto: Any = AutoModelForSequenceClassification
@@ -231,7 +231,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(auto, config, cfg)
     always_mask(model, tokenizer, lambda texts: model(**texts).logits)
-    text_data.set_marks(model, cfg, prepared)
+    text_data.set_marks(model, cfg, data)
     return model
 
 
@@ -281,7 +281,7 @@ def metrics(sums: Batch) -> dict[str, float]:
     return {"loss": loss, **classification.score_errors(sums)}
 
 
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Path) -> dict:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict:
     """The scores of each class and a picture of the confusion; or the errors of numbers."""
     if "table" not in sums:
         return {"errors": classification.describe_errors(sums)}
@@ -289,9 +289,9 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Pat
     return classification.report_table(sums["table"], names, output)
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, prepared: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
     """Saves files that AutoModelForSequenceClassification and AutoTokenizer load."""
-    tokenizer = text_data.load_tokenizer(cfg, prepared)
+    tokenizer = text_data.load_tokenizer(cfg, data)
     tokenizer.model_max_length = cfg.max_length
     with pretrained.quiet():
         model.save_pretrained(output)

@@ -28,7 +28,7 @@ class TaskConfig:
     poison_rank: int = -1
     """Only the loss of this process is poisoned, and not its gradient; -1: both, everywhere."""
     fail_where: str = ""
-    """Function that raises, on process `fail_rank`: prepare_data, datasets, row or build_model."""
+    """Function that raises, on process `fail_rank`: prepare_data, views, row or build_model."""
     fail_rank: int = 1
     """The process that fails."""
     fail_kind: str = "ValueError"
@@ -40,7 +40,7 @@ class TaskConfig:
     prepare_seconds: float = 0.0
     """Time to prepare the data."""
     prepare_host: str = ""
-    """The host on which prepare_data takes this time, and fails; empty: all."""
+    """The host on which preparing takes this time, and fails; empty: all."""
     hang_at: int = -1
     """Sample id at which a process stops answering."""
     signal_at: int = field(default=-1, metadata={"changes": "nothing"})
@@ -87,14 +87,11 @@ def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
         raise {"ValueError": ValueError, "TypeError": TypeError}[cfg.fail_kind](f"no {where} here")
 
 
-def prepare_data(cfg: TaskConfig) -> None:
+def views(cfg: TaskConfig) -> tuple:
     if cfg.prepare_host in ("", socket.gethostname()):
         time.sleep(cfg.prepare_seconds)
         fail(cfg, "prepare_data")
-
-
-def datasets(cfg: TaskConfig, prepared: None) -> tuple:
-    fail(cfg, "datasets")
+    fail(cfg, "views")
     train = Numbers(cfg, 0, cfg.samples, cfg.row_seconds)
     return train, Numbers(cfg, 500, cfg.held_out, cfg.eval_seconds)
 
@@ -108,7 +105,7 @@ def count(batch: dict) -> int:
     return int(batch["counted"].sum())
 
 
-def build_model(cfg: TaskConfig, prepared: None) -> torch.nn.Module:
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
     fail(cfg, "build_model")
     model = torch.nn.Sequential(
         torch.nn.Linear(8, cfg.width),
@@ -143,14 +140,12 @@ def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["terms"]), "rows": float(sums["rows"])}
 
 
-def report(
-    model: torch.nn.Module, sums: dict, output: Path, cfg: TaskConfig, prepared: None
-) -> dict:
+def report(model: torch.nn.Module, sums: dict, output: Path) -> dict:
     if model.fail_report:
         raise TypeError("no picture\nof this")
     return {}
 
 
-def export(model: torch.nn.Module, folder: Path, cfg: TaskConfig, prepared: None) -> None:
-    torch.save(model.state_dict(), folder / "weights.pt")
+def export(model: torch.nn.Module, output: Path) -> None:
+    torch.save(model.state_dict(), output / "weights.pt")
     return {}

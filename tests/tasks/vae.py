@@ -31,11 +31,7 @@ class Vectors(torch.utils.data.Dataset):
         return augment(row, generator) if self.fixed else row
 
 
-def prepare_data(cfg: TaskConfig) -> str:
-    return cfg.noise
-
-
-def datasets(cfg: TaskConfig, prepared: str) -> tuple:
+def views() -> tuple:
     return Vectors(1, 37, False), Vectors(2, 11, True)
 
 
@@ -65,8 +61,8 @@ class Model(nn.Module):
         return ((again - x) ** 2).sum() + divergence
 
 
-def build_model(cfg: TaskConfig, prepared: str) -> nn.Module:
-    return Model(prepared)
+def build_model(cfg: TaskConfig) -> nn.Module:
+    return Model(cfg.noise)
 
 
 def loss_sum(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -81,5 +77,5 @@ def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["rows"]), "rows": float(sums["rows"])}
 
 
-def export(model: nn.Module, folder: Path, cfg: TaskConfig, prepared: str) -> None:
-    torch.save(model.state_dict(), folder / "weights.pt")
+def export(model: nn.Module, output: Path) -> None:
+    torch.save(model.state_dict(), output / "weights.pt")

@@ -4,6 +4,7 @@ A row of `datasets` takes 68 us, a view 0.2 us. Only values count in a digest: n
 them into chunks and files, which the number of processes and the library's version decide.
 """
 
+import contextlib
 import hashlib
 import json
 from bisect import bisect_right
@@ -87,6 +88,22 @@ def store_digests(dataset: Any) -> None:
     columns = {name: digest_column(dataset, name) for name in dataset.column_names}
     facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
     replace_text(folder_of(dataset) / DIGESTS, json.dumps(facts))
+
+
+def is_intact(dataset: Any, verify: bool = False) -> bool:
+    """Whether a split holds what `store_digests` knows of it.
+
+    It is read where the stamps of its files differ, as those of a copied disk do, or to `verify`.
+    """
+    facts = read_json_object(folder_of(dataset) / DIGESTS)
+    if not verify and facts.get("files") == stamps_of(dataset):
+        return True
+    found = {name: digest_column(dataset, name) for name in dataset.column_names}
+    if found != facts.get("columns"):
+        return False
+    with contextlib.suppress(OSError):  # on a read-only disk it is read each time
+        store_digests(dataset)
+    return True
 
 
 def stored_digests(dataset: Any) -> dict[str, str]:

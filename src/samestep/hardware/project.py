@@ -34,9 +34,9 @@ class Project(NamedTuple):
 
     cfg: Any  # train.Config
     recipe: Path
-    task: contract.Task
-    prepared: Any  # what task.prepare_data returned
-    data: tuple[Any, Any]  # to train and to evaluate on
+    task: Any  # see contract.bind
+    data: Any  # what task.prepare_data returned
+    views: tuple[Any, Any]  # to train and to evaluate on
     rows: batches.SampleDataset  # of training
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
@@ -46,7 +46,7 @@ class Project(NamedTuple):
             if device.type == "meta":
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(Assumed())
-            model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+            model = contract.check_model(self.task.build_model())
         model = model.to(device).train()
         if self.cfg.gradient_checkpointing:
             enable_gradient_checkpointing(model)
@@ -75,13 +75,10 @@ class Project(NamedTuple):
 def read_project(flags: list[str], about: str | None = None) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
-    contract.check_functions(task)
     cfg, recipe, _ = config.parse_config(train.Config, flags, about)
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")
-    prepared = task.prepare_data(cfg.task)
-    data = task.datasets(cfg.task, prepared)
-    contract.check_datasets(data)
-    rows = batches.SampleDataset(data[0], task, cfg.seed)
-    return Project(cfg, recipe, task, prepared, data, rows)
+    data, bound, views = startup.read_data(cfg, task)
+    rows = batches.SampleDataset(views[0], bound, cfg.seed)
+    return Project(cfg, recipe, bound, data, views, rows)

@@ -21,8 +21,9 @@ from samestep.processes import shutdown
 def prepare() -> None:
     """Prepares the data, and prints what is there in a line; raises ValueError for bad input."""
     project = read_project(sys.argv[1:], __doc__)
-    where = f" in {project.prepared}" if isinstance(project.prepared, Path | str) else ""
-    train_rows, eval_rows = map(len, project.data)
+    folder = getattr(project.data, "folder", project.data)
+    where = f" in {folder}" if isinstance(folder, Path) else ""
+    train_rows, eval_rows = map(len, project.views)
     print_on_main(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")
 
 

@@ -4,21 +4,25 @@
 names the function, its result, and the expected result.
 """
 
-import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import operator
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # of tensors
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
 RESERVED = ("step", "samples", "eval_loss", "event")
+# Of tasks whose prepare_data names no `folder`: it returns `data` itself, in each process.
+BY_FOLDER = ("identity", "digest")
 LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
 
 
@@ -45,50 +49,59 @@ class Source(Protocol):
 class Task(Protocol):
     """The functions of task.py. Mistakes that the user can correct raise ValueError with one line.
 
-    B is the number of rows in a batch. `prepared` is the return value of `prepare_data` in this
-    process: all that later functions need, such as the folder of the prepared data. Nothing else is
-    passed from one function to the next. Datasets are copied to worker processes.
+    A function gets `cfg` and `data` if it names them, besides the arguments that stand before these
+    here. B is the number of rows in a batch.
 
-    Optional are UNIT, identity, digest, sources, augment, sizes, report, questions and
-    check_shared_rows.
+    Required are collate, count, build_model, loss_sum, eval_sums, metrics and export, and at least
+    one of prepare_data and views.
     """
 
     TaskConfig: type
-    """A dataclass. Each field is a flag --task.FIELD, and its docstring the help."""
+    """A dataclass. Each field is a flag --task.FIELD, and its docstring the help. A field that only
+    the model reads is marked with metadata=MODEL: a change of it prepares no data anew."""
 
     UNIT: str
-    """Name of a loss term, in the plural. Throughput is logged as UNIT_per_second; without it, as
-    samples_per_second."""
+    """Name of an item in the loss, in the plural. Throughput is logged as UNIT_per_second; without
+    it, as samples_per_second."""
 
-    def prepare_data(self, cfg: Any) -> Any:
-        """Prepares the data once: downloads, tokenises, stores. It is called first.
+    def check_config(self, cfg: Any) -> None:
+        """Raises ValueError for fields that cannot work together. It is called at each start."""
 
-        All processes call it at the same time, before they can communicate. It may fill in fields
-        of cfg that were left open (`auto`). It should refuse settings and data that cannot work:
-        say what is wrong, where, and what to write instead.
-        """
+    def prepare_data(self, cfg: Any, folder: Path) -> Any:
+        """A datasets.DatasetDict with the splits train and validation, or None.
 
-    def datasets(self, cfg: Any, prepared: Any) -> tuple[Any, Any]:
+        It runs once for the fields of cfg, the files that they name and its own code: on one
+        process, under a lock, with Python, NumPy and torch seeded. What it returns is saved, with
+        all that it has written in `folder`, such as a tokenizer; every process loads it as `data`,
+        with data.folder. These files are the run's identity: a run that resumes finds its own in
+        `folder`, and keeps them where data has grown. Fields of cfg that were left open (`auto`)
+        may be filled in; that is saved too. Fields marked with MODEL cannot be read."""
+
+    def views(self, cfg: Any, data: Any) -> tuple[Any, Any]:
         """(train, validation), map-style datasets with len(), [i] and optionally the faster
-        __getitems__([i, j, ...]). Row i must be the same in every process and every run. A training
-        dataset that fetches its rows from afar may have a number `ahead`: with each batch its
-        fetch([i, j, ...]) gets the rows that come so many samples later, and must not wait for
-        them. A row that cannot be read raises ValueError, or ConnectionError if that may pass."""
+        __getitems__([i, j, ...]); without this function data["train"] and data["validation"]. Row i
+        must be the same in every process and every run; Python, NumPy and torch are seeded before.
+        A view may have `sources`, a list of Source; `sizes()`, the length of each row, int (N,);
+        and `digest()`, a text for all its rows: without it those of datasets.Dataset count by their
+        values, and of others 64 rows. One that fetches rows from afar may have a number `ahead`:
+        with each batch its fetch([i, j, ...]) gets the rows that come so many samples later. A row
+        that cannot be read raises ValueError, or ConnectionError if that may pass."""
 
-    def collate(self, rows: list) -> Batch:
-        """A batch: a dict of CPU tensors whose first dimension is B = len(rows)."""
+    def collate(self, rows: list) -> Mapping:
+        """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), or to lists
+        and mappings of such. Later functions get it as a dict."""
 
     def count(self, batch: Batch) -> int:
-        """Loss terms of a batch, from its labels alone."""
+        """Number of items in the loss of a batch, from its labels alone."""
 
-    def build_model(self, cfg: Any, prepared: Any) -> torch.nn.Module:
+    def build_model(self, cfg: Any, data: Any) -> torch.nn.Module:
         """A model with new or pretrained weights, on the CPU; torch is seeded. Under FSDP2 the main
         process alone makes the weights, and the others the same model on torch.device("meta"). If
         it has an attribute `adaptation`, theirs get adaptation.apply(model)."""
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss summed over the count(batch) terms: float32, shape (). A sum, not a mean:
-        train.py divides by the terms of the whole step. The batch is on the model's device. It
+        """The loss summed over the count(batch) items: float32, shape (). A sum, not a mean:
+        train.py divides by the items of the global batch. The batch is on the model's device. It
         runs under autocast: compute the loss in float32, with F.cross_entropy or .float()."""
 
     def eval_sums(self, model: torch.nn.Module, batch: Batch) -> Batch:
@@ -98,58 +111,47 @@ class Task(Protocol):
     def metrics(self, sums: Batch) -> dict[str, float]:
         """Numbers from these totals: "loss", which is logged as eval_loss, and others."""
 
-    def export(self, model: torch.nn.Module, folder: Path, cfg: Any, prepared: Any) -> None:
+    def export(self, model: torch.nn.Module, output: Path, cfg: Any, data: Any) -> None:
         """Saves the trained model in this empty folder. It is unwrapped, and in eval mode."""
-
-    def identity(self, cfg: Any, prepared: Any) -> str:
-        """Text that identifies what the weights belong to, such as a vocabulary. A checkpoint with
-        another text is never continued."""
-
-    def digest(self, cfg: Any, prepared: Any) -> str:
-        """Text that identifies every byte of the prepared data. A checkpoint with another text is
-        refused, unless the change is accepted. Without this function: that of the folder which
-        `cache.prepare` returned, if `prepared` is one. Otherwise train.py compares the number of
-        rows and 64 rows of each dataset, and does not notice other changes."""
-
-    def sources(self, dataset: Any) -> list[Source]:
-        """The parts that a dataset consists of. Training takes its samples from them in proportion
-        to their weights, and each passes over its own rows. Evaluation ignores the weights, and
-        also gives the scores of each. Without this function: dataset.sources; without both, all
-        rows are one source."""
 
     def augment(self, row: Any, generator: torch.Generator) -> Any:
         """The augmented row for training. Draw random numbers from this generator only: it belongs
         to the row and the epoch, so the result depends on no worker, rank or micro-batch. That goes
         for the noise of a model, too (a VAE, diffusion), as an entry of the row. What the model
         itself draws depends on the micro-batch. Rows for validation are not augmented: give them
-        noise in the dataset, from a generator that is seeded with the number of the row."""
+        noise in views, from a generator that is seeded with the number of the row."""
 
-    def sizes(self, dataset: Any) -> Any:
-        """Length of each row: int array (N,). Rows are sorted by it within a step, so that
-        micro-batches need less padding. Without this function: dataset.sizes(), if it has it."""
+    def files(self, cfg: Any) -> list:
+        """Paths of more files and folders that prepare_data reads, beside those that fields name:
+        it runs again where one has changed."""
 
-    def check_shared_rows(self, cfg: Any, prepared: Any) -> None:
-        """Raises ValueError for settings under which GPUs cannot share a row (context parallelism):
-        each has a part of its tokens and labels. All attention must be causal, over whole rows, by
-        F.scaled_dot_product_attention. loss_sum and eval_sums get the parts, with position_ids; the
-        results are added up. Without this function context parallelism is refused."""
+    def rows_depend(self, cfg: Any, data: Any) -> bool:
+        """Whether the loss of a row depends on others by intent, as negatives from the batch do.
+        Then the result depends on micro-batches, and the check of independent rows is left out."""
+
+    def check_context_parallel(self, cfg: Any, data: Any) -> None:
+        """Raises ValueError for settings under which GPUs cannot share a sequence: each has a part
+        of its tokens and labels. All attention must be causal, over whole sequences, by
+        F.scaled_dot_product_attention. loss_sum and eval_sums get the parts, with position_ids and
+        shift_labels; the results are added up. Without this function it is not supported."""
 
     def report(
-        self, model: torch.nn.Module, sums: Batch, folder: Path, cfg: Any, prepared: Any
+        self, model: torch.nn.Module, sums: Batch, output: Path, cfg: Any, data: Any
     ) -> dict[str, str | Path]:
         """Results of an evaluation for people, by name: texts, and paths of pictures that it has
-        written in the folder."""
+        written in the folder `output`."""
 
-    def questions(self, rows: list, cfg: Any, prepared: Any) -> list[tuple[Any, dict]]:
-        """What the check of the export asks the trained model, and then what it loads from the
-        folder by transformers alone: each question as a pipeline takes it (a text, messages, an
+    def test_inputs(self, rows: list, cfg: Any, data: Any) -> list[tuple[Any, dict]]:
+        """What the check of the export gives to the trained model, and then to what it loads from
+        the folder by transformers alone: each input as a pipeline takes it (a text, messages, an
         image), and as the run gives it to the model, arrays with B = 1. The attention mask of
         tokens is left out. `rows`: a few validation rows."""
 
 
-REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
-    export""".split()
-OPTIONAL = "identity digest sources augment sizes report questions check_shared_rows".split()
+REQUIRED = "collate count build_model loss_sum eval_sums metrics export".split()
+OPTIONAL = """prepare_data views check_config augment files rows_depend check_context_parallel
+    report test_inputs""".split()
+GIVEN = ("cfg", "data")  # to functions that name them
 
 
 def check_functions(task: Any) -> None:
@@ -157,6 +159,8 @@ def check_functions(task: Any) -> None:
     if not dataclasses.is_dataclass(task.TaskConfig):
         raise ValueError("task.TaskConfig is not a dataclass; write @dataclass above it")
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
+    if not any(callable(getattr(task, name, None)) for name in ("prepare_data", "views")):
+        missing.insert(0, "prepare_data or views")
     if missing:
         example = "to write a whole task: python -m samestep example plain_module"
         raise ValueError(f"task.py has no function {', '.join(missing)}; {example}")
@@ -164,11 +168,31 @@ def check_functions(task: Any) -> None:
         if callable(function := getattr(task, name, None)):
             wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
             given = inspect.signature(function)
+            first = [each for each in wanted if each not in GIVEN]
+            if name == "prepare_data" and "folder" not in given.parameters:
+                first = []
+            named = {each: None for each in GIVEN if each in wanted and each in given.parameters}
             try:
-                given.bind(*wanted)
+                given.bind(*first, **named)
             except TypeError:
                 call = f"{name}({', '.join(wanted)})"
                 raise ValueError(f"task.py: {name}{given} is called as {call}") from None
+
+
+def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
+    """The functions of task.py, with the arguments `cfg` and `data` of those that name them."""
+    found = SimpleNamespace()
+    if hasattr(task, "UNIT"):
+        found.UNIT = task.UNIT
+    for name in [*REQUIRED, *OPTIONAL, *BY_FOLDER]:
+        function = getattr(task, name, None)
+        if name == "rows_depend" and isinstance(function, bool):  # a value will do
+            found.rows_depend = functools.partial(bool, function)
+        elif callable(function) and name != "prepare_data":
+            given = inspect.signature(function).parameters
+            named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
+            setattr(found, name, functools.partial(function, **named) if named else function)
+    return found
 
 
 def expect(right: object, place: str, value: Any, wanted: str) -> None:
@@ -181,31 +205,37 @@ def expect(right: object, place: str, value: Any, wanted: str) -> None:
     raise ValueError(f"task.{place} {shown}; give {wanted}")
 
 
-def check_datasets(data: Any) -> None:
-    """Raises ValueError unless these are two datasets with rows."""
-    right = isinstance(data, tuple | list) and len(data) == 2
-    expect(right, "datasets returns", data, "(train, validation)")
-    for each in data:
+def read_views(task: Any, data: Any) -> tuple[Any, Any]:
+    """The rows to train and to evaluate on, of a bound task; raises ValueError unless there are
+    both."""
+    if hasattr(task, "views"):
+        views = task.views()
+    else:
+        missing = [name for name in ("train", "validation") if name not in data]
+        if missing:
+            raise ValueError(f"task.prepare_data returns no split {' and '.join(missing)}; add it")
+        views = data["train"], data["validation"]
+    right = isinstance(views, tuple | list) and len(views) == 2
+    expect(right, "views returns", views, "(train, validation)")
+    for each in views:
         right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
-        expect(right, "datasets returns", each, "datasets with len() and [i]")
+        expect(right, "views returns", each, "datasets with len() and [i]")
         if not len(each):
-            use = "train on" if each is data[0] else "evaluate on"
-            raise ValueError(f"task.datasets returns no row to {use}; give at least one")
+            use = "train on" if each is views[0] else "evaluate on"
+            raise ValueError(f"task.views returns no row to {use}; give at least one")
+    return views[0], views[1]
 
 
-def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
-    """The sources of a dataset, empty if neither the task nor the dataset names some.
+def list_sources(dataset: Any, training: bool) -> list[Source]:
+    """The sources of a view; empty if it names none.
 
     Raises ValueError for sources that do not fit the dataset. Without `training`, those without
     rows are left out.
     """
-    own = task and callable(getattr(task, "sources", None))  # it may be a module of that name
-    sources = task.sources(dataset) if own else getattr(dataset, "sources", None)
+    sources = getattr(dataset, "sources", None)
     fields = list(Source.__annotations__)
     known = isinstance(sources, list | tuple) and len(sources)
     if not known or not all(hasattr(each, field) for each in sources for field in fields):
-        names = f"a list of sources, each with {', '.join(fields)}"
-        expect(not own, "sources returns", sources, names)
         return []  # an attribute with another meaning
     for each in sources:
         shards = np.asarray([each.rows] if each.shards is None else each.shards)
@@ -213,14 +243,18 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
         whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
         if not whole or shards.ndim != 1 or shards.sum() != each.rows:
             raise ValueError(
-                f"task.sources: {each.name!r} needs whole numbers: rows from 0, a weight and a "
-                "window from 1, and shards, an int array, that add up to the rows"
+                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, a weight "
+                "and a window from 1, and shards, an int array, that add up to the rows"
             )
         if training and not each.rows:
-            raise ValueError(f"task.sources: {each.name} has no rows to train on; leave it out")
+            raise ValueError(
+                f"sources of task.views: {each.name} has no rows to train on; leave it out"
+            )
     name, times = Counter(each.name for each in sources).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"task.sources: {times} are called {name!r}; give each another name")
+        raise ValueError(
+            f"sources of task.views: {times} are called {name!r}; give each another name"
+        )
     total = sum(each.rows for each in sources)
     if total != len(dataset):
         together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
@@ -228,16 +262,38 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
     weights = [int(each.weight) for each in sources]
     if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
         too_fine = f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"
-        raise ValueError(f"task.sources: {too_fine}")
+        raise ValueError(f"sources of task.views: {too_fine}")
     return [each for each in sources if each.rows]
 
 
-def check_batch(batch: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors on the CPU."""
-    expect(isinstance(batch, dict) and batch, "collate returns", batch, "a dict of tensors")
-    for name, value in batch.items():
-        on_cpu = torch.is_tensor(value) and value.device.type == "cpu"
-        expect(on_cpu, f"collate: {name!r} is", value, "a tensor on the CPU")
+def plain_batch(batch: Any) -> Batch:
+    """A batch as a plain dict, since FSDP's casts and compile look into no other mapping.
+
+    Raises ValueError unless it is a mapping of CPU tensors, or of lists and mappings of such.
+    """
+    expect(isinstance(batch, Mapping) and batch, "collate returns", batch, "a dict of tensors")
+    return {str(name): plain_entry(value, str(name)) for name, value in batch.items()}
+
+
+def plain_entry(value: Any, name: str) -> Any:
+    """An entry of a batch, with mappings as plain dicts."""
+    if isinstance(value, Mapping):
+        return {key: plain_entry(each, f"{name}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple) and value:
+        return [plain_entry(each, f"{name}[{i}]") for i, each in enumerate(value)]
+    on_cpu = torch.is_tensor(value) and value.device.type == "cpu"
+    expect(on_cpu, f"collate: {name!r} is", value, "a tensor on the CPU")
+    return value
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a batch, in the order of their names."""
+    if torch.is_tensor(batch):
+        yield batch
+        return
+    entries = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
+    for each in entries:
+        yield from tensors_of(each)
 
 
 def check_count(count: Any) -> int:
@@ -302,7 +358,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def score(task: Task, sums: list[Batch], sources: list[Source]) -> tuple[dict[str, float], Batch]:
+def score(task: Any, sums: list[Batch], sources: list[Source]) -> tuple[dict[str, float], Batch]:
     """The scores of an evaluation, and its sums, from the sums of each source.
 
     The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
@@ -323,52 +379,3 @@ def score(task: Task, sums: list[Batch], sources: list[Source]) -> tuple[dict[st
             own = dict.fromkeys(scores, math.nan)
         found |= {f"{name}/{source.name}": number for name, number in own.items()}
     return found, total
-
-
-@torch.no_grad()
-def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> list[str]:
-    """Evaluates a batch, so that mistakes appear at the start and not after hours of training.
-
-    `batches` is one batch, optionally followed by its two halves. Returns a warning for each value
-    that differs from the sum over the halves: it is probably a mean.
-    """
-    dtype, warnings = torch.float32, []
-
-    # Inside of the model: outside, accelerate has made all results float32.
-    def eval_sums(model: Any, batch: Batch) -> Batch:
-        sums = task.eval_sums(model, batch)
-        check_sums(sums)
-        return sums
-
-    def loss_sum(model: Any, batch: Batch) -> Batch:
-        nonlocal dtype
-        loss = task.loss_sum(model, batch)
-        dtype = loss.dtype
-        return {"": loss}
-
-    model.eval()
-    results = {"eval_sums": [model(eval_sums, batch) for batch in batches]}
-    if len(batches) > 1:
-        with contextlib.suppress(Exception):  # it may need columns that only training rows have
-            results["loss_sum"] = [model(loss_sum, batch) for batch in batches]
-    model.train()
-    if dtype in (torch.bfloat16, torch.float16):  # check_loss refuses others
-        warnings.append(
-            f"warning: task.loss_sum computes the loss in {str(dtype).removeprefix('torch.')}, "
-            "since it runs under autocast; call .float() on the outputs of the model"
-        )
-    for function, (whole, *halves) in results.items():
-        for name, value in whole.items() if halves else ():
-            total, added = float(value.sum()), sum(float(half[name].sum()) for half in halves)
-            if abs(total - added) > 0.2 * abs(added) + 1e-6:
-                place = f"{function}: {name!r}" if name else function
-                warnings.append(
-                    f"warning: task.{place} is {total:.5g} for a batch, but {added:.5g} as the sum "
-                    "of its two halves: is it a mean? A sum is expected"
-                )
-    totals = {name: value.cpu().double() for name, value in results["eval_sums"][0].items()}
-    metrics: Any = {"loss": 0.0}
-    with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
-        metrics = task.metrics(totals)
-    check_metrics(metrics)
-    return warnings

@@ -6,6 +6,7 @@ group. `--check` runs only this part.
 
 import contextlib
 import dataclasses
+import hashlib
 import inspect
 import math
 import os
@@ -39,6 +40,7 @@ from samestep.step.batches import StepPlan
 from samestep.step.order import first_mixture, hash64, next_mixture
 
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
+IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
 VOCABULARY = "tokenizer.json"  # of a run that has learnt one, and of its prepared data
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
@@ -178,8 +180,9 @@ class RunStart:
     output: Path
     lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
     plan: StepPlan
-    prepared: Any  # what task.prepare_data returned
-    data: tuple  # the training and the validation dataset
+    data: Any  # what task.prepare_data returned
+    task: Any  # the functions of task.py, see contract.bind
+    views: tuple  # the rows to train and to evaluate on
     manifest: dict  # what the manifests of this run have in common
     resume_point: ResumePoint  # on the main process
 
@@ -190,14 +193,14 @@ class RunStart:
             other = "for a new run give another --output_dir"
             return f"{self.output} is finished: {resume_point.finished}; {other}"
         if self.cfg.eval_only:
-            rows = f"{len(self.data[1]):,} samples"
+            rows = f"{len(self.views[1]):,} samples"
             return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows}"
         start = "starts from the beginning"
         if resume_point.finished:
             start = "is finished"
         elif resume_point.checkpoint:
             start = f"goes on from {resume_point.checkpoint}"
-        samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
+        samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
         remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
         return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
@@ -319,7 +322,7 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
                 raise ValueError(f"{name} does not go with {other}; leave one of them out")
 
 
-def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: int) -> None:
+def check_rows(rows: Any, task: Any, parts: int) -> None:
     """Raises ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
@@ -328,8 +331,8 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
     tokens = np.asarray(row.get("input_ids", ())).size
     labels = np.asarray(row.get("labels", ())).size
     start = "context parallelism cuts rows, of which each token sees all earlier ones"
-    if not hasattr(task, "check_shared_rows"):
-        raise ValueError(f"{start}: task.py has no function check_shared_rows")
+    if not hasattr(task, "check_context_parallel"):
+        raise ValueError(f"{start}: task.py has no function check_context_parallel")
     if "position_ids" in row:
         raise ValueError(f"{start}: those packed by best_fit are of other texts; use fsdp2.yaml")
     if not tokens or tokens != labels or tokens % parts:
@@ -337,30 +340,74 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
             f"{start}: into {parts} equal parts, and the first row has {tokens} input_ids and "
             f"{labels} labels; give a context_length that {parts} divides, or use fsdp2.yaml"
         )
-    task.check_shared_rows(cfg.task, prepared)
+    task.check_context_parallel()
 
 
-def learnt_vocabulary(cfg: Any, prepared: Any) -> Path | None:
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, tuple]:
+    """The prepared data, the functions of task.py with it, and the views of its rows.
+
+    `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
+    data would give another one, which the weights do not know.
+    """
+    contract.check_functions(task)
+    if hasattr(task, "check_config"):
+        task.check_config(cfg.task)
+    data = prepare_data(cfg.task, task, run) if hasattr(task, "prepare_data") else None
+    bound = contract.bind(task, cfg.task, data)
+    batches.seed_everything(0)  # an unseeded split is the same in every process and run
+    return data, bound, contract.read_views(bound, data)
+
+
+def prepare_data(settings: Any, task: Any, run: Path | None) -> Any:
+    """What task.prepare_data returned."""
+    if "folder" in inspect.signature(task.prepare_data).parameters:
+        from samestep.data import prepared  # datasets, which other tasks need not
+
+        kept = run / IDENTITY if run else None
+        return prepared.prepare(task, settings, kept if kept and kept.is_dir() else None)
+    data = task.prepare_data(settings)
+    learnt = learnt_vocabulary(settings, data)
+    own = run / VOCABULARY if run else Path()
+    if not learnt or not own.is_file() or learnt.read_bytes() == own.read_bytes():
+        return data
+    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
+    settings.vocabulary = str(run)
+    return task.prepare_data(settings)
+
+
+def run_of(cfg: Any) -> Path | None:
+    """The folder of the run whose checkpoints this one resumes from; None: it begins."""
+    output = Path(cfg.output_dir)
+    if cfg.resume not in ("auto", "never"):
+        output = Path(cfg.resume).resolve().parent.parent
+    there = cfg.resume != "never" and any((output / "checkpoints").glob("step-*"))
+    return output if there else None
+
+
+def learnt_vocabulary(settings: Any, data: Any) -> Path | None:
     """The file of the vocabulary that the task has learnt from its data, if it has learnt one."""
-    if getattr(cfg.task, "vocabulary", None) == "" and isinstance(prepared, Path):
-        return next(prepared.glob(VOCABULARY), None)
+    if getattr(settings, "vocabulary", None) == "" and isinstance(data, Path):
+        return next(data.glob(VOCABULARY), None)
     return None
 
 
-def prepare_data(cfg: Any, task: contract.Task) -> Any:
-    """What the task prepares, with the vocabulary that the run began with, if it learnt one.
+def digest_view(view: Any) -> str:
+    """A digest of all rows of a view, by their values and order; empty: it is not known."""
+    if callable(getattr(view, "digest", None)):
+        return view.digest()
+    if isinstance(view, torch.utils.data.Subset):
+        inner = digest_view(view.dataset)
+        places = np.asarray(view.indices, "<i8")
+        return inner and hashlib.sha256(inner.encode() + places.tobytes()).hexdigest()
+    if type(view).__module__.partition(".")[0] != "datasets" or not hasattr(view, "_indices"):
+        return ""
+    from samestep.data import columns
 
-    Other data would give another, which the weights do not know.
-    """
-    settings, own = cfg.task, Path(cfg.output_dir) / VOCABULARY
-    prepared = task.prepare_data(settings)
-    learnt = learnt_vocabulary(cfg, prepared)
-    continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
-    if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
-        return prepared
-    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
-    settings.vocabulary = cfg.output_dir
-    return task.prepare_data(settings)
+    shown = view.format  # a transform makes other rows, and may be any function
+    return "" if shown["type"] == "custom" else columns.digest(view, shown["columns"] or ())
 
 
 def versions() -> dict[str, str]:
@@ -389,26 +436,35 @@ def describe_source(source: contract.Source) -> str:
     return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
 
 
-def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
-    """The entries of all manifests of this run: settings, data, identity, versions."""
-    # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
-    fingerprints = [batches.fingerprint(each, task, each is data[0]) for each in data]
-    digest = task.digest(cfg.task, prepared) if hasattr(task, "digest") else digest_of(prepared)
-    entries = {"samples": len(data[0]), "fingerprint": digest or fingerprints[0]}
-    entries["validation"] = fingerprints[1]
-    sources = contract.list_sources(task, data[0], training=True)
+def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple) -> dict:
+    """The entries of all manifests of this run: settings, data, identity, versions.
+
+    Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
+    """
+    # Even if all rows count: computing the fingerprint finds rows that cannot be read.
+    fingerprints = [batches.fingerprint(each, task, each is views[0]) for each in views]
+    digests = [digest_view(each) for each in views]
+    known = task.digest() if hasattr(task, "digest") else digest_of(data)
+    entries = {"samples": len(views[0]), "fingerprint": known or digests[0] or fingerprints[0]}
+    entries["validation"] = digests[1] or fingerprints[1]
+    sources = contract.list_sources(views[0], training=True)
     if len(sources) > 1 or any(each.shards is not None for each in sources):
         entries["sources"] = "; ".join(map(describe_source, sources))
+    identity = task.identity() if hasattr(task, "identity") else ""
+    if hasattr(data, "folder"):
+        from samestep.data import prepared
+
+        identity = prepared.identity_of(data.folder)
     return {
         "config": checkpoints.without_credentials(resolved_config(cfg)),
         "data": entries,
-        "identity": task.identity(cfg.task, prepared) if hasattr(task, "identity") else "",
+        "identity": identity,
         "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
         "versions": versions(),
     }
 
 
-def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart:
+def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
@@ -437,15 +493,13 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             resume_point.remarks += [f"passed over: {reason}" for reason in passed_over]
             if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
-        prepared = prepare_data(cfg, task)
-        data = task.datasets(cfg.task, prepared)
-        contract.check_datasets(data)
+        data, bound, views = read_data(cfg, task, run_of(cfg))
         if layout.cp > 1:  # each process takes a part from the front and one from the back
-            check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
-        manifest = collect_manifest(cfg, task, prepared, data)
+            check_rows(views[0], bound, 2 * layout.cp)
+        manifest = collect_manifest(cfg, bound, data, views)
         if IS_MAIN:
             resume_point.find_start(cfg, manifest)
-        return RunStart(cfg, output, lock, plan, prepared, data, manifest, resume_point)
+        return RunStart(cfg, output, lock, plan, data, bound, views, manifest, resume_point)
     except BaseException:
         if lock:
             lock.release()

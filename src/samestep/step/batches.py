@@ -251,7 +251,7 @@ class SampleDataset(torch.utils.data.Dataset):
         mixture: dict | None = None,
     ):
         self.dataset, self.seed = dataset, seed
-        self.sources = contract.list_sources(task, dataset, training=seed is not None)
+        self.sources = contract.list_sources(dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
         make = functools.partial(SampleOrder, len(dataset), seed, self.sources, mixture)
         self.order = None if seed is None else make()
@@ -259,13 +259,11 @@ class SampleDataset(torch.utils.data.Dataset):
         if self.order and self.ahead:  # an order keeps the tables of its last call
             self.later = make()
         sizes = getattr(dataset, "sizes", None)
-        if hasattr(task, "sizes"):
-            sizes = functools.partial(task.sizes, dataset)
         self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
         if self.sizes is not None and self.sizes.shape != (len(dataset),):
             raise ValueError(
-                f"task.sizes returns an array of shape {self.sizes.shape}; return the sizes of the "
-                f"{len(dataset)} rows, shape ({len(dataset)},)"
+                f"sizes() of task.views returns an array of shape {self.sizes.shape}; return the "
+                f"sizes of the {len(dataset)} rows, shape ({len(dataset)},)"
             )
         self.augment = getattr(task, "augment", None) if seed is not None else None
 
@@ -317,8 +315,8 @@ def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
 ) -> tuple[Batch, tuple[int, int]]:
     """The task's batch of these (id, row) pairs, and (items in the loss, hash of the ids)."""
-    batch, ids = collate([row for _, row in samples]), np.array([i for i, _ in samples])
-    contract.check_batch(batch)
+    batch = contract.plain_batch(collate([row for _, row in samples]))
+    ids = np.array([i for i, _ in samples])
     return batch, (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))
 
 
@@ -356,31 +354,28 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int]]]:
 
 
 def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
-    """16 hex digits for the data: the number of rows, and names, types, shapes and bytes of the
-    task's batch of 64 evenly spread rows, of the first shard where there are shards.
+    """16 hex digits for the data: the number of rows, and types, shapes and bytes of the task's
+    batch of 64 evenly spread rows, of the first shard where there are shards.
 
-    A change of another row goes unnoticed, unless the task has the function `digest`. Raises
-    ValueError if a row, or what `augment` makes of one for training, is another the next time.
+    Raises ValueError if a row, or what `augment` makes of one for training, is another the next
+    time.
     """
 
     def hash_batch(samples: list[tuple]) -> str:
         digest = hashlib.sha256(str(len(dataset)).encode())
-        for name, values in sorted(make_collate(task)(samples)[0].items()):
-            digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        for values in contract.tensors_of(make_collate(task)(samples)[0]):
+            digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
             digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
         return digest.hexdigest()[:16]
 
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
-    size, shards = len(dataset), rows.sources and rows.sources[0].shards
-    if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
-        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
-    ids = sorted({i * (size - 1) // 63 for i in range(64)})
+    ids = spread_ids(rows)
     samples = rows.__getitems__(ids)
     digest = hash_batch(samples)
     if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):
         raise ValueError(
-            "task.datasets: row 0 changes when it is read again; draw random numbers in "
-            "augment(row, generator), so that runs can continue"
+            "task.views: row 0 changes when it is read again; draw random numbers in "
+            "augment(row, generator), so that runs can resume"
         )
     if augment := training and getattr(task, "augment", None):
         few = [rows.__getitems__(ids[:8]) for _ in range(2)]
@@ -393,3 +388,11 @@ def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
                 "numbers from the generator alone, and leave the row that it gets as it is"
             )
     return digest
+
+
+def spread_ids(rows: SampleDataset) -> list[int]:
+    """64 evenly spread rows, of the first shard where there are shards: others may be far away."""
+    size, shards = len(rows), rows.sources and rows.sources[0].shards
+    if shards is not None and len(shards):
+        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
+    return sorted({i * (size - 1) // 63 for i in range(64)})

@@ -42,7 +42,7 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
-def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: the beginnings of texts, or chats."""
     tokenizer, length = load_tokenizer(cfg, folder), min(cfg.context_length // 2, 32)
     starts = [row["input_ids"][:length] for row in rows]

@@ -78,7 +78,7 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
-def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[str, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[str, dict]]:
     """For the check of the export: the sources of rows, each with its tokens."""
     tokenizer = load_tokenizer(cfg, folder)
     sources = [cfg.source_prefix + row["source"].tobytes().decode() for row in rows]

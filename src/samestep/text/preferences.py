@@ -243,7 +243,7 @@ def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
     return row["chosen"][: max(int(row["chosen" + MASK].argmax()), 1)]
 
 
-def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: prompts, or chats."""
     tokenizer = load_tokenizer(cfg, folder)
     prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]

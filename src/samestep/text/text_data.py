@@ -197,7 +197,7 @@ def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     )
 
 
-def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
     tokenizer = load_tokenizer(cfg, folder)
     texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]

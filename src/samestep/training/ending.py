@@ -1,7 +1,7 @@
 """The end of a run: the exported model and its check, the status, and what the task reports.
 
 The check is a process of its own that knows nothing of the project: it asks the exported model what
-the trained one was asked in the run. The task says what to ask: its function `questions`.
+the trained one was asked in the run. The task says what to ask: its function `test_inputs`.
 """
 
 import json
@@ -30,7 +30,7 @@ from samestep.training.log import RunLog
 from samestep.training.run import Run
 from samestep.training.saving import Saver
 
-ASKED = 4  # rows of the validation data that the task makes questions of
+ASKED = 4  # rows of the validation data that the task makes test inputs of
 # Left out of the check's environment: what makes a process one of several, and its share of cores.
 OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "TORCHELASTIC_", "OMP_NUM_", *LAUNCHED)
 
@@ -50,14 +50,14 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
         elif run.accelerator.is_main_process:
             run.start.lock.check_folder()
             folder = run.output / "model"
-            if run.cfg.check_export and hasattr(run.task, "questions"):
+            if run.cfg.check_export and hasattr(run.task, "test_inputs"):
                 # The export may change the model: LoRA's adapters are merged then.
                 asked, problem = catch(ask_trained, run, full_model)
                 run.asked = asked or problem
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
-                run.task.export(full_model.eval(), fresh, run.cfg.task, run.start.prepared)
+                run.task.export(full_model.eval(), fresh)
                 model_card.write_card(fresh, folder, about)
     return full_model
 
@@ -114,7 +114,7 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
             size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
             if size + total // 10 < free:  # the tenth is for what the report computes
                 full_model.to(device)
-    shown = run.task.report(full_model.eval(), sums, output, run.cfg.task, run.start.prepared) or {}
+    shown = run.task.report(full_model.eval(), sums, output) or {}
     for name, value in shown.items():
         print_on_main(f"{name}: {value}")
     return dict(shown)
@@ -125,10 +125,10 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
 
 def ask_trained(run: Run, model: Any) -> list[dict]:
     """What the trained model answers; raises ValueError where there is nothing to ask."""
-    rows = [run.start.data[1][i] for i in range(min(ASKED, len(run.start.data[1])))]
+    rows = [run.start.views[1][i] for i in range(min(ASKED, len(run.start.views[1])))]
     asked: list[dict[str, Any]] = []
     with restored(model.eval()):
-        for given, tensors in run.task.questions(rows, run.cfg.task, run.start.prepared):
+        for given, tensors in run.task.test_inputs(rows):
             inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
             if "input_ids" in inputs:
                 inputs = {name: values.long() for name, values in inputs.items()}
@@ -136,7 +136,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
             inputs = {name: values.to(model.device) for name, values in inputs.items()}
             asked.append({"given": given, **from_outside.ask(model, inputs)})
     if not asked:
-        raise ValueError("task.questions gives nothing to ask")
+        raise ValueError("task.test_inputs gives nothing to ask")
     return asked
 
 

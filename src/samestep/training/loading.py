@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.base.console import print_on_main
 from samestep.processes import device
 from samestep.processes.ranks import PendingSum, as_user_error, catch
 from samestep.settings import contract
@@ -86,7 +85,7 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Gives the batches of an evaluation, and tries one."""
+    """Gives the batches of an evaluation."""
 
     def __init__(self, run: Run, data: Any):
         self.run, self.rows = run, SampleDataset(data, run.task)
@@ -123,21 +122,3 @@ class EvalLoader:
         sums = totals.total(self.run.ranks)
         with as_user_error():
             return contract.score(self.run.task, sums, self.rows.sources)
-
-    def try_evaluation(self, model: torch.nn.Module) -> None:
-        """Tries an evaluation: a mistake in task.py shows now, and not hours later."""
-        run = self.run
-        if run.cfg.eval_only:
-            return
-        size = min(self.rows.source_sizes[0], run.plan.micro_batch_size)
-        collate = batches.make_collate(run.task)
-        with run.ranks.fail_together(), as_user_error():
-            samples, half = self.rows.__getitems__([*range(size)]), size // 2
-            parts = [samples, samples[:half], samples[half:]] if half else [samples]
-            first = [collate(part)[0] for part in parts]
-            first = send_to_device(first, run.accelerator.device)
-            with device.eager(model), sharding.split_rows(run.accelerator, *first):
-                for warning in contract.try_evaluation(run.task, model, first):
-                    print_on_main(warning)
-        with device.eager(model):
-            run.meter.count_flops(model, run.task, first[0], run.share_trained)

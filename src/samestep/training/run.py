@@ -10,21 +10,21 @@ from accelerate import Accelerator
 
 from samestep.base import files, run_folder
 from samestep.base.console import print_on_main
-from samestep.checkpoint import weights
+from samestep.checkpoint import checkpoints, weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start import hardware_file
-from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
+from samestep.start.startup import IDENTITY, RunStart, agree_on_start, learnt_vocabulary
 from samestep.step import batches, deepspeed, exact, sharding
 
 
 class Run:
     """A run of train.py on this process. All processes call its methods, in the same order."""
 
-    def __init__(self, start: RunStart, ranks: Ranks, stop: shutdown.StopRequest, task: Any):
+    def __init__(self, start: RunStart, ranks: Ranks, stop: shutdown.StopRequest):
         """Finds where to start, which the main process has found in `prepare`."""
-        self.start, self.ranks, self.stop, self.task = start, ranks, stop, task
+        self.start, self.ranks, self.stop, self.task = start, ranks, stop, start.task
         self.cfg, self.output, self.plan = start.cfg, start.output, start.plan
         self.resume_point = agree_on_start(ranks, start)
         self.first_step = self.resume_point.saved.get("step", 0)  # done before
@@ -92,15 +92,25 @@ class Run:
         files.replace_text(self.output / "config.yaml", text)
         text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
-        if learnt := learnt_vocabulary(self.cfg, self.start.prepared):
-            files.replace_text(self.output / learnt.name, learnt.read_text(encoding="utf-8"))
+        self.keep_identity()
         run_folder.write_status(self.output, "running")
         tracking.start_tracker(self.accelerator, settings)
+
+    def keep_identity(self) -> None:
+        """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
+        data = self.start.data
+        if learnt := learnt_vocabulary(self.cfg.task, data):
+            files.replace_text(self.output / learnt.name, learnt.read_text(encoding="utf-8"))
+        if hasattr(data, "folder") and self.start.manifest["identity"]:
+            from samestep.data import prepared
+
+            with checkpoints.replaced_folder(self.output / IDENTITY) as fresh:
+                prepared.copy_identity(data.folder, fresh)
 
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""
         batches.seed_everything(self.cfg.seed)
-        return self.task.build_model(self.cfg.task, self.start.prepared)
+        return self.task.build_model()
 
     def build_model(self) -> torch.nn.Module:
         """The task's model as the recipe and the YAML want it: before it is prepared."""

@@ -1,0 +1,189 @@
+"""Checks of a task on a few rows, before the first step: a mistake shows now, not hours later.
+
+Micro-batches are cut differently on other hardware. So the sums of rows together must be those of
+each row alone: a mean in place of a sum, padding that is not masked, and negatives from the batch
+are found. A language model must not see the token that it predicts.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from samestep.base.console import print_on_main
+from samestep.base.fields import IGNORE_INDEX
+from samestep.checkpoint import weights
+from samestep.processes import device
+from samestep.processes.ranks import as_user_error
+from samestep.settings import contract
+from samestep.settings.contract import Batch
+from samestep.step import batches, sharding
+from samestep.training.run import Run
+
+# Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
+LIMIT, LIMIT_BELOW = 1e-4, 1e-3
+SMALLEST = 0.01  # sums below it are compared as if they were so large
+HALF = (torch.bfloat16, torch.float16)
+
+
+def probe_task(run: Run, model: torch.nn.Module) -> None:
+    """Checks loss_sum on training rows and eval_sums on validation rows, on all processes alike.
+
+    Raises UserError where rows are not independent, in fp32; elsewhere it is a warning.
+    """
+    if run.cfg.eval_only:
+        return
+    model.eval()
+    with run.ranks.fail_together(), as_user_error(), device.eager(model):
+        probe = Probe(run, model)
+        probe.check("loss_sum", run.start.views[0])
+        batch = probe.check("eval_sums", run.start.views[1])
+    with device.eager(model):
+        run.meter.count_flops(model, run.task, batch, run.share_trained)
+    model.train()
+
+
+class Probe:
+    """A prepared model and the functions of its task."""
+
+    def __init__(self, run: Run, model: torch.nn.Module):
+        self.run, self.model, self.task = run, model, run.task
+        half = any(weight.dtype in HALF for weight in model.parameters())
+        self.exact = run.accelerator.mixed_precision == "no" and not half and not run.cfg.tf32
+        self.limit = LIMIT if self.exact else LIMIT_BELOW
+        self.collate = batches.make_collate(run.task)
+
+    def check(self, name: str, view: Any) -> Batch:
+        """Checks the sums of a function on a few rows of a view; the batch of all of them."""
+        chosen = self.choose_rows(view)
+        together = self.batch(chosen)
+        before = random_state(self.run.accelerator.device)
+        sums = self.sums(name, together)
+        if not all(map(torch.equal, before, random_state(self.run.accelerator.device))):
+            remark = "it is not checked that rows are independent"
+            print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
+        elif getattr(self.task, "rows_depend", bool)():
+            remark = "the result depends on micro_batch_size and on the number of processes"
+            print_on_main(f"rows_depend: {remark}")
+        else:
+            alone = [self.sums(name, self.batch([each])) for each in chosen]
+            self.compare(name, sums, alone)
+            if name == "loss_sum" and self.run.ranks.layout.cp == 1:
+                self.check_labels(chosen[-1])
+        if name == "eval_sums":
+            totals = {key: value.cpu().double() for key, value in sums.items()}
+            metrics: Any = {"loss": 0.0}
+            with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
+                metrics = self.task.metrics(totals)
+            contract.check_metrics(metrics)
+        return self.batch(chosen)
+
+    def choose_rows(self, view: Any) -> list[tuple]:
+        """Of 64 rows with items in the loss the shortest, two others, and the longest."""
+        rows = batches.SampleDataset(view, self.task)
+        samples = rows.__getitems__(batches.spread_ids(rows))
+        sized = []
+        for sample in samples:
+            batch, (items, _) = self.collate([sample])
+            size = sum(each.numel() for each in contract.tensors_of(batch))
+            if items:
+                sized.append((size, len(sized), sample))
+        found = [sample for *_, sample in sorted(sized, key=lambda each: each[:2])]
+        if len(found) < 2:
+            return found or samples[:1]
+        most = max(2, min(4, self.run.plan.micro_batch_size))
+        return [*found[: most - 1], found[-1]]
+
+    def batch(self, samples: list[tuple]) -> Batch:
+        return send_to_device(self.collate(samples)[0], self.run.accelerator.device)
+
+    @torch.no_grad()
+    def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the function gives for a batch, whose results are checked inside of the model:
+        outside, accelerate has made all of them float32."""
+        function = getattr(self.task, name)
+        warnings = []
+
+        def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+            result = function(model, batch)
+            if name == "eval_sums":
+                contract.check_sums(result)
+                return result
+            if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
+                warnings.append(str(result.dtype).removeprefix("torch."))
+            return {"": result}
+
+        with sharding.split_rows(self.run.accelerator, batch):
+            sums = self.model(call, batch)
+        if warnings and len(batch) and not hasattr(self, "warned"):
+            self.warned = True
+            print_on_main(
+                f"warning: task.loss_sum computes the loss in {warnings[0]}, since it runs under "
+                "autocast; call .float() on the outputs of the model"
+            )
+        return sums
+
+    def compare(self, name: str, sums: dict, alone: list[dict]) -> None:
+        """Compares the sums of rows together with those of each alone."""
+        for key, value in sums.items():
+            place = f"task.{name}: {key!r}" if key else f"task.{name}"
+            single = [each[key].double() for each in alone]
+            if any(each.shape != value.shape for each in single):
+                raise ValueError(
+                    f"{place} has the shape {(*value.shape,)} for {len(alone)} rows and "
+                    f"{(*single[0].shape,)} for one; give a sum over the rows"
+                )
+            if not value.numel():
+                continue
+            total = torch.stack(single).sum(0)
+            size = max(float(torch.stack(single).abs().sum(0).max()), SMALLEST)
+            difference = float((value.double() - total).abs().max()) / size
+            if difference > self.limit:
+                self.complain(
+                    f"{place} is {float(value.sum()):.6g} for {len(alone)} rows together, but "
+                    f"{float(total.sum()):.6g} as the sum of each alone. A mean, padding without a "
+                    "mask, or a loss across rows does that: micro-batches would change the result; "
+                    "give a sum over independent rows, or write rows_depend = True"
+                )
+
+    def check_labels(self, sample: tuple) -> None:
+        """Changes the input of the last label: the loss of a language model must not change."""
+        batch = self.batch([sample])
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.shape != labels.shape:
+            return
+        counted = labels != IGNORE_INDEX
+        config = getattr(weights.bare_model(self.run.accelerator, self.model), "config", None)
+        if not torch.equal(ids[counted], labels[counted]):  # a masked language model's differ
+            return
+        if getattr(config, "is_encoder_decoder", False) or not counted.any():
+            return
+        place = tuple(counted.view(-1, counted.shape[-1])[:1].nonzero()[-1:, 1].tolist())
+        others = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
+        if not others.numel():
+            return
+        before = self.sums("loss_sum", {**batch, "input_ids": ids.clone()})[""]
+        ids = ids.clone()
+        ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
+        after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
+        if float((after - before).abs()) > self.limit * max(float(before.abs()), SMALLEST):
+            self.complain(
+                "task.loss_sum: the model sees the token that it is to predict: labels equal "
+                "input_ids, and the loss of the last label changes with its own input; shift the "
+                "labels, as transformers does where a model gets labels=, or mask the inputs"
+            )
+
+    def complain(self, problem: str) -> None:
+        """Raises ValueError in fp32; below, rounding may be the reason: a warning."""
+        if self.exact:
+            raise ValueError(problem)
+        print_on_main(f"warning: {problem}")
+
+
+def random_state(where: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a model draws from without being given one."""
+    states = [torch.get_rng_state()]
+    if where.type == "cuda":
+        states.append(torch.cuda.get_rng_state(where))
+    return states
