@@ -29,7 +29,14 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
-from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remove, replace_text
+from samestep.base.files import (
+    PERMANENT_ERRORS,
+    UMASK,
+    fsync,
+    read_json_object,
+    remove,
+    replace_text,
+)
 from samestep.data import columns, sources
 from samestep.data.cache import hash_file
 from samestep.models import pretrained
@@ -310,13 +317,14 @@ def build(
     for left in [folder, *folder.parent.glob(f"{key}-*.partial")]:  # of killed processes
         remove(left)
     partial = Path(tempfile.mkdtemp(".partial", f"{folder.name}-", folder.parent))
+    partial.chmod(0o777 & ~UMASK)  # it was for the owner alone
     try:
         if kept:
             shutil.copytree(kept, partial, dirs_exist_ok=True)
         guarded = rebuild_guarded(type(cfg), copy.deepcopy(cfg.__dict__))
         with working_in(partial / WORK):
             seed_everything(0)  # an unseeded split is the same in every run
-            rows = task.prepare_data(guarded, partial)
+            rows = task.prepare_data(cfg=guarded, folder=partial)
             rows = {} if rows is None else rows
             if not isinstance(rows, dict) or not all(map(is_dataset, rows.values())):
                 kind = type(rows).__name__

@@ -168,10 +168,9 @@ def check_functions(task: Any) -> None:
         if callable(function := getattr(task, name, None)):
             wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
             given = inspect.signature(function)
-            first = [each for each in wanted if each not in GIVEN]
-            if name == "prepare_data" and "folder" not in given.parameters:
-                first = []
-            named = {each: None for each in GIVEN if each in wanted and each in given.parameters}
+            by_name = (*GIVEN, "folder") if name == "prepare_data" else GIVEN
+            first = [each for each in wanted if each not in by_name]
+            named = {each: None for each in by_name if each in given.parameters}
             try:
                 given.bind(*first, **named)
             except TypeError:
