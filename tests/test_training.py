@@ -97,7 +97,7 @@ import math, task, torch
 from samestep.step.order import sample_ids
 cfg = task.TaskConfig()
 torch.manual_seed(0)
-model, (rows, _) = task.build_model(cfg, None), task.views(cfg, None)
+model, (rows, _) = task.build_model(cfg), task.views(cfg)
 optimizer = torch.optim.AdamW(
     [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
@@ -140,7 +140,7 @@ def test_a_run_is_a_plain_loop_of_torch(tiny, tmp_path):
 EVALUATED = """
 import sys, task, torch
 cfg = task.TaskConfig(dropout=0.5)
-model, rows = task.build_model(cfg, None).eval(), task.views(cfg, None)[1]
+model, rows = task.build_model(cfg).eval(), task.views(cfg)[1]
 model.load_state_dict(torch.load(sys.argv[1]))
 batch = task.collate([rows[i] for i in range(len(rows))])
 print(task.metrics(task.eval_sums(model, batch))["loss"])

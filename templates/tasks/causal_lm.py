@@ -178,9 +178,9 @@ def identity(cfg: TaskConfig, data: Path) -> str:
 
 def views(cfg: TaskConfig, data: Path) -> tuple[Any, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
-    data = split_data(cfg.data)
-    train = StreamedTokens(data, cfg) if cfg.streaming else TokenRows(data, "train", data)
-    return train, TokenRows(data, "validation", data)
+    own = split_data(cfg.data)
+    train = StreamedTokens(data, cfg) if cfg.streaming else TokenRows(data, "train", own)
+    return train, TokenRows(data, "validation", own)
 
 
 def check_context_parallel(cfg: TaskConfig, data: Path) -> None:

@@ -135,8 +135,8 @@ def identity(cfg: TaskConfig, data: Path) -> str:
 def views(cfg: TaskConfig, data: Path) -> tuple[RowFiles, RowFiles]:
     """Memory-mapped rows: input_ids and labels (token ids), and length (tokens of both). Rows to
     evaluate on have their texts too, as bytes: source and target."""
-    data = split_data(cfg.data)
-    return RowFiles(data, "train", data), RowFiles(data, "validation", data)
+    own = split_data(cfg.data)
+    return RowFiles(data, "train", own), RowFiles(data, "validation", own)
 
 
 def collate(rows: list[dict]) -> Batch:

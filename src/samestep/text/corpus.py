@@ -42,9 +42,9 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
-def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: the beginnings of texts, or chats."""
-    tokenizer, length = load_tokenizer(cfg, folder), min(cfg.context_length // 2, 32)
+    tokenizer, length = load_tokenizer(cfg, data), min(cfg.context_length // 2, 32)
     starts = [row["input_ids"][:length] for row in rows]
     texts = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
     texts, longest = [cfg.sample_prompt, *texts], max_text_length(cfg, True)

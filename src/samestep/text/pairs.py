@@ -78,9 +78,9 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
-def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[str, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[str, dict]]:
     """For the check of the export: the sources of rows, each with its tokens."""
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = load_tokenizer(cfg, data)
     sources = [cfg.source_prefix + row["source"].tobytes().decode() for row in rows]
     return [(each, {"input_ids": [tokenizer(each, truncation=True).input_ids]}) for each in sources]
 

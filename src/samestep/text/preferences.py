@@ -243,11 +243,11 @@ def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
     return row["chosen"][: max(int(row["chosen" + MASK].argmax()), 1)]
 
 
-def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: prompts, or chats."""
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = load_tokenizer(cfg, data)
     prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]
-    return row_formats.ask(prompts, "Why?", (folder / TEMPLATE).exists(), tokenizer)
+    return row_formats.ask(prompts, "Why?", (data / TEMPLATE).exists(), tokenizer)
 
 
 @torch.no_grad()

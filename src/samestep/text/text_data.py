@@ -197,9 +197,9 @@ def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     )
 
 
-def test_inputs(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[Any, dict]]:
     """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = load_tokenizer(cfg, data)
     texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
     asked = [{"text": text} for text in texts if text.strip()]
     if cfg.text_pair_column:
