@@ -36,8 +36,8 @@ MORE = """
 numbered = build_model
 
 
-def build_model(cfg: TaskConfig, prepared: None) -> torch.nn.Module:
-    model = numbered(cfg, prepared)
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
+    model = numbered(cfg)
     model._modules["classifier"] = model._modules.pop("3")
     return model
 

@@ -92,11 +92,12 @@ def test_an_example_trains_resumes_and_exports(own, tmp_path, name):
     scored = """if True:
         import sys, task, torch
         from safetensors.torch import load_model
+        from samestep.settings import contract
         cfg = task.TaskConfig(**{k: int(v) for k, v in map(lambda w: w.split("="), sys.argv[2:])})
-        prepared = task.prepare_data(cfg)
-        model = task.build_model(cfg, prepared)
+        bound = contract.bind(task, cfg, None)
+        model = bound.build_model()
         load_model(model, sys.argv[1])
-        rows = task.views(cfg, prepared)[1]
+        rows = bound.views()[1]
         rows = [rows[i] for i in range(len(rows))]
         print(task.metrics(task.eval_sums(model.eval(), task.collate(rows)))["loss"])
     """

@@ -270,9 +270,9 @@ def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
 )
 def test_rows_that_context_parallelism_cannot_cut(row, said):
     rows = [{name: [0] * length if length else 1 for name, length in row.items()}]
-    task = SimpleNamespace(check_shared_rows=lambda *_: None)
+    task = SimpleNamespace(check_context_parallel=lambda: None)
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
-        startup.check_rows(rows, SimpleNamespace(task=None), task, None, 4)
+        startup.check_rows(rows, task, 4)
 
 
 def test_check_prints_one_line(tiny, tmp_path):

@@ -83,6 +83,8 @@ class Probe:
         """Of 64 rows with items in the loss the shortest, two others, and the longest."""
         rows = batches.SampleDataset(view, self.task)
         samples = rows.__getitems__(batches.spread_ids(rows))
+        if augment := view is self.run.start.views[0] and getattr(self.task, "augment", None):
+            samples = [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
         sized = []
         for sample in samples:
             batch, (items, _) = self.collate([sample])
