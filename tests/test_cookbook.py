@@ -184,9 +184,9 @@ def task_of(project):
 def eval_loss(project, state, dataset=None):
     """The loss of these weights on the validation rows, or others."""
     task = task_of(project)
-    model = task.build_model(task.TaskConfig(), None)
+    model = task.build_model(task.TaskConfig())
     model.load_state_dict(state)
-    dataset = dataset or task.datasets(task.TaskConfig(), None)[1]
+    dataset = dataset or task.views(task.TaskConfig())[1]
     batch = task.collate([dataset[i] for i in range(len(dataset))])
     return task.metrics(task.eval_sums(model.eval(), batch))["loss"]
 

@@ -153,8 +153,8 @@ class Odd(torch.nn.Module):
         return self.model(x) + more / 100
 
 
-def build_model(cfg, data, build=build_model):
-    return Odd(build(cfg, data))
+def build_model(cfg, build=build_model):
+    return Odd(build(cfg))
 """
 
 
@@ -231,8 +231,8 @@ def test_each_task(tmp_path, task):
 
 BATCH_NORM = """
 
-def build_model(cfg, data, build=build_model):
-    model = build(cfg, data)
+def build_model(cfg, build=build_model):
+    model = build(cfg)
     return model.insert(1, torch.nn.BatchNorm1d(cfg.width))
 """
 
@@ -253,8 +253,8 @@ class Normed(torch.nn.Module):
         return self.model(normed)
 
 
-def build_model(cfg, data, build=build_model):
-    return Normed(build(cfg, data))
+def build_model(cfg, build=build_model):
+    return Normed(build(cfg))
 """
 
 

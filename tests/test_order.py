@@ -210,7 +210,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     task.count = lambda batch: len(batch["x"])
     task.collate = lambda rows: {"x": torch.stack([tensor["x"] for _ in rows])}
     tracemalloc.start()
-    batches.fingerprint(data, task)
+    batches.read_few(data, task, training=False)
     train = batches.SampleDataset(data, task, seed=0)
     assert np.shares_memory(train.sizes, lengths)
     sampler = batches.StepBatchSampler(batches.StepPlan(64, 32, (2,)), 64, 10**12, train.sort)

@@ -297,8 +297,8 @@ BUFFERS = """
 plain_model, plain_loss = build_model, loss_sum
 
 
-def build_model(cfg, data):
-    model = plain_model(cfg, data)
+def build_model(cfg):
+    model = plain_model(cfg)
     model.register_buffer("seen", torch.zeros(3))
     model.register_buffer("places", torch.arange(4))
     model.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
@@ -393,8 +393,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_fsdp_cannot_take_is_one_line(tiny, tmp_path, case):
     hardware, change, words = REFUSED[case]
-    code = "\n\nplain_model = build_model\n\n\ndef build_model(cfg, data):\n"
-    code += f"    model = plain_model(cfg, data)\n    {change}\n    return model\n"
+    code = "\n\nplain_model = build_model\n\n\ndef build_model(cfg):\n"
+    code += f"    model = plain_model(cfg)\n    {change}\n    return model\n"
     project, output = with_task(tiny, tmp_path, code), tmp_path / "run"
     text = train(project, hardware, 2, "--output_dir", output, codes=(2,))
     told = [line for line in text.splitlines() if line.startswith("train.py: ")]

@@ -183,6 +183,7 @@ class RunStart:
     data: Any  # what task.prepare_data returned
     task: Any  # the functions of task.py, see contract.bind
     views: tuple  # the rows to train and to evaluate on
+    few: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
     resume_point: ResumePoint  # on the main process
 
@@ -437,13 +438,11 @@ def describe_source(source: contract.Source) -> str:
     return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
 
 
-def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple) -> dict:
+def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions.
 
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
-    # Even if all rows count: computing the fingerprint finds rows that cannot be read.
-    fingerprints = [batches.fingerprint(each, task, each is views[0]) for each in views]
     digests = [digest_view(each) for each in views]
     known = task.digest() if hasattr(task, "digest") else digest_of(data)
     entries = {"samples": len(views[0]), "fingerprint": known or digests[0] or fingerprints[0]}
@@ -497,10 +496,13 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
         data, bound, views = read_data(cfg, task, run_of(cfg))
         if layout.cp > 1:  # each process takes a part from the front and one from the back
             check_rows(views[0], bound, 2 * layout.cp)
-        manifest = collect_manifest(cfg, bound, data, views)
+        # Even if all rows count: reading a few finds rows that cannot be read.
+        read = [batches.read_few(each, bound, each is views[0]) for each in views]
+        fingerprints, few = map(list, zip(*read, strict=True))
+        manifest = collect_manifest(cfg, bound, data, views, fingerprints)
         if IS_MAIN:
             resume_point.find_start(cfg, manifest)
-        return RunStart(cfg, output, lock, plan, data, bound, views, manifest, resume_point)
+        return RunStart(cfg, output, lock, plan, data, bound, views, few, manifest, resume_point)
     except BaseException:
         if lock:
             lock.release()

@@ -353,9 +353,10 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int]]]:
         return iter(loader)
 
 
-def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
+def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]:
     """16 hex digits for the data: the number of rows, and types, shapes and bytes of the task's
-    batch of 64 evenly spread rows, of the first shard where there are shards.
+    batch of 64 evenly spread rows, of the first shard where there are shards; and samples of these
+    to try the task on, see `choose_few`.
 
     Raises ValueError if a row, or what `augment` makes of one for training, is another the next
     time.
@@ -369,7 +370,10 @@ def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
         return digest.hexdigest()[:16]
 
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
-    ids = spread_ids(rows)
+    size, shards = len(dataset), rows.sources and rows.sources[0].shards
+    if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
+        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
+    ids = sorted({i * (size - 1) // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     digest = hash_batch(samples)
     if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):
@@ -387,12 +391,18 @@ def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
                 "task.augment gives another row for the same row and generator; draw random "
                 "numbers from the generator alone, and leave the row that it gets as it is"
             )
-    return digest
+    few = choose_few(samples, make_collate(task))
+    if augment:
+        few = [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in few]
+    return digest, few
 
 
-def spread_ids(rows: SampleDataset) -> list[int]:
-    """64 evenly spread rows, of the first shard where there are shards: others may be far away."""
-    size, shards = len(rows), rows.sources and rows.sources[0].shards
-    if shards is not None and len(shards):
-        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
-    return sorted({i * (size - 1) // 63 for i in range(64)})
+def choose_few(samples: list[tuple], collate: Callable) -> list[tuple]:
+    """The shortest of these samples with items in the loss, two others, and the longest."""
+    sized = []
+    for sample in samples:
+        batch, (items, _) = collate([sample])
+        if items:
+            sized.append((sum(each.numel() for each in contract.tensors_of(batch)), sample))
+    sized.sort(key=lambda each: each[0])
+    return [sample for _, sample in [*sized[:3], *sized[3:][-1:]]] or samples[:1]

@@ -37,8 +37,8 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     model.eval()
     with run.ranks.fail_together(), as_user_error(), device.eager(model):
         probe = Probe(run, model)
-        probe.check("loss_sum", run.start.views[0])
-        batch = probe.check("eval_sums", run.start.views[1])
+        probe.check("loss_sum", run.start.few[0])
+        batch = probe.check("eval_sums", run.start.few[1])
     with device.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
     model.train()
@@ -54,9 +54,10 @@ class Probe:
         self.limit = LIMIT if self.exact else LIMIT_BELOW
         self.collate = batches.make_collate(run.task)
 
-    def check(self, name: str, view: Any) -> Batch:
-        """Checks the sums of a function on a few rows of a view; the batch of all of them."""
-        chosen = self.choose_rows(view)
+    def check(self, name: str, few: list[tuple]) -> Batch:
+        """Checks the sums of a function on a few samples; the batch of all of them."""
+        most = max(2, self.run.plan.micro_batch_size)
+        chosen = [*few[: most - 1], *few[most - 1 :][-1:]]
         together = self.batch(chosen)
         before = random_state(self.run.accelerator.device)
         sums = self.sums(name, together)
@@ -78,24 +79,6 @@ class Probe:
                 metrics = self.task.metrics(totals)
             contract.check_metrics(metrics)
         return self.batch(chosen)
-
-    def choose_rows(self, view: Any) -> list[tuple]:
-        """Of 64 rows with items in the loss the shortest, two others, and the longest."""
-        rows = batches.SampleDataset(view, self.task)
-        samples = rows.__getitems__(batches.spread_ids(rows))
-        if augment := view is self.run.start.views[0] and getattr(self.task, "augment", None):
-            samples = [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
-        sized = []
-        for sample in samples:
-            batch, (items, _) = self.collate([sample])
-            size = sum(each.numel() for each in contract.tensors_of(batch))
-            if items:
-                sized.append((size, len(sized), sample))
-        found = [sample for *_, sample in sorted(sized, key=lambda each: each[:2])]
-        if len(found) < 2:
-            return found or samples[:1]
-        most = max(2, min(4, self.run.plan.micro_batch_size))
-        return [*found[: most - 1], found[-1]]
 
     def batch(self, samples: list[tuple]) -> Batch:
         return send_to_device(self.collate(samples)[0], self.run.accelerator.device)
