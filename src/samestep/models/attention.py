@@ -33,16 +33,16 @@ Answers = Callable[[], list[torch.Tensor]]
 # ---- Texts in packed rows ------------------------------------------------------------------------
 
 
-def text_starts(batch: Batch, most: int, ignore: int) -> torch.Tensor:
-    """Where the texts of packed rows begin, counted through all rows: int32 (B x most + 1,).
+def text_starts(positions: torch.Tensor, most: int) -> torch.Tensor:
+    """Find where the texts of packed sequences begin, counted through all of them.
 
-    A row has `most` texts at most; the places that are left hold B x T, so the shape depends on no
-    content. Padding, which has position 0 and the label `ignore`, ends the text before it.
+    positions: (B, T) int64, from 0 in each text; 0 in padding. A sequence has `most` texts at most.
+    Returns int32 (B x most + 1,): the places that are left hold B x T, so the shape depends on no
+    content. What has no position 1 after its 0, padding or a text of one token, predicts nothing:
+    it belongs to the text before it, which does not see it.
     """
-    positions = batch["position_ids"]
-    # The first of several tokens has position 1 after it; a text of one token has a label.
-    followed = F.pad(positions[:, 1:] == 1, (0, 1))
-    begins = (positions == 0) & (followed | (batch["labels"] != ignore))
+    begins = (positions == 0) & F.pad(positions[:, 1:] == 1, (0, 1))
+    begins[:, 0] = True  # a text is never longer than a sequence
     total = begins.numel()
     places = torch.where(begins.flatten(), torch.arange(total, device=begins.device), total)
     return F.pad(places, (0, 1), value=total).sort().values[: len(begins) * most + 1].int()
@@ -54,6 +54,17 @@ def text_mask(starts: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     text = torch.bucketize(places, starts, right=True).view(rows, 1, length)
     causal = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
     return (text[:, :, :, None] == text[:, :, None, :]) & causal
+
+
+def padding_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Make an attention_mask (B, T), 0 for padding, causal: bool (B, 1, T, T).
+
+    Padding sees padding: attention to nothing is NaN in some kernels.
+    """
+    visible = mask.bool()[:, None]
+    length = mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    return (visible[..., None] == visible[..., None, :]) & causal
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
