@@ -16,7 +16,7 @@ import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from conftest import GPUS, ROOT
-from samestep.models import attention, next_token, pretrained
+from samestep.models import attention, next_token, preferences, pretrained
 from waits import host_waits
 
 LENGTH = 32
@@ -214,6 +214,40 @@ def test_a_mask_beside_the_positions_of_packed_texts_changes_nothing(name):
     mask[0, 23:] = 0
     found = next_token.loss_sum(fast, batch | {"attention_mask": mask}).item()
     assert found == next_token.loss_sum(fast, batch).item()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pairs_have_the_same_log_probabilities_with_and_without_padding(side):
+    model = prepared(make("llama"), False)
+    preferences.add_reference(model)
+    with torch.no_grad():
+        for weights in model.get_decoder().parameters():
+            weights += 0.05 * torch.randn_like(weights)
+
+    def batch(*texts):
+        """Answers after a prompt of three tokens."""
+        longest = max(map(len, texts))
+        rows = [(ids, [-100] * 3 + ids[3:], [1] * len(ids)) for ids in texts]
+        columns = []
+        for values, empty in zip(zip(*rows, strict=True), (0, -100, 0), strict=True):
+            room = [[empty] * (longest - len(each)) for each in values]
+            pairs = zip(room, values, strict=True)
+            columns.append([a + b if side == "left" else b + a for a, b in pairs])
+        names = ("input_ids", "labels", "attention_mask")
+        named = zip(names, columns, strict=True)
+        return {name: torch.tensor(values).unflatten(0, (-1, 2)) for name, values in named}
+
+    texts = [[*range(3, 30)], [*range(40, 49)], [7, 5, 6, 8], [9, 9, 4, 2, 1]]
+    whole, apart = batch(*texts), [batch(ids, ids) for ids in texts]
+    assert next_token.counted(whole).sum(2).tolist() == [[24, 6], [1, 2]]
+    together = preferences.answer_log_probabilities(model, whole, True)
+    alone = [preferences.answer_log_probabilities(model, each, True) for each in apart]
+    for place, found in enumerate(together):
+        expected = torch.stack([each[place][0, 0] for each in alone]).view(2, 2)
+        assert torch.allclose(found, expected, rtol=1e-6)
+    assert not torch.allclose(*together, rtol=0.01)
+    kl = sum(preferences.divergence(model, each).item() / 2 for each in apart)
+    assert preferences.divergence(model, whole).item() == pytest.approx(kl, rel=1e-4)
 
 
 def test_labels_that_are_given_shifted_are_used():

@@ -19,7 +19,7 @@ from samestep.processes.ranks import UserError
 from samestep.settings.mesh import Layout, this_layout
 
 Tensors = list[torch.Tensor]
-TOKENS_OF_PART = 32  # that check_parts compares: half of what a process has
+COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,14 +222,15 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
     parts = []
     for batch in batches:
         rows, length = batch["input_ids"].shape
-        for name in {"attention_mask", "position_ids"} & batch.keys():
-            raise UserError(
-                f"context parallelism: the parts of a sequence see no {name}, and task.collate "
-                "returns it; leave it out if all sequences are full, or use fsdp2.yaml"
-            )
+        for name in ("attention_mask", "position_ids"):
+            if name in batch:
+                raise UserError(
+                    f"context parallelism: the parts of a sequence see no {name}, and task.collate "
+                    "returns it; leave it out if all sequences are full, or use fsdp2.yaml"
+                )
         batch["position_ids"] = torch.arange(length, device=accelerator.device).repeat(rows, 1)
         labels = batch.get("labels")
-        if labels is not None and labels.shape == (rows, length):
+        if labels is not None and labels.shape == (rows, length) and "shift_labels" not in batch:
             batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         for name, values in batch.items():
             # torch changes them in place, and other tensors may share their memory.
@@ -259,7 +260,7 @@ def check_parts(
         return
     mesh = accelerator.torch_device_mesh["cp"]
     rows, length = batch["input_ids"].shape
-    kept = min(length, 2 * mesh.size() * TOKENS_OF_PART)
+    kept = min(length, mesh.size() * COMPARED)
     whole = {}
     for name, values in batch.items():
         cut = values[:1, :kept] if values.shape[:2] == (rows, length) else values[:1]
