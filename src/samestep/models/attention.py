@@ -51,20 +51,14 @@ def text_starts(positions: torch.Tensor, most: int) -> torch.Tensor:
 def text_mask(starts: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     """Which tokens see which: those of their text up to themselves; bool (rows, 1, T, T)."""
     places = torch.arange(rows * length, device=starts.device)
-    text = torch.bucketize(places, starts, right=True).view(rows, 1, length)
-    causal = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
-    return (text[:, :, :, None] == text[:, :, None, :]) & causal
+    return causal_mask(torch.bucketize(places, starts, right=True).view(rows, length))
 
 
-def padding_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Make an attention_mask (B, T), 0 for padding, causal: bool (B, 1, T, T).
-
-    Padding sees padding: attention to nothing is NaN in some kernels.
-    """
-    visible = mask.bool()[:, None]
-    length = mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    return (visible[..., None] == visible[..., None, :]) & causal
+def causal_mask(groups: torch.Tensor) -> torch.Tensor:
+    """Make the mask with which tokens (B, T) see those of equal value up to themselves: bool
+    (B, 1, T, T). So padding of an attention_mask sees padding: attention to nothing may be NaN."""
+    causal = torch.ones(2 * groups.shape[1:], dtype=torch.bool, device=groups.device).tril()
+    return (groups[:, None, :, None] == groups[:, None, None, :]) & causal
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

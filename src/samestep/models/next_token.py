@@ -10,7 +10,6 @@ attention (attention.py); the residual stream, bf16 under bf16 autocast; and the
 for a limited number of tokens at a time.
 """
 
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -187,13 +186,13 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
         # Under context parallelism the parts of sequences have positions, too.
         if (plan.most_texts or mask is None) and this_layout().cp == 1:
             return inputs | packed_inputs(plan, batch, causal)
-    elif mask is not None and takes_positions(type(model)):
-        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    elif mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.bool().cumsum(-1) - 1).clamp(min=0)
     if mask is None:
         # Without a cache, transformers asks the device in every batch whether rows are packed.
         inputs["use_cache"] = not causal
     else:
-        inputs["attention_mask"] = attention.padding_mask(mask) if causal else mask
+        inputs["attention_mask"] = attention.causal_mask(mask.bool()) if causal else mask
     return inputs
 
 
@@ -207,12 +206,6 @@ def packed_inputs(plan: LossPlan, batch: Batch, causal: bool) -> dict[str, torch
     if tried and plan.has_flash and starts.is_cuda and attention.autocast_dtype(starts.device):
         return {"cu_seq_lens_q": starts}
     return {"attention_mask": attention.text_mask(starts, *positions.shape)}
-
-
-@functools.cache
-def takes_positions(kind: Any) -> bool:
-    """Tell whether models of a class can be given the positions of their tokens."""
-    return "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def cross_entropy(
