@@ -1,8 +1,9 @@
 """Attention for training that never makes the CPU wait for the device.
 
 transformers' own sdpa attention asks the device in every batch whether it may leave out the mask.
-Two others stand here. CAUSAL is for models that read from left to right: rows are full, and where
-texts begin is known beforehand. MASKED makes the mask that transformers makes, in every batch.
+Two others stand here. CAUSAL is for models that read from left to right: it gets a mask for packed
+texts and for padding, and none for full rows. MASKED makes the mask that transformers makes, in
+every batch.
 
 A model gets one of them only after it has answered a small input as it did before. Neither is saved
 with a model.
