@@ -37,13 +37,13 @@ def make_model(heads):
 def make_batch(device):
     """Four rows of up to 40 texts; the last has padding at its end."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 1024, (4, LENGTH + 1), generator=generator)
+    tokens = torch.randint(3, 1024, (4, LENGTH), generator=generator)
     positions = torch.zeros(4, LENGTH, dtype=torch.long)
     for row, size in enumerate((1024, 500, 97, 27)):
         positions[row] = torch.arange(LENGTH) % size
-    labels = tokens[:, 1:].clone()
-    positions[3, 1000:], labels[3, 1000:] = 0, -100
-    batch = {"input_ids": tokens[:, :-1], "labels": labels, "position_ids": positions}
+    positions[3, 1000:] = 0
+    labels = tokens.masked_fill(positions == 0, -100)
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
     return {name: values.to(device) for name, values in batch.items()}
 
 

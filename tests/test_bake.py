@@ -18,6 +18,7 @@ from cookiecutter.cli import main as cookiecutter_command
 
 import limits
 from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
+from library_names import library_names
 
 sys.path.insert(0, str(ROOT))
 import template_filters
@@ -31,6 +32,7 @@ QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
 GOLDEN = ROOT / "tests" / "golden_tree.txt"
 LIMITS = json.loads((ROOT / "tests" / "limits.json").read_text(encoding="utf-8"))
+MAX_NAMES = 25  # of the library in a task, as its reader sees them
 CHOICES = [name for name in QUESTIONS if isinstance(QUESTIONS[name], list) and name[0] != "_"]
 LICENSE_WORDS = {
     "MIT": "Permission is hereby granted, free of charge",
@@ -193,6 +195,46 @@ def test_a_room_does_not_grow(room):
 
 def test_every_room_has_a_limit():
     assert list(LIMITS) == list(limits.rooms())
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "preference"])
+def test_a_task_uses_few_names_of_the_library(task):
+    """A reader looks up each of them. `python tests/library_names.py` prints those of all tasks."""
+    source = (ROOT / "templates" / "tasks" / f"{task}.py").read_text(encoding="utf-8")
+    names = library_names(source)
+    print(*names, sep="\n")
+    assert len(names) <= MAX_NAMES, f"{task}.py uses {len(names)} names of the library"
+
+
+def test_names_of_the_library_are_counted_once():
+    source = """
+import samestep.base.preflight
+import samestep.models.next_token as loss
+import torch
+from samestep import data
+from samestep.data.sources import DataConfig
+from samestep.models import next_token, pretrained as known
+
+class TaskConfig(DataConfig):
+    vocabulary: str = DataConfig.vocabulary
+    data: str = ""
+    known: int = 3
+
+def loss_sum(model, batch):
+    from samestep.models.attention import restored
+
+    total = next_token.loss_sum(model, batch).sum() + loss.loss_sum(model, batch)
+    use(known.quiet, data.cache.prepare, restored, samestep.base.fields.SHAPE, torch.next_token.x)
+    return total * next_token.loss_sum.__name__.next_token
+"""
+    assert library_names(source) == [
+        "base.fields.SHAPE",
+        "data.cache.prepare",
+        "data.sources.DataConfig",
+        "models.attention.restored",
+        "models.next_token.loss_sum",
+        "models.pretrained.quiet",
+    ]
 
 
 @pytest.mark.parametrize("task", QUESTIONS["task"])

@@ -1,6 +1,10 @@
 """Processes that share rows train as one process does. What the kernels of CUDA do is not shown."""
 
+import contextlib
+import functools
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 import test_sharding
 from conftest import load_task
 from samestep.checkpoint import weights
+from samestep.models import next_token
 from samestep.processes import ranks
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
@@ -53,6 +58,142 @@ def test_losses_norms_and_evaluations_are_those_of_one_process(small, alone, tmp
         assert last["batch_hash"] == first[4]["batch_hash"]
         for name in ("loss", "eval_loss"):
             assert last[name] == pytest.approx(first[4][name], rel=1e-6)
+
+
+# ---- Batches and their parts ---------------------------------------------------------------------
+
+
+class Part:
+    """Stands for the accelerator of one of two processes that have a part of each sequence. They
+    are threads, and torch's context parallelism is what it does to a batch."""
+
+    parallelism_config = types.SimpleNamespace(cp_enabled=True)
+    device, mixed_precision = torch.device("cpu"), "no"
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.torch_device_mesh = {"cp": self}
+
+    def size(self):
+        return 2
+
+    def get_local_rank(self):
+        return self.rank
+
+    def get_group(self):
+        return None
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(self, buffers, buffer_seq_dims, no_restore_buffers):
+        for each in buffers:
+            quarters = each.chunk(4, 1)
+            part = torch.cat([quarters[self.rank], quarters[3 - self.rank]], 1)
+            each.resize_(part.shape).copy_(part)
+        yield
+
+
+def both(monkeypatch, function):
+    """What function(accelerator) returns, or the error that it raises, on both processes."""
+    meeting, values = threading.Barrier(2, timeout=10), [None, None]
+
+    def all_reduce(tensor, group):
+        values[meeting.wait()] = tensor.clone()
+        meeting.wait()
+        tensor.copy_(values[0] + values[1])
+        meeting.wait()
+
+    def run(rank):
+        try:
+            return function(Part(rank))
+        except ranks.UserError as error:
+            return error
+
+    monkeypatch.setattr(sharding.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(sharding, "sdpa_kernel", lambda _: contextlib.nullcontext())
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(run, range(2))]
+
+
+def make_batch(length=8):
+    ids = torch.arange(3, 3 + 2 * length).view(2, length)
+    return {"input_ids": ids, "labels": ids.clone(), "bytes": torch.tensor([5, 7])}
+
+
+def test_parts_of_a_batch_have_the_labels_that_follow(monkeypatch):
+    def split(accelerator):
+        batch = make_batch()
+        with sharding.split_rows(accelerator, batch):
+            return batch
+
+    for rank, batch in enumerate(both(monkeypatch, split)):
+        places = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
+        assert batch["position_ids"].tolist() == 2 * [places]
+        assert batch["input_ids"].tolist() == [[3 + i for i in places], [11 + i for i in places]]
+        following = batch["input_ids"] + 1
+        if rank == 0:
+            following[:, -1] = -100
+        assert torch.equal(batch["shift_labels"], following)
+        assert batch["bytes"].tolist() == ([0, 0] if rank else [5, 7])
+        assert torch.equal(next_token.shift_labels(batch), following)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_mask_or_positions_beside_a_batch_are_refused(name, monkeypatch):
+    def split(accelerator):
+        with sharding.split_rows(accelerator, make_batch() | {name: torch.ones(2, 8)}):
+            raise AssertionError
+
+    for error in both(monkeypatch, split):
+        assert (
+            f"context parallelism: the parts of a sequence see no {name}, and task.c" in f"{error}"
+        )
+
+
+class NextToken(torch.nn.Module):
+    """Predicts a token from the one before it alone. It calls functions as the prepared module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.logits = torch.nn.Embedding(600, 600)
+
+    def forward(self, function, batch):
+        return function(self, batch)
+
+
+def loss_sum(model, batch):
+    logits, labels = model.logits(batch["input_ids"]), next_token.shift_labels(batch)
+    return next_token.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def shifts_parts(model, batch):
+    return loss_sum(model, {"input_ids": batch["input_ids"], "labels": batch["labels"]})
+
+
+def sums(count, model, batch):
+    return {"tokens": count(batch).sum(), "bytes": batch["bytes"].sum()}
+
+
+def test_sums_over_parts_are_compared_with_those_of_a_sequence(monkeypatch):
+    cases = [
+        ({"loss_sum": loss_sum}, None),
+        ({"eval_sums": functools.partial(sums, next_token.counted)}, None),
+        ({"loss_sum": loss_sum, "other": shifts_parts}, "task.other is "),
+        (
+            {"eval_sums": functools.partial(sums, lambda batch: batch["labels"][:, 1:] != -100)},
+            "task.eval_sums['tokens'] is 127 for a sequence, and 126 added up over its parts",
+        ),
+    ]
+    model = NextToken()
+    for functions, said in cases:
+        batch = make_batch(256)
+
+        def check(accelerator, functions=functions, batch=batch):
+            sharding.check_parts(accelerator, model, functions, batch)
+
+        for error in both(monkeypatch, check):
+            assert (error is None) if said is None else f"context parallelism: {said}" in f"{error}"
+        assert batch.keys() == make_batch().keys() and batch["input_ids"].shape == (2, 256)
 
 
 # ---- What is refused -----------------------------------------------------------------------------

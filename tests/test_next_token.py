@@ -9,12 +9,14 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from conftest import GPUS, ROOT
-from samestep.models import attention, next_token, pretrained
+from samestep.models import attention, next_token, preferences, pretrained
 from waits import host_waits
 
 LENGTH = 32
@@ -43,6 +45,7 @@ MODELS = {
     "dynamic rope": ("Llama", {"rope_scaling": DYNAMIC}, SDPA, True),
     "kwargs are not handed down": ("StableLm", {}, SDPA, True),
     "capped": ("Gemma2", EIGHT, EAGER, False),
+    "no positions": ("Bloom", {"n_head": 4, "hidden_dropout": 0}, EAGER, True),  # but ALiBi
 }
 PLAIN = pretrained.ModelConfig()
 
@@ -60,13 +63,14 @@ def make(name, **more):
 
 
 def rows(packed):
-    """Three rows; packed ones hold texts of 10, 1 and 12 tokens, and padding."""
-    tokens = torch.randint(3, 128, (3, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    """Three sequences; packed ones hold texts of 10, 1 and 12 tokens, and padding."""
+    tokens = torch.randint(3, 128, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
         places = [*range(10), 0, *range(12), *[0] * 9]
         batch["position_ids"] = torch.tensor([places, [*range(LENGTH)], [*range(16), *range(16)]])
-        batch["labels"][0, 23:] = batch["labels"][:, :4] = -100  # padding, and a prompt
+        batch["labels"][0, 23:] = batch["labels"][:, :5] = -100  # padding, and a prompt
+        batch["labels"][batch["position_ids"] == 0] = -100
     return batch
 
 
@@ -77,10 +81,10 @@ def prepared(model, packed, chunk=16):
 
 
 def plain_loss(model, batch):
-    """The loss from the logits of transformers."""
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    logits = model(**inputs, use_cache="position_ids" not in batch).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    """The loss that transformers computes, summed."""
+    inputs = {name: values for name, values in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache="position_ids" not in batch).logits
+    return ForCausalLMLoss(logits, batch["labels"], logits.shape[-1], num_items_in_batch=1)
 
 
 def gradients(model, loss):
@@ -127,6 +131,138 @@ def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
         whole = prepared(model, packed, chunk=10_000)
         check_plain(model, whole, batch)
         assert packed or next_token.loss_sum(whole, batch).item() == expected
+
+
+# ---- Padding -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer for padding alone; pad_token_id is 0."""
+    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(128)}, "t1")
+    whole = tokenizers.Tokenizer(words)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="t0")
+
+
+def pad(tokenizer, collator, texts):
+    """The batch that a collator of transformers makes of texts, lists of token ids."""
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in texts]
+    if collator == "DataCollatorForLanguageModeling":
+        return {**transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)}
+    if collator == "DataCollatorForSeq2Seq":
+        rows = [{**row, "labels": row["input_ids"]} for row in rows]
+        return {**transformers.DataCollatorForSeq2Seq(tokenizer)(rows)}
+    batch = {**transformers.DataCollatorWithPadding(tokenizer)(rows)}
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+COLLATORS = [f"DataCollator{name}" for name in ("ForLanguageModeling", "ForSeq2Seq", "WithPadding")]
+PADDED = ["llama", "gpt2", "phi", "granite", "window", "kwargs are not handed down", "capped"]
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [*PADDED, "no positions"])
+def test_padding_on_either_side_changes_no_loss(name, side, collator, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "padding_side", side)
+    texts = [[*range(3, 30)], [*range(40, 49)], [7, 5]]
+    fast = prepared(make(name), False)
+    whole = pad(tokenizer, collator, texts)
+    assert (whole["attention_mask"][1, 0] == 0) == (side == "left")
+    alone = [pad(tokenizer, collator, [ids]) for ids in texts]
+    assert next_token.counted(whole).sum() == sum(len(ids) - 1 for ids in texts)
+    losses = [next_token.loss_sum(fast, batch) for batch in alone]
+    plain = [next_token.loss_sum(fast, without(batch, "attention_mask")) for batch in alone]
+    together = next_token.loss_sum(fast, whole)
+    assert together.item() == pytest.approx(float(sum(losses)), rel=1e-6)
+    assert float(sum(plain)) == pytest.approx(float(sum(losses)), rel=1e-6)
+    states = next_token.states_of(fast, whole, next_token.plan_of(fast))
+    each = next_token.token_losses(states).view(3, -1).sum(1)
+    assert torch.allclose(each, torch.stack(losses), rtol=1e-6)
+    check_same(gradients(fast, sum(losses)), gradients(fast, together), rel=3e-6)
+
+
+def without(batch, name):
+    return {key: values for key, values in batch.items() if key != name}
+
+
+def test_a_mask_hides_what_it_is_zero_for_between_tokens_too():
+    model, batch = make("llama"), rows(False)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, 3:7] = mask[1, :5] = 0
+    batch["labels"] = batch["labels"].masked_fill(mask.roll(1, 1) == 0, -100)
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    batch["attention_mask"] = mask
+    fast = prepared(model, False)
+    check_plain(model, fast, batch | positions)
+    found = next_token.loss_sum(fast, batch).item()
+    assert found == pytest.approx(plain_loss(model, batch | positions).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "window", "kwargs are not handed down", "capped"])
+def test_positions_separate_texts_of_a_model_that_expects_none(name):
+    """As they do in transformers: DataCollatorWithFlattening packs so."""
+    model, batch = make(name), rows(True)
+    check_plain(model, prepared(model, False), batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "window"])
+def test_a_mask_beside_the_positions_of_packed_texts_changes_nothing(name):
+    model, batch = make(name), rows(True)
+    fast = prepared(model, True)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, 23:] = 0
+    found = next_token.loss_sum(fast, batch | {"attention_mask": mask}).item()
+    assert found == next_token.loss_sum(fast, batch).item()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pairs_have_the_same_log_probabilities_with_and_without_padding(side):
+    model = prepared(make("llama"), False)
+    preferences.add_reference(model)
+    with torch.no_grad():
+        for weights in model.get_decoder().parameters():
+            weights += 0.05 * torch.randn_like(weights)
+
+    def batch(*texts):
+        """Answers after a prompt of three tokens."""
+        longest = max(map(len, texts))
+        rows = [(ids, [-100] * 3 + ids[3:], [1] * len(ids)) for ids in texts]
+        columns = []
+        for values, empty in zip(zip(*rows, strict=True), (0, -100, 0), strict=True):
+            room = [[empty] * (longest - len(each)) for each in values]
+            pairs = zip(room, values, strict=True)
+            columns.append([a + b if side == "left" else b + a for a, b in pairs])
+        names = ("input_ids", "labels", "attention_mask")
+        named = zip(names, columns, strict=True)
+        return {name: torch.tensor(values).unflatten(0, (-1, 2)) for name, values in named}
+
+    texts = [[*range(3, 30)], [*range(40, 49)], [7, 5, 6, 8], [9, 9, 4, 2, 1]]
+    whole, apart = batch(*texts), [batch(ids, ids) for ids in texts]
+    assert next_token.counted(whole).sum(2).tolist() == [[24, 6], [1, 2]]
+    together = preferences.answer_log_probabilities(model, whole, True)
+    alone = [preferences.answer_log_probabilities(model, each, True) for each in apart]
+    for place, found in enumerate(together):
+        expected = torch.stack([each[place][0, 0] for each in alone]).view(2, 2)
+        assert torch.allclose(found, expected, rtol=1e-6)
+    assert not torch.allclose(*together, rtol=0.01)
+    kl = sum(preferences.divergence(model, each).item() / 2 for each in apart)
+    assert preferences.divergence(model, whole).item() == pytest.approx(kl, rel=1e-4)
+
+
+def test_labels_that_are_given_shifted_are_used():
+    fast, batch = prepared(make("llama"), False), rows(False)
+    shifted = next_token.shift(batch["labels"])
+    assert shifted.shape == (3, LENGTH) and torch.equal(shifted[:, :-1], batch["labels"][:, 1:])
+    assert (shifted[:, -1] == -100).all()
+    expected = next_token.loss_sum(fast, batch).item()
+    assert next_token.counted(batch).sum() == 3 * (LENGTH - 1)
+    batch |= {"labels": torch.zeros_like(shifted), "shift_labels": shifted}
+    assert next_token.loss_sum(fast, batch).item() == expected
+    assert next_token.counted(batch).sum() == 3 * (LENGTH - 1)
+
+
+# ---- Models with more to them --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, start", [("scale", 1.0), ("bias", 0.0)])
@@ -211,15 +347,21 @@ def test_chunks_under_fp16_have_the_gradients_of_a_plain_call():
 
 
 def test_where_texts_begin():
-    starts = attention.text_starts(rows(True), 4, -100)
-    assert starts.tolist() == [0, 10, 11, 32, 64, 80, *[96] * 7] and starts.dtype == torch.int32
+    starts = attention.text_starts(rows(True)["position_ids"], 4)
+    assert starts.tolist() == [0, 11, 32, 64, 80, *[96] * 8] and starts.dtype == torch.int32
     mask = attention.text_mask(starts, 3, LENGTH)
     assert mask.shape == (3, 1, LENGTH, LENGTH)
     seen = [
         mask[row, 0, place].nonzero().flatten().tolist()
-        for row, place in [(0, 9), (0, 10), (0, 12), (1, 31), (2, 16)]
+        for row, place in [(0, 9), (0, 12), (1, 31), (2, 16)]
     ]
-    assert seen == [[*range(10)], [10], [11, 12], [*range(32)], [16]]
+    assert seen == [[*range(10)], [11, 12], [*range(32)], [16]]
+
+
+def test_a_text_never_reaches_into_the_next_sequence():
+    """Not even if a sequence is padding alone, or begins with a text of one token."""
+    positions = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 1, 2]])
+    assert attention.text_starts(positions, 2).tolist() == [0, 4, 8, 9, 12, 12, 12]
 
 
 def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):
@@ -235,7 +377,7 @@ def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_siz
 
 
 def test_flash_attention_gets_the_texts():
-    starts = attention.text_starts(rows(True), 4, -100)
+    starts = attention.text_starts(rows(True)["position_ids"], 4)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(3, n, LENGTH, 8, generator=generator) for n in (4, 2, 2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -264,9 +406,12 @@ def test_a_model_generates_and_is_saved_with_its_own_attention(tmp_path):
     assert "causal_rows" not in json.dumps(json.loads(texts[0]))
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("packed, checkpointing", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_the_cpu_waits_for_nothing(packed, checkpointing):
+def test_the_cpu_waits_for_nothing(packed, checkpointing, masked):
     model, batch = prepared(make("llama"), packed), rows(packed)
+    if masked:
+        batch["attention_mask"] = (torch.arange(LENGTH) > 3).long().expand(3, LENGTH)
     if checkpointing:
         model.gradient_checkpointing_enable()
     with host_waits() as found:

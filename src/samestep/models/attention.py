@@ -1,8 +1,9 @@
 """Attention for training that never makes the CPU wait for the device.
 
 transformers' own sdpa attention asks the device in every batch whether it may leave out the mask.
-Two others stand here. CAUSAL is for models that read from left to right: rows are full, and where
-texts begin is known beforehand. MASKED makes the mask that transformers makes, in every batch.
+Two others stand here. CAUSAL is for models that read from left to right: it gets a mask for packed
+texts and for padding, and none for full rows. MASKED makes the mask that transformers makes, in
+every batch.
 
 A model gets one of them only after it has answered a small input as it did before. Neither is saved
 with a model.
@@ -33,16 +34,16 @@ Answers = Callable[[], list[torch.Tensor]]
 # ---- Texts in packed rows ------------------------------------------------------------------------
 
 
-def text_starts(batch: Batch, most: int, ignore: int) -> torch.Tensor:
-    """Where the texts of packed rows begin, counted through all rows: int32 (B x most + 1,).
+def text_starts(positions: torch.Tensor, most: int) -> torch.Tensor:
+    """Find where the texts of packed sequences begin, counted through all of them.
 
-    A row has `most` texts at most; the places that are left hold B x T, so the shape depends on no
-    content. Padding, which has position 0 and the label `ignore`, ends the text before it.
+    positions: (B, T) int64, from 0 in each text; 0 in padding. A sequence has `most` texts at most.
+    Returns int32 (B x most + 1,): the places that are left hold B x T, so the shape depends on no
+    content. What has no position 1 after its 0, padding or a text of one token, predicts nothing:
+    it belongs to the text before it, which does not see it.
     """
-    positions = batch["position_ids"]
-    # The first of several tokens has position 1 after it; a text of one token has a label.
-    followed = F.pad(positions[:, 1:] == 1, (0, 1))
-    begins = (positions == 0) & (followed | (batch["labels"] != ignore))
+    begins = (positions == 0) & F.pad(positions[:, 1:] == 1, (0, 1))
+    begins[:, 0] = True  # a text is never longer than a sequence
     total = begins.numel()
     places = torch.where(begins.flatten(), torch.arange(total, device=begins.device), total)
     return F.pad(places, (0, 1), value=total).sort().values[: len(begins) * most + 1].int()
@@ -51,9 +52,14 @@ def text_starts(batch: Batch, most: int, ignore: int) -> torch.Tensor:
 def text_mask(starts: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     """Which tokens see which: those of their text up to themselves; bool (rows, 1, T, T)."""
     places = torch.arange(rows * length, device=starts.device)
-    text = torch.bucketize(places, starts, right=True).view(rows, 1, length)
-    causal = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
-    return (text[:, :, :, None] == text[:, :, None, :]) & causal
+    return causal_mask(torch.bucketize(places, starts, right=True).view(rows, length))
+
+
+def causal_mask(groups: torch.Tensor) -> torch.Tensor:
+    """Make the mask with which tokens (B, T) see those of equal value up to themselves: bool
+    (B, 1, T, T). So padding of an attention_mask sees padding: attention to nothing may be NaN."""
+    causal = torch.ones(2 * groups.shape[1:], dtype=torch.bool, device=groups.device).tril()
+    return (groups[:, None, :, None] == groups[:, None, None, :]) & causal
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -1,10 +1,16 @@
 """The loss of a language model: each token from those before it, fast and in bounded memory.
 
+Batches are those of transformers: `labels` are aligned with `input_ids`, IGNORE_INDEX does not
+count, and the loss shifts, so that the first token of a sequence is not in it. An `attention_mask`
+hides padding on either side; `position_ids` without one separate the texts of packed sequences.
+`shift_labels` are used in place of `labels`: under context parallelism step/sharding.py adds them.
+
 Three things differ from a plain call, where a model allows them, which `prepare` finds out: its
 attention (attention.py); the residual stream, bf16 under bf16 autocast; and the logits, which exist
 for a limited number of tokens at a time.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +22,7 @@ from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
 from samestep.processes.device import is_dtensor
+from samestep.settings.mesh import this_layout
 
 
 def plan_of(model: Any) -> LossPlan:
@@ -78,6 +85,32 @@ def is_split(model: Any, row: torch.Tensor) -> bool:
             return False
 
 
+# ---- Labels --------------------------------------------------------------------------------------
+
+
+def shift(labels: torch.Tensor) -> torch.Tensor:
+    """Move labels (..., T) to the token before: the last place gets IGNORE_INDEX."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def shift_labels(batch: Batch) -> torch.Tensor:
+    """Give the label that each token of a batch predicts, (..., T) int64: padding predicts none.
+
+    Otherwise the first token of a sequence would count where padding stands before it.
+    """
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    labels = shift(batch["labels"])
+    if "attention_mask" in batch:
+        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+    return labels
+
+
+def counted(batch: Batch) -> torch.Tensor:
+    """Tell which tokens of a batch predict a label that is in the loss, (..., T): bool."""
+    return shift_labels(batch) != IGNORE_INDEX
+
+
 # ---- The loss ------------------------------------------------------------------------------------
 
 
@@ -95,7 +128,8 @@ class States(NamedTuple):
 
 def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
     """The decoder's output for a batch; the logits where a model has no such."""
-    inputs, labels = model_inputs(model, plan, batch), batch["labels"].flatten()
+    inputs = model_inputs(model, plan, batch)
+    labels = shift_labels(batch).flatten()
     if not plan.is_split:
         logits = model(**inputs).logits.flatten(0, 1)
         return States(torch.nn.Identity(), logits, labels, len(labels))
@@ -106,7 +140,7 @@ def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
 
 
 def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
+    """Sum the cross entropy of the counted tokens of a batch, in nats: float32 ()."""
     model = attention.bare(model)
     states = states_of(model, batch, plan_of(model))
     head, hidden, labels, chunk = states
@@ -118,8 +152,10 @@ def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def token_losses(states: States) -> torch.Tensor:
-    """The loss of each token, 0 where it is not counted: float32 (N,). The backward pass computes
-    the logits of each chunk again."""
+    """Compute the loss of what each token predicts, 0 where it is not counted: float32 (N,).
+
+    The backward pass computes the logits of each chunk again.
+    """
 
     def losses(hidden, labels):
         return cross_entropy(states.head(hidden), labels, reduction="none")
@@ -130,28 +166,46 @@ def token_losses(states: States) -> torch.Tensor:
 
 
 def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
-    """The arguments of the model, or of its decoder."""
-    ids, causal = batch["input_ids"], model.config._attn_implementation == attention.CAUSAL
-    inputs: dict[str, Any] = {"input_ids": ids}
+    """Make the arguments of the model, or of its decoder, from a batch of (B, T).
+
+    A padded sequence gets positions that count its own tokens, as transformers' `generate` gives
+    them; a model that takes no positions makes what it needs of the mask.
+    """
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask")
+    causal = model.config._attn_implementation == attention.CAUSAL
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if plan.is_split:
         embeddings = model.get_input_embeddings()(ids)
         # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 may overflow.
         bf16 = attention.autocast_dtype(ids.device) == torch.bfloat16
-        inputs = {"inputs_embeds": embeddings.bfloat16() if bf16 else embeddings}
+        inputs["inputs_embeds"] = embeddings.bfloat16() if bf16 else embeddings
+        del inputs["input_ids"]
     if "position_ids" in batch:
         inputs["position_ids"] = batch["position_ids"]
-    # Parts of rows that GPUs share have positions, too.
-    if "position_ids" not in batch or not plan.most_texts:
+        # Under context parallelism the parts of sequences have positions, too.
+        if (plan.most_texts or mask is None) and this_layout().cp == 1:
+            return inputs | packed_inputs(plan, batch, causal)
+    elif mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.bool().cumsum(-1) - 1).clamp(min=0)
+    if mask is None:
         # Without a cache, transformers asks the device in every batch whether rows are packed.
-        return {**inputs, "use_cache": not causal}
-    inputs["use_cache"] = False
-    if causal:
-        starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
-        if plan.has_flash and starts.is_cuda and attention.autocast_dtype(starts.device):
-            inputs["cu_seq_lens_q"] = starts
-        else:
-            inputs["attention_mask"] = attention.text_mask(starts, *ids.shape)
+        inputs["use_cache"] = not causal
+    else:
+        inputs["attention_mask"] = attention.causal_mask(mask.bool()) if causal else mask
     return inputs
+
+
+def packed_inputs(plan: LossPlan, batch: Batch, causal: bool) -> dict[str, torch.Tensor]:
+    """Make what separates the texts of packed sequences. Padding is seen by no text."""
+    if not causal:  # transformers finds the texts in the positions
+        return {}
+    positions = batch["position_ids"]
+    starts = attention.text_starts(positions, plan.most_texts or positions.shape[1])
+    tried = plan.most_texts > 0  # by `prepare`
+    if tried and plan.has_flash and starts.is_cuda and attention.autocast_dtype(starts.device):
+        return {"cu_seq_lens_q": starts}
+    return {"attention_mask": attention.text_mask(starts, *positions.shape)}
 
 
 def cross_entropy(

@@ -85,8 +85,11 @@ def disable_dropout(model: Any) -> None:
 
 
 def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> list[torch.Tensor]:
-    """Of both answers, in nats, under the model and, if it has one, under its reference: float32
-    (B, 2). A batch has input_ids and labels (B, 2, T)."""
+    """Compute those of both answers, in nats: under the model and, if it has one, its reference.
+
+    A batch has input_ids and labels (B, 2, T), aligned with each other, and may have an
+    attention_mask. Each tensor of the list is float32 (B, 2).
+    """
     rows, plan, found = flatten_pairs(batch), next_token.plan_of(model), []
 
     def sums(model: Any) -> torch.Tensor:
@@ -117,5 +120,6 @@ def divergence(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def flatten_pairs(batch: Batch) -> Batch:
-    """Two rows for each pair: (2B, T)."""
-    return {name: batch[name].flatten(0, 1) for name in ("input_ids", "labels")}
+    """Make two sequences of each pair: (2B, T)."""
+    names = {"input_ids", "labels", "attention_mask", "position_ids"} & batch.keys()
+    return {name: batch[name].flatten(0, 1) for name in names}

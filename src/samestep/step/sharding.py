@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from samestep.base.fields import IGNORE_INDEX
 from samestep.processes.device import is_dtensor
 from samestep.processes.ranks import UserError
 from samestep.settings.mesh import Layout, this_layout
 
 Tensors = list[torch.Tensor]
+COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,23 +199,39 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
         raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
 
 
+def splits_rows(accelerator: Accelerator) -> bool:
+    """Tell whether processes have a part of each sequence."""
+    config = accelerator.parallelism_config
+    return bool(config and config.cp_enabled)
+
+
 @contextlib.contextmanager
 def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
     """Under context parallelism, gives this process its part of each row in its body.
 
     The batches stay changed: what has the shape of `input_ids`, (B, T), becomes (B, T / n) on each
-    of n processes; `position_ids` has the places in the row. Numbers of a whole row, (B,), become 0
-    on all but the first process: sums over the processes are those over the rows. A backward pass
-    must be inside, too.
+    of n processes; `position_ids` has the places in the row, and `shift_labels` the label that each
+    token predicts, also where that is in another part. Numbers of a whole row, (B,), become 0 on
+    all but the first process: sums over the processes are those over the rows. A backward pass must
+    be inside, too. Raises UserError for a batch with a mask or positions of its own.
     """
-    config = accelerator.parallelism_config
-    if not config or not config.cp_enabled:
+    if not splits_rows(accelerator):
         yield
         return
-    first, parts = accelerator.torch_device_mesh["cp"].get_local_rank() == 0, []
+    first = accelerator.torch_device_mesh["cp"].get_local_rank() == 0
+    parts = []
     for batch in batches:
         rows, length = batch["input_ids"].shape
+        for name in ("attention_mask", "position_ids"):
+            if name in batch:
+                raise UserError(
+                    f"context parallelism: the parts of a sequence see no {name}, and task.collate "
+                    "returns it; leave it out if all sequences are full, or use fsdp2.yaml"
+                )
         batch["position_ids"] = torch.arange(length, device=accelerator.device).repeat(rows, 1)
+        labels = batch.get("labels")
+        if labels is not None and labels.shape == (rows, length) and "shift_labels" not in batch:
+            batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         for name, values in batch.items():
             # torch changes them in place, and other tensors may share their memory.
             batch[name] = values.clone(memory_format=torch.contiguous_format)
@@ -225,3 +244,48 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
     along = {"buffer_seq_dims": [1] * len(parts), "no_restore_buffers": {*parts}}
     with kernels, accelerator.maybe_context_parallel(buffers=parts, **along):
         yield
+
+
+@torch.no_grad()
+def check_parts(
+    accelerator: Accelerator, model: torch.nn.Module, functions: dict[str, Callable], batch: dict
+) -> None:
+    """Raises UserError if sums over the parts of a sequence are not those of the whole sequence.
+
+    `functions` are the task's loss_sum and eval_sums by name, `model` the prepared one in eval
+    mode; `batch` has whole sequences. Of the first, a piece is compared that is short: a label that
+    is lost where two parts meet is then a large part of the sum. All processes must call it.
+    """
+    if not splits_rows(accelerator):
+        return
+    mesh = accelerator.torch_device_mesh["cp"]
+    rows, length = batch["input_ids"].shape
+    kept = min(length, mesh.size() * COMPARED)
+    whole = {}
+    for name, values in batch.items():
+        cut = values[:1, :kept] if values.shape[:2] == (rows, length) else values[:1]
+        whole[name] = cut.clone()
+    parts = dict(whole)
+    expected = {name: sums_of(model, call, whole) for name, call in functions.items()}
+    with split_rows(accelerator, parts):
+        found = {name: sums_of(model, call, parts) for name, call in functions.items()}
+    tolerance = 1e-4 if accelerator.mixed_precision == "no" else 1e-2
+    for name, sums in expected.items():
+        for key, total in sums.items():
+            added = found[name][key]
+            dist.all_reduce(added, group=mesh.get_group())
+            if not torch.allclose(added, total, rtol=tolerance, atol=tolerance):
+                value = f"task.{name}[{key!r}]" if key else f"task.{name}"
+                raise UserError(
+                    f"context parallelism: {value} is {total.sum():.6g} for a sequence, and "
+                    f"{added.sum():.6g} added up over its parts; take the labels that tokens "
+                    "predict from batch['shift_labels'] if it is there, as "
+                    "samestep.models.next_token does, or use fsdp2.yaml"
+                )
+
+
+def sums_of(model: torch.nn.Module, function: Callable, batch: dict) -> dict[str, torch.Tensor]:
+    """Compute a function of the task, whose result is a tensor or a dict of them, in float64."""
+    result = model(function, dict(batch))
+    named = result if isinstance(result, dict) else {"": result}
+    return {name: value.detach().double() for name, value in named.items()}
