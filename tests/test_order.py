@@ -139,11 +139,25 @@ def test_one_source_that_moves_keeps_its_order():
     assert one.ids(range(70, 90)).tolist() == plain.tolist()
 
 
+class View:
+    """Rows 0 to N - 1 that say their sources and sizes, as those of task.views may."""
+
+    def __init__(self, rows, sources, sizes=None):
+        self.rows, self.sources = rows, sources
+        if sizes is not None:
+            self.sizes = lambda: sizes
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, i):
+        return i
+
+
 def test_random_numbers_of_a_row_belong_to_the_pass_over_its_source():
     """A pass over a small source ends early: its rows come again, with other random numbers."""
     sources = [Source("small", 4, 1), Source("large", 1000, 1)]
-    task = type("Task", (), {"sources": lambda dataset: sources})
-    rows = batches.SampleDataset(range(1004), task, seed=3)
+    rows = batches.SampleDataset(View(1004, sources), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
     drawn = [pair for pair in rows.__getitems__(range(80)) if pair[0] < 4]
     assert len(drawn) == 40 and len({*drawn}) == 40
@@ -206,8 +220,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     rows, tensor = 10**9, {"x": torch.zeros(1)}
     lengths = np.memmap(tmp_path / "lengths", np.uint16, "w+", shape=(rows,))
     half = [Source("a", rows // 2, 2), Source("b", rows // 2, 1)]
-    task, data = SimpleNamespace(sizes=lambda _: lengths, sources=lambda _: half), range(rows)
-    task.count = lambda batch: len(batch["x"])
+    task, data = SimpleNamespace(count=lambda batch: len(batch["x"])), View(rows, half, lengths)
     task.collate = lambda rows: {"x": torch.stack([tensor["x"] for _ in rows])}
     tracemalloc.start()
     batches.read_few(data, task, training=False)
@@ -228,21 +241,17 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
 @pytest.mark.parametrize(
     "sources, said",
     [
-        ([], "task.sources returns [], list; give a list of sources, each with name, rows, weight"),
-        (None, "task.sources returns None"),
-        (["a"], "each with name, rows, weight, shards, window"),
         ([Source("a", 10)], "they have 10 rows together, but the dataset has 12"),
-        ([Source("a", 6), Source("a", 6)], "task.sources: 2 are called 'a'; give each another"),
+        ([Source("a", 6), Source("a", 6)], "sources of task.views: 2 are called 'a'; give each another"),
         ([Source("a", 12), Source("b", 0)], "b has no rows to train on; leave it out"),
-        ([Source("a", 12, 1.5)], "task.sources: 'a' needs whole numbers: rows from 0, a weight"),
-        ([Source("a", 12, 1, np.array([13, -1]))], "task.sources: 'a' needs whole numbers: rows"),
+        ([Source("a", 12, 1.5)], "sources of task.views: 'a' needs whole numbers: rows from 0, a weight"),
+        ([Source("a", 12, 1, np.array([13, -1]))], "sources of task.views: 'a' needs whole numbers: rows"),
         ([Source("a", 6, 99_999), Source("b", 6, 2)], "are too fine; their sum is above 100,000"),
     ],
 )  # fmt: skip
 def test_wrong_sources_are_one_line(sources, said):
-    task = type("Task", (), {"sources": lambda dataset: sources})
     with pytest.raises(ValueError) as error:
-        contract.list_sources(task, range(12), training=True)
+        contract.list_sources(View(12, sources), training=True)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -268,8 +277,7 @@ def test_scores_that_a_source_has_too_few_rows_for_are_nan():
 def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
     """Three, none, one and two batches, dealt as one list; all ranks get as many."""
     sources = [Source("a", 5), Source("none", 0), Source("b", 1), Source("c", 4)]
-    task = type("Task", (), {"sources": lambda dataset: sources})
-    rows = batches.SampleDataset(range(10), task)
+    rows = batches.SampleDataset(View(10, sources))
     plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
     samplers = [batches.EvaluationSampler(plan, rows) for plan in plans]
     dealt = [list(sampler) for sampler in samplers]
@@ -286,9 +294,8 @@ def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
 
 def test_rows_are_sorted_within_their_source_of_an_evaluation():
     sources = [Source("a", 5), Source("b", 4)]
-    task = type("Task", (), {"sources": lambda dataset: sources})
-    task.sizes = lambda dataset: [9, 3, 8, 4, 7, 1, 6, 2, 5]
-    rows = batches.SampleDataset(range(9), task)
+    task = SimpleNamespace()
+    rows = batches.SampleDataset(View(9, sources, [9, 3, 8, 4, 7, 1, 6, 2, 5]), task)
     sampler = batches.EvaluationSampler(batches.StepPlan(16, 3), rows)
     assert list(sampler) == [[1, 3, 4], [2, 0], [5, 7, 8], [6]]
 

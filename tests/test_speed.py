@@ -276,7 +276,7 @@ RunLog.start_step = lambda log, step: [start_step(log, step), between_steps(step
 PLAIN = """
 import torch, task
 rows, _ = task.views(task.TaskConfig(samples=100))
-model = task.build_model(task.TaskConfig(), None)
+model = task.build_model(task.TaskConfig())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 batches = iter(torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=task.collate))
 for step in range(1, 12):
