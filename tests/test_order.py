@@ -143,9 +143,18 @@ class View:
     """Rows 0 to N - 1 that say their sources and sizes, as those of task.views may."""
 
     def __init__(self, rows, sources, sizes=None):
-        self.rows, self.sources = rows, sources
-        if sizes is not None:
-            self.sizes = lambda: sizes
+        self.rows, self.sources, self.lengths = rows, sources, sizes
+
+    def __getattribute__(self, name):
+        if name == "sizes" and self.lengths is None:
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def sizes(self):
+        return self.lengths
+
+    def __reduce__(self):
+        return View, (self.rows, self.sources)
 
     def __len__(self):
         return self.rows
