@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
-from torch.overrides import TorchFunctionMode
 
 from samestep.checkpoint.weights import enable_gradient_checkpointing
 from samestep.processes.device import allow_tf32, compile_blocks
@@ -16,17 +15,6 @@ from samestep.start import startup
 from samestep.step import batches
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Assumed(TorchFunctionMode):
-    """Answers a task that builds a model what tensors without numbers cannot: all is the same."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.allclose, torch.equal, torch.Tensor.__bool__):
-            return True
-        if func in (torch.Tensor.__float__, torch.Tensor.item):
-            return 1.0
-        return func(*args, **(kwargs or {}))
 
 
 class Project(NamedTuple):
@@ -42,10 +30,7 @@ class Project(NamedTuple):
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """The task's model, to be trained; under "meta" without memory."""
         batches.seed_everything(self.cfg.seed)
-        with contextlib.ExitStack() as stack:
-            if device.type == "meta":
-                stack.enter_context(torch.device("meta"))
-                stack.enter_context(Assumed())
+        with torch.device("meta") if device.type == "meta" else contextlib.nullcontext():
             model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
         model = model.to(device).train()
         if self.cfg.gradient_checkpointing:
