@@ -92,12 +92,22 @@ def open_columns(
 def read_range(dataset: Any, columns: Columns, place: str, start: int, stop: int) -> Iterator[Row]:
     """The rows from `start` up to `stop`; class numbers become names where the data has names."""
     place = one_line(place, 200)
-    features = {c: dataset.features[c] for c in dataset.column_names}
-    class_names = {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
+    classes = class_names({c: dataset.features[c] for c in dataset.column_names})
     for number, row in enumerate(dataset.select(range(start, stop)), start):
-        for column, names in class_names.items():
-            if names and isinstance(row[column], list):
-                row[column] = [names[i] for i in row[column]]
-            elif names and isinstance(row[column], int) and row[column] >= 0:
-                row[column] = names[row[column]]
-        yield select_columns(row, columns), f"{place}, row {number}"
+        yield select_columns(name_classes(row, classes), columns), f"{place}, row {number}"
+
+
+def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
+    """The names of the classes of each column; None: it has none."""
+    return {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
+
+
+def name_classes(row: dict[str, Any], class_names: dict[str, list[str] | None]) -> dict[str, Any]:
+    """The row with names in place of the numbers of classes."""
+    for column, value in row.items():
+        names = class_names[column]
+        if names and isinstance(value, list):
+            row[column] = [names[i] for i in value]
+        elif names and isinstance(value, int) and value >= 0:
+            row[column] = names[value]
+    return row

@@ -28,6 +28,7 @@ from samestep.data import hub, splits, tables
 from samestep.data.tables import Row
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
+HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
 ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 
 
@@ -74,16 +75,20 @@ class DataConfig:
     validation_rows: ValidationRows = 1000
     """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
     a tenth of the time of 100 steps of 32 samples."""
+    group_column: str = ""
+    """Column whose value says what belongs together (a patient, a conversation): rows with one
+    value are all held out, or none; empty: rows that are equal."""
     incomplete_rows: Literal["refuse", "skip"] = "refuse"
     """Rows without a text, label or answer: end the run, or count and skip them."""
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Folder for prepared data; each combination of data and settings has a subfolder."""
 
 
-def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
+def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: bool = False) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
-    `shipped`: names of data that the task brings along. Makes a list in `data` a text.
+    `shipped`: names of data that the task brings along. `reads_groups`: whether the task reads
+    group_column. Makes a list in `data` a text.
     """
     cfg.data = data_as_text(cfg.data)
     streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
@@ -106,7 +111,9 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             [
                 ("data_config data_split data_revision validation_split", on_hub, no_hub),
                 ("validation_split", split, "beside task.validation_data"),
-                ("validation_fraction validation_rows", held_out, "when validation rows are given"),
+                (HELD_OUT, held_out, "when validation rows are given"),
+                ("group_column", reads_groups, "with this task"),
+                ("group_column", own.data not in shipped, f"where task.data is {own.data}"),
             ],
         )
 
@@ -128,9 +135,8 @@ def by_source(
         given = "" if found else cfg.validation_data
         read = endings(each.data) if callable(endings) else endings
         if not cfg.validation_data and "validation" in count_splits(each.data, read):
-            unread = "validation_fraction validation_rows"
             where = f"where {one_line(each.data, 60)} has files for validation"
-            check_ignored_fields(cfg, [(unread, False, where)])
+            check_ignored_fields(cfg, [(HELD_OUT, False, where)])
             given = each.data
         found.append((each, replace(cfg, data=each.data, validation_data=given)))
     return found

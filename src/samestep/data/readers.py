@@ -1,0 +1,318 @@
+"""Rows of .jsonl, .json, .csv, .tsv, .parquet and .txt files, also compressed as .gz or .zst.
+
+The loaders of `datasets` change values: dates become timestamps, NA becomes null, a CSV line with a
+field too many shifts its columns. So these files are read here, a span at a time, and `datasets`
+does all else: see rows.py.
+"""
+
+import codecs
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Container, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+from datasets import Features
+from pyarrow.parquet import ParquetFile
+
+from samestep.base.console import one_line
+from samestep.data.hub import class_names, name_classes
+from samestep.data.tables import (
+    COMPRESSIONS,
+    SEPARATORS,
+    TABLES,
+    Columns,
+    Row,
+    check_columns,
+    column_names,
+    file_ending,
+    select_columns,
+)
+
+SPAN = 8_000_000  # bytes of a .jsonl or .txt file that a process reads at a time
+DOCUMENT = 1_000_000  # bytes of a document, of which a larger .txt file has several
+SEARCHED = 1 << 16  # bytes in which the end of a line is looked for where a document may be cut
+
+csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
+
+
+class Span(NamedTuple):
+    """Rows that one process reads one after the other: a file, or bytes of it from a line's start.
+
+    Of .parquet the numbers are row groups. `lines`: lines before the span, of .parquet rows.
+    """
+
+    path: str
+    start: int = 0
+    stop: int | None = None  # None: the end of the file
+    lines: int = 0
+    size: int = 0  # in bytes, about
+    document: int = 0  # bytes of a document at most; 0: a file is one
+
+
+# ---- Spans ---------------------------------------------------------------------------------------
+
+
+def spans_of(path: Path, document: int = 0) -> list[Span]:
+    """The spans of a file. They follow from its content, and not from the number of processes.
+
+    A .txt file of more than `document` bytes is cut into documents (0: of more than DOCUMENT).
+    """
+    size, ending = path.stat().st_size, file_ending(path)
+    whole = Span(str(path), size=size)
+    is_packed = path.suffix.lower() in COMPRESSIONS
+    if ending not in TABLES and (is_packed or size > (document or 1.5 * DOCUMENT)):
+        whole = whole._replace(document=document or DOCUMENT)
+    if size < 1.5 * SPAN:
+        return [whole]
+    if ending == ".parquet":
+        return _cut_parquet(whole)
+    if not is_packed and (ending == ".jsonl" or whole.document):
+        return list(_cut_at_lines(whole))
+    return [whole]
+
+
+def _cut_at_lines(whole: Span) -> Iterator[Span]:
+    """Spans of about SPAN bytes. Reads the file once, to count its lines for messages."""
+    start, lines = 0, 0
+    with open(whole.path, "rb") as file:
+        while block := _read_block(file, SPAN, whole.document):
+            stop = start + len(block)
+            yield whole._replace(start=start, stop=stop, lines=lines, size=len(block))
+            start, lines = stop, lines + block.count(b"\n")
+
+
+def _read_block(file: io.BufferedReader, size: int, is_text: int) -> bytes:
+    """About `size` bytes up to the end of a line; a long line of text is cut between characters."""
+    block = file.read(size)
+    if not block.endswith(b"\n"):
+        block += file.readline(min(size, SEARCHED) if is_text else -1)
+    for _ in range(3 if is_text else 0):  # bytes of a character that has begun
+        if file.peek(1)[:1] and file.peek(1)[0] & 0xC0 == 0x80:
+            block += file.read(1)
+    return block
+
+
+def _cut_parquet(whole: Span) -> list[Span]:
+    try:
+        with ParquetFile(whole.path) as table:
+            groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+            facts = [(each.total_byte_size, each.num_rows) for each in groups]
+    except (pyarrow.ArrowException, OSError):  # reading it says what is wrong
+        return [whole]
+    spans, rows = [], 0
+    for number, (size, more) in enumerate(facts):
+        spans.append(whole._replace(start=number, stop=number + 1, lines=rows, size=size))
+        rows += more
+    return spans or [whole]
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+class Place:
+    """Where a reader is: the file and, once in one, the line or row. str() is for messages."""
+
+    def __init__(self, span: Span):
+        self.path = one_line(span.path, 200)
+        self.number = span.lines
+        self.unit = "line"
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
+
+
+def read_span(
+    span: Span, columns: Columns, optional: Container[str] = (), field: str = "data"
+) -> Iterator[Row]:
+    """Read the rows of a span, each with the values of the roles in `columns`, and its place.
+
+    A file that is no table has its text in the role text. Raises ValueError with file and line for
+    what cannot be read, and for a missing column.
+    """
+    ending, place = file_ending(span.path), Place(span)
+    read = READERS.get(ending, _read_text)
+    try:
+        for row in read(span, columns, optional, place):
+            yield row, str(place)
+    except MemoryError:
+        raise
+    except Exception as error:  # each library has its own errors for what a file holds
+        raise ValueError(f"task.{field}: cannot read {place}: {_describe(error)}") from None
+
+
+def _describe(error: Exception) -> str:
+    """The problem in one line."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON at column {error.colno}: {error.msg}"
+    if isinstance(error, csv.Error) and "new-line" in str(error):
+        return "a line ends with \\r alone; save it with \\n line ends"
+    return one_line(error)
+
+
+def _open(span: Span) -> io.BufferedReader:
+    """The content of a file from the start of a span, decompressed, without the byte order mark
+    that some programs write."""
+    path = span.path
+    compression = COMPRESSIONS.get(os.path.splitext(path.lower())[1])
+    if not compression:
+        file = open(path, "rb")  # noqa: SIM115
+    elif not os.path.getsize(path):  # pyarrow takes it for no rows
+        raise ValueError("it has 0 bytes: it is truncated")
+    else:  # fsspec reads .zst only with a package more
+        packed: Any = pyarrow.CompressedInputStream(path, compression)
+        file = io.BufferedReader(packed, 2**16)
+    if span.start:
+        file.seek(span.start)
+    elif file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
+    return file
+
+
+def _lines(file: io.BufferedReader, span: Span, place: Place) -> Iterator[bytes]:
+    """The lines of a span; each becomes the place."""
+    offset = 0 if span.stop is None else file.tell()
+    while (span.stop is None or offset < span.stop) and (line := file.readline()):
+        offset += len(line)
+        place.number += 1
+        yield line
+
+
+def _decode(data: bytes, place: Place) -> str:
+    """Text; an error has its line as the place."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        place.number = max(place.number, 1) + data.count(b"\n", 0, error.start)
+        raise
+
+
+def _read_jsonl(
+    span: Span, columns: Columns, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    is_first = not span.start
+    with closing(_open(span)) as file:
+        # Split as bytes: JSON may hold characters that str.splitlines takes for line ends.
+        for line in _lines(file, span, place):
+            if line.strip():
+                yield _select(json.loads(line.decode()), columns, optional, is_first)
+                is_first = False
+
+
+def _read_json(
+    span: Span, columns: Columns, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    """The objects of a list, or of lines, since many programs name .jsonl so."""
+    with closing(_open(span)) as file:
+        content = _decode(file.read(), place)
+    try:
+        rows = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and content.lstrip()[:1] == "{":
+            yield from _read_jsonl(span, columns, optional, place)
+            return
+        place.number = error.lineno
+        raise
+    if not isinstance(rows, list):
+        raise ValueError("it holds no list of objects")
+    place.unit = "row"
+    for place.number, row in enumerate(rows, 1):
+        yield _select(row, columns, optional, place.number == 1)
+
+
+def _select(row: Any, columns: Columns, optional: Container[str], is_first: bool) -> dict:
+    if not isinstance(row, dict):
+        raise ValueError(f"not an object: {row!r:.60}")
+    if is_first:  # what a later row lacks is null
+        check_columns(list(row), columns, optional)
+    return select_columns(row, columns)
+
+
+def _read_csv(
+    span: Span, columns: Columns, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    mark, names, last = SEPARATORS[file_ending(span.path)], [], 0
+    with closing(_open(span)) as file:
+        rows = csv.reader(map(bytes.decode, _lines(file, span, place)), delimiter=mark, strict=True)
+        try:
+            for row in rows:
+                if mark == "\t" and place.number > last + 1 and any(mark in each for each in row):
+                    hint = 'write a text with " as "...""...", or save the rows as .jsonl'
+                    text = f'a " takes the lines to {place.number} as one text; {hint}'
+                    place.number = last + 1
+                    raise ValueError(text)
+                last = place.number
+                if row and not names:
+                    names = row
+                    check_columns(names, columns, optional)
+                elif row and len(row) != len(names):
+                    expected = f"the first line has {len(names)} fields"
+                    raise ValueError(f"{expected}, this one {len(row)}")
+                # Perhaps after a mark of UTF-8. One name alone may be a text.
+                elif row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
+                    raise ValueError("the column names stand here again: remove the line")
+                elif row:
+                    yield select_columns(dict(zip(names, row, strict=True)), columns)
+        except csv.Error as error:
+            if "unexpected end of data" not in str(error):
+                raise
+            place.number = last + 1
+            raise ValueError('a " is opened and never closed') from None
+    check_columns(names, columns, optional)  # there may be no line
+
+
+def _read_parquet(
+    span: Span, columns: Columns, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    place.unit = "row"
+    # Otherwise memory grows with the file, or with its largest group of rows.
+    with ParquetFile(span.path, pre_buffer=False, buffer_size=2**20) as table:
+        existing = table.schema_arrow.names
+        check_columns(existing, columns, optional)
+        names = [name for name in column_names(columns) if name in existing]
+        classes = class_names(Features.from_arrow_schema(table.schema_arrow))
+        groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
+        for batch in table.iter_batches(256, row_groups=groups, columns=names):
+            for row in batch.to_pylist():
+                place.number += 1
+                yield select_columns(name_classes(row, classes), columns)
+
+
+def _read_text(
+    span: Span, columns: Columns, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    if "group" in columns:
+        raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
+    with closing(_open(span)) as file:
+        if not span.document:
+            yield {role: None for role in columns} | {"text": _decode(file.read(), place)}
+            return
+        place.number += 1
+        offset = 0 if span.stop is None else file.tell()
+        while span.stop is None or offset < span.stop:
+            if span.stop is not None and span.stop - offset <= span.document:
+                block = file.read(span.stop - offset)
+            else:
+                block = _read_block(file, span.document, span.document)
+            if not block:
+                return
+            text = _decode(block, place)
+            if not text.isspace():
+                yield {role: None for role in columns} | {"text": text}
+            offset += len(block)
+            place.number += block.count(b"\n")
+
+
+READERS: dict[str, Callable[[Span, Columns, Container[str], Place], Iterator[dict]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
