@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets.exceptions import DatasetGenerationError
@@ -355,7 +356,20 @@ def load_rows(
     evaluated = f"{len(validation):,}"
     sources.say_prepared(plural, len(rows), len(chosen["train"]), evaluated, left_out, remark)
     rows = rows.remove_columns([*NOTES])
-    return DatasetDict({split: rows.select(indices) for split, indices in chosen.items()})
+    return DatasetDict({split: keep(rows, places) for split, places in chosen.items()})
+
+
+def keep(rows: Dataset, places: np.ndarray) -> Dataset:
+    """The rows at these places, in ascending order. (`select` would read each row through a list of
+    indices, which takes 0.1 ms.)"""
+    mask = np.zeros(len(rows), bool)
+    mask[places] = True
+
+    def choose(table: Any, numbers: list[int]) -> Any:
+        return table.filter(pyarrow.array(mask[numbers[0] : numbers[-1] + 1]))
+
+    chosen = rows.with_format("arrow").map(choose, batched=True, with_indices=True, batch_size=200)
+    return chosen.with_format(None)
 
 
 def hold_out(sides: np.ndarray, sizes: np.ndarray, fraction: float, maximum: float) -> set[int]:

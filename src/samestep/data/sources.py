@@ -3,13 +3,14 @@
 Errors in the data are a ValueError of one line.
 """
 
+import copy
 import functools
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -138,7 +139,9 @@ def by_source(
             where = f"where {one_line(each.data, 60)} has files for validation"
             check_ignored_fields(cfg, [(HELD_OUT, False, where)])
             given = each.data
-        found.append((each, replace(cfg, data=each.data, validation_data=given)))
+        own = copy.copy(cfg)  # `replace` would read the fields of the model
+        own.data, own.validation_data = each.data, given
+        found.append((each, own))
     return found
 
 

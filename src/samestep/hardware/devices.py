@@ -114,8 +114,8 @@ def run_python(words: Sequence[object]) -> tuple[int | None, str]:
 
 
 def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
-    """What a function of bench.py finds out, in a process of its own; raises Wrong."""
-    module = [*launcher, *PREFIX, "-m", "samestep.hardware.bench", what, json.dumps(given)]
+    """What a function of child.py finds out, in a process of its own; raises Wrong."""
+    module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what, json.dumps(given)]
     code, printed = run_python(module)
     if code == 0:
         (line,) = re.findall(r'^{"answer": .*', printed, re.MULTILINE)
