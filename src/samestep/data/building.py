@@ -63,6 +63,8 @@ def build(tables: Tables, features: Features, units: list, num_proc: int | None)
         builder.download_and_prepare(num_proc=num_proc, verification_mode="no_checks")
     except DatasetGenerationError as error:  # says nothing itself
         raise explain(error) from None
+    if not builder.info.splits["train"].num_examples:
+        return Dataset(features.arrow_schema.empty_table())
     return builder.as_dataset("train")
 
 
