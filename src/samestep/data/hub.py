@@ -35,7 +35,11 @@ def load_hub_split(cfg: Any, split: str, field: str = "data_split") -> Any:
     cache_dir = CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
     how = {"split": split, "revision": cfg.data_revision, "cache_dir": cache_dir}
     try:
-        return datasets.load_dataset(cfg.data, cfg.data_config or None, **how)
+        found = datasets.load_dataset(cfg.data, cfg.data_config or None, **how)
+        stored = [each["filename"] for each in found.cache_files]
+        if COMMIT.fullmatch(cfg.data_revision) and not any(cfg.data_revision in f for f in stored):
+            raise ValueError("the Hub cannot be reached, and this disk has another commit of it")
+        return found
     except Exception as error:  # each library underneath has its own
         if isinstance(error, datasets.exceptions.DatasetGenerationError):  # says nothing itself
             error = error.__cause__ or error

@@ -97,7 +97,9 @@ def inputs_of(
 ) -> list[Input]:
     """The rows of all sources, and those to evaluate on. Prints the files that are not read."""
     inputs = []
-    for source, own in sources.by_source(cfg, extensions):
+    found = sources.by_source(cfg, extensions)
+    is_divided = any(own.validation_data or own.validation_split for _, own in found)
+    for source, own in found:
         is_bundled = own.data in bundled
         sources.print_skipped_files(own, extensions, is_bundled)
         on_hub = not is_bundled and hub.is_hub_name(own.data)
@@ -118,7 +120,6 @@ def inputs_of(
             elif field.endswith("split"):
                 open_split(each)
             else:
-                is_divided = len(fields) > 1
                 each.spans = spans_of_files(own, field, extensions, is_divided)
             inputs.append(each)
     return inputs
