@@ -64,7 +64,7 @@ class RowFormat(NamedTuple):
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS)
+    check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
     pretrained.check_unread(cfg)
     for _, own in sources.by_source(cfg):
         check_format_fields(own)
