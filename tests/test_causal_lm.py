@@ -519,4 +519,4 @@ def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, 
         text = refusal(kit, cfg)
         assert ": the template leaves out " in text and said in text
     else:
-        assert kit.task.prepare_data(cfg).is_dir()
+        assert kit.prepare_data(cfg).is_dir()

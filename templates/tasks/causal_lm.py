@@ -102,6 +102,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
+    cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
     packed = cfg.rows != "text" or cfg.packing == "best_fit"
     tokens = rows.map(
         formats.tokenize,
@@ -109,7 +110,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         batched=True,
         batch_size=100,
         remove_columns=rows["train"].column_names,
-        num_proc=len(os.sched_getaffinity(0)),
+        num_proc=cores if cores > 1 else None,
     )
     if packed:
         for name, split in tokens.items():

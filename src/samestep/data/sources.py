@@ -388,6 +388,16 @@ class UselessRow(IncompleteRow):
     """A row from which nothing can be learnt: it is counted and left out, whatever the config."""
 
 
+def require_texts(row: dict) -> None:
+    """Raises ValueError for a row in which a text is missing, empty (but for a prompt), or none."""
+    for role, value in row.items():
+        blank = role != "prompt" and not str(value).strip()
+        if value is None or value != value or blank:  # tables have NaN for null
+            raise IncompleteRow(f"the {role} is empty")
+        if not isinstance(value, str):
+            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
+
+
 def valid_rows(
     rows: Iterable[Row],
     cfg: DataConfig,

@@ -183,7 +183,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
-    normalize = check_text
+    normalize = normalize_text
     if cfg.rows == "chat":
         known = chats.read_names(cfg.roles)
         normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
@@ -202,14 +202,9 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     )
 
 
-def check_text(row: dict) -> tuple[dict[str, str], list[str]]:
-    """The row; raises ValueError where a text is missing, empty (but for a prompt), or none."""
-    for role, value in row.items():
-        blank = role != "prompt" and not str(value).strip()
-        if value is None or value != value or blank:  # tables have NaN for null
-            raise sources.IncompleteRow(f"the {role} is empty")
-        if not isinstance(value, str):
-            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
+def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:
+    """The row, whose values are texts; raises ValueError for another."""
+    sources.require_texts(row)
     return row, []
 
 
@@ -217,7 +212,7 @@ def normalize_prompt(row: dict) -> tuple[dict[str, str], list[str]]:
     """A prompt and its completion: texts, or messages of TRL's form as JSON text."""
     found = [chats.parse_messages(row[name], name) for name in ("prompt", "completion")]
     if not any(isinstance(each, list) for each in found):
-        return check_text(row)
+        return normalize_text(row)
     for name, each in zip(("prompt", "completion"), found, strict=True):
         if not isinstance(each, list):
             raise ValueError(f"the {name} is text, but the other has messages; give both as one")
