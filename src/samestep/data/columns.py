@@ -7,7 +7,10 @@ them into chunks and files, which the number of processes and the library's vers
 import contextlib
 import hashlib
 import json
+import os
+import platform
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import pyarrow.compute as pc
 
 from samestep.base.files import read_json_object, replace_text
 
-BLOCK = 4096  # rows that are hashed at once
+BLOCK = 1000  # rows that are hashed at once: documents may have a megabyte
 DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
 
 
@@ -87,7 +90,11 @@ def store_digests(dataset: Any) -> None:
     """Writes the digests of all columns beside the files of a dataset that was loaded from disk."""
     columns = {name: digest_column(dataset, name) for name in dataset.column_names}
     facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
-    replace_text(folder_of(dataset) / DIGESTS, json.dumps(facts))
+    path = folder_of(dataset) / DIGESTS
+    partial = path.with_name(
+        f".{DIGESTS}-{platform.node()[:60]}-{os.getpid()}"
+    )  # others write it too
+    replace_text(path, json.dumps(facts), partial)
 
 
 def is_intact(dataset: Any, verify: bool = False) -> bool:
@@ -132,37 +139,66 @@ def stamps_of(dataset: Any) -> dict[str, list[int]]:
 def digest_column(dataset: Any, name: str) -> str:
     """64 hex digits for the type and the values of a column, in the order of the rows."""
     rows = dataset.select_columns([name]).with_format("arrow")
-    total = hashlib.sha256(repr(dataset.features[name]).encode())
+    values = ValueDigest()
     for start in range(0, len(rows), BLOCK):
-        column = rows[start : start + BLOCK].column(name)
-        hash_array(
-            total, pa.concat_arrays(column.chunks) if column.num_chunks > 1 else column.chunk(0)
-        )
-    return total.hexdigest()
+        for chunk in rows[start : start + BLOCK].column(name).chunks:
+            values.add(chunk)
+    return values.finish(repr(dataset.features[name]))
 
 
-def hash_array(total: Any, array: pa.Array) -> None:
-    """Adds which values are missing, the lengths of lists and texts, and the values."""
-    kind = array.type
-    if isinstance(kind, pa.ExtensionType):
-        return hash_array(total, array.storage)
-    if pa.types.is_dictionary(kind):
-        return hash_array(total, array.dictionary_decode())
-    if array.null_count:
-        total.update(array.is_null().to_numpy(zero_copy_only=False))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        lengths = pc.list_value_length(array).fill_null(0)
-        total.update(lengths.to_numpy().astype("<i8"))
-        hash_array(total, array.flatten())
-    elif pa.types.is_struct(kind):
-        for each in array.flatten():
-            hash_array(total, each)
-    elif pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
-        texts = array.cast(pa.large_binary()).fill_null(b"")
-        total.update(pc.binary_length(texts).to_numpy().astype("<i8"))
-        total.update(b"".join(texts.to_pylist()))
-    elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        values = array.fill_null(0).to_numpy()
-        total.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
-    else:  # truth values, times, decimals
-        total.update(repr(array.to_pylist()).encode())
+class ValueDigest:
+    """A digest of arrays that follow each other, the same however they are cut.
+
+    Missing values, the lengths of lists and texts, and the values have a hash each.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, Any] = {}
+        self.sizes: Counter = Counter()  # of what was added, by the same names
+
+    def update(self, place: str, content: Any) -> None:
+        self.hashes.setdefault(place, hashlib.sha256()).update(content)
+
+    def add(self, array: pa.Array, place: str = "") -> None:
+        """Adds the values of a column, or of what lies inside it at a place."""
+        kind = array.type
+        if isinstance(kind, pa.ExtensionType):
+            return self.add(array.storage, place)
+        if pa.types.is_dictionary(kind):
+            return self.add(array.dictionary_decode(), place)
+        if array.null_count:
+            missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+            self.update(f"{place} missing", (missing + self.sizes[place]).astype("<i8"))
+        self.sizes[place] += len(array)
+        if pa.types.is_fixed_size_list(kind) or is_list(kind):
+            lengths = pc.list_value_length(array).fill_null(0)
+            self.update(f"{place} lengths", lengths.to_numpy().astype("<i8"))
+            self.add(array.flatten(), f"{place}[]")
+        elif pa.types.is_struct(kind):
+            for field, values in zip(kind, array.flatten(), strict=True):
+                self.add(values, f"{place}.{field.name}")
+        elif is_text(kind):
+            texts = array.cast(pa.large_binary()).fill_null(b"")
+            self.update(f"{place} lengths", pc.binary_length(texts).to_numpy().astype("<i8"))
+            self.update(place, b"".join(texts.to_pylist()))
+        elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            values = array.fill_null(0).to_numpy()
+            self.update(place, np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
+        else:  # truth values, times, decimals
+            self.update(place, "".join(f"{each!r}\n" for each in array.to_pylist()).encode())
+
+    def finish(self, kind: str) -> str:
+        """64 hex digits for a type and all that was added."""
+        digests = {place: each.hexdigest() for place, each in self.hashes.items()}
+        facts = json.dumps([kind, self.sizes, digests], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are texts or bytes."""
+    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

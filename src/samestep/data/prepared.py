@@ -8,28 +8,29 @@ library that reads data. The folder gets its name when it is complete.
 import contextlib
 import copy
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
 import os
-import re
+import platform
 import shutil
-import sys
 import tempfile
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import filelock
+import pyarrow as pa
+from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from samestep.base.console import one_line
-from samestep.base.fields import local_path
+from samestep.base.console import one_line, print_on_main
 from samestep.base.files import (
+    DISK_FULL,
     PERMANENT_ERRORS,
     UMASK,
     fsync,
@@ -37,16 +38,13 @@ from samestep.base.files import (
     remove,
     replace_text,
 )
-from samestep.data import columns, sources
-from samestep.data.cache import hash_file
-from samestep.models import pretrained
+from samestep.data import columns, prepared_key
+from samestep.settings.config import fields_of
 from samestep.step.batches import seed_everything
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 LOCK_SECONDS = 5  # of waiting for another process until it is said
-LIBRARY = Path(__file__).parents[1]
-SHAPING = ("data/*.py", "text/*.py", "models/pretrained.py")  # the library's code that shapes rows
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 
 
 class PreparedData(datasets.DatasetDict):
@@ -58,15 +56,10 @@ class PreparedData(datasets.DatasetDict):
 # ---- The config that prepare_data gets -----------------------------------------------------------
 
 
-def hidden_fields(cfg: Any) -> set[str]:
-    """Names of the fields that only the model reads: metadata=MODEL."""
-    return {f.name for f in dataclasses.fields(cfg) if not f.metadata.get("shapes_data", True)}
-
-
 @functools.cache
 def guarded_class(kind: type) -> type:
     """A kind of config in which fields of the model cannot be read: they are not in the key."""
-    hidden = hidden_fields(kind)
+    hidden = prepared_key.hidden_fields(kind)
 
     def read(self: Any, name: str) -> Any:
         if name in hidden:
@@ -77,183 +70,42 @@ def guarded_class(kind: type) -> type:
         return object.__getattribute__(self, name)
 
     def pickled(self: Any) -> tuple:
-        return rebuild_guarded, (kind, self.__dict__)
+        return rebuild, (kind, values_of(self))
 
     return type(kind.__name__, (kind,), {"__getattribute__": read, "__reduce__": pickled})
 
 
-def rebuild_guarded(kind: type, values: dict) -> Any:
+def guard(cfg: Any) -> Any:
+    """A copy of a config for prepare_data."""
+    return rebuild(type(cfg), copy.deepcopy(values_of(cfg)))
+
+
+def rebuild(kind: type, values: dict) -> Any:
     cfg = object.__new__(guarded_class(kind))
-    cfg.__dict__.update(values)
+    for name, value in values.items():
+        object.__setattr__(cfg, name, value)
     return cfg
 
 
-# ---- Key -----------------------------------------------------------------------------------------
-
-
-def key_of(cfg: Any, functions: Iterable[Callable], identity: str = "") -> str:
-    """16 hex digits for all that shapes the rows but the files that they come from.
-
-    `identity`: of the files of a run that resumes, which lie in the folder beforehand.
-    """
-    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    for name in hidden_fields(cfg) | {"cache_dir"}:
-        fields.pop(name, None)
-    if isinstance(fields.get("data"), str):  # weights change the order alone
-        fields["data"] = [each.data for each in sources.split_data(fields["data"])]
-    if isinstance(cfg, pretrained.ModelConfig):
-        fields["revision"] = pretrained.commit_of(cfg)
-    parts = [to_jsonable_python(fields), code_of(functions), library_code(), identity]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def library_code() -> str:
-    """A digest of the library's code that shapes rows."""
-    files = [path for each in SHAPING for path in sorted(LIBRARY.glob(each))]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def code_of(functions: Iterable[Callable]) -> list[str]:
-    """The compiled code of functions, and of what they reach by name in modules of the project.
-
-    Constants count by their values. Comments and annotations do not count.
-    """
-    todo: list[Any] = [*functions]
-    seen: set[int] = set()
-    texts = []
-    while todo:
-        value = todo.pop()
-        value = value.func if isinstance(value, functools.partial) else value
-        value = getattr(value, "__wrapped__", value)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, type):
-            own = {name: each for name, each in vars(value).items() if not name.startswith("__")}
-            if dataclasses.is_dataclass(value):  # values of fields are in the key, or the model's
-                own = {name: each for name, each in own.items() if name not in fields_of(value)}
-            todo += [*own.values(), *value.__bases__]
-        elif isinstance(value, property | staticmethod | classmethod):
-            todo.append(getattr(value, "fget", None) or getattr(value, "__func__", None))
-        elif isinstance(value, types.FunctionType):
-            text, names = read_code(value.__code__)
-            texts.append(text)
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            inner = dict(zip(value.__code__.co_freevars, cells, strict=True))
-            spaces = [value.__globals__, inner]
-            modules = [each for each in value.__globals__.values() if is_project_module(each)]
-            modules += [sys.modules[name] for name in names if is_of_project(name)]
-            for space in [*spaces, *map(vars, modules)]:
-                todo += [space[name] for name in names if name in space]
-            todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        elif not callable(value) and not isinstance(value, types.ModuleType):
-            texts.append(plain_text(value))
-        todo = [each for each in todo if not is_foreign(each)]
-    return sorted(texts)
-
-
-def is_foreign(value: Any) -> bool:
-    """Whether this is a function or class of another package."""
-    return isinstance(value, types.FunctionType | type) and not is_of_project(value.__module__)
-
-
-def fields_of(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
-def read_code(code: types.CodeType) -> tuple[str, list[str]]:
-    """A text for compiled code with the functions inside, and all names that it uses."""
-    constants, names = [], [*code.co_names, *code.co_freevars]
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            text, more = read_code(value)
-            constants.append(text)
-            names += more
-        else:
-            constants.append(plain_text(value))
-    return repr((code.co_name, code.co_code.hex(), constants, names)), names
-
-
-def plain_text(value: Any) -> str:
-    """A text for a constant, the same in every process."""
-    if isinstance(value, set | frozenset):
-        return repr(sorted(map(plain_text, value)))
-    if isinstance(value, dict):
-        return repr([(plain_text(key), plain_text(each)) for key, each in value.items()])
-    return ADDRESS.sub("", repr(value))
-
-
-def is_project_module(value: Any) -> bool:
-    return isinstance(value, types.ModuleType) and is_of_project(value.__name__)
-
-
-def is_of_project(module: str) -> bool:
-    """Whether a module that is loaded lies in the folder of the project's task.py."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    root = getattr(sys.modules.get("task"), "__file__", None)
-    if not file or not root or "site-packages" in Path(file).parts:
-        return False
-    return Path(file).resolve().is_relative_to(Path(root).resolve().parent)
-
-
-# ---- Files that the rows come from ---------------------------------------------------------------
-
-
-def files_of(cfg: Any, more: Iterable[Path] = ()) -> dict[str, Path]:
-    """The files that fields of a task name, as a path, a folder, or sources with weights.
-
-    Of a folder all files below, but hidden ones. Of a model's folder the files of its tokenizer.
-    Each by a name that does not depend on where the folder lies.
-    """
-    given = {f"files/{number}": Path(path) for number, path in enumerate(more)}
+def values_of(cfg: Any) -> dict[str, Any]:
+    """All values of a config, also of one that is guarded, frozen, or has slots."""
+    values = dict(getattr(cfg, "__dict__", {}))
     for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if field.name in hidden_fields(cfg) | {"cache_dir", "model_name_or_path"}:
-            continue
-        names = [value] if isinstance(value, str | Path) and str(value) else []
-        if field.name == "data" and isinstance(value, str):
-            names = [each.data for each in sources.split_data(value)]
-        for name in names:
-            if "://" not in str(name) and os.path.exists(os.path.expanduser(name)):
-                given[f"{field.name}/{name}"] = local_path(str(name), field.name)
-    found: dict[str, Path] = {}
-    for name, path in given.items():
-        found |= {f"{name}/{below}": file for below, file in files_below(path)}
-    if isinstance(cfg, pretrained.ModelConfig):
-        found |= {f"model/{path.name}": path for path in pretrained.used_files(cfg)}
-    return found
+        values[field.name] = object.__getattribute__(cfg, field.name)
+    return values
 
 
-def files_below(root: Path) -> Iterator[tuple[str, Path]]:
-    """A file itself, or all files below a folder, each with its path there; no hidden ones."""
-    if not root.is_dir():
-        yield "", root
-        return
-    seen = set()  # links may lead back
-    for folder, names, files in os.walk(root, followlinks=True):
-        status = os.stat(folder)
-        new = (status.st_dev, status.st_ino) not in seen
-        seen.add((status.st_dev, status.st_ino))
-        names[:] = sorted(name for name in names if new and not name.startswith("."))
-        for name in sorted(files) if new else ():
-            if not name.startswith("."):
-                path = Path(folder, name)
-                yield path.relative_to(root).as_posix(), path
-
-
-def stamps_of(files: dict[str, Path]) -> dict[str, list[int]]:
-    """Size, time and inode of each file."""
-    found = {}
-    for name, path in files.items():
-        status = path.stat()
-        found[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
-    return found
-
-
-def hash_files(files: dict[str, Path]) -> dict[str, str]:
-    """The SHA-256 of each file. Threads: reading and hashing release the GIL."""
-    with ThreadPool(min(os.cpu_count() or 1, 16)) as pool:
-        return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+def changes_of(cfg: Any, guarded: Any) -> dict[str, Any]:
+    """The fields that prepare_data has changed; raises ValueError for those of the model."""
+    before, after = values_of(cfg), values_of(guarded)
+    names = [each.name for each in dataclasses.fields(cfg)]
+    changed = {name: after[name] for name in names if after[name] != before[name]}
+    if wrong := sorted({*changed} & prepared_key.hidden_fields(cfg)):
+        raise ValueError(
+            f"prepare_data sets task.{wrong[0]}, which is marked as the model's alone; take MODEL "
+            "out of its metadata in TaskConfig"
+        )
+    return changed
 
 
 # ---- Preparing -----------------------------------------------------------------------------------
@@ -266,34 +118,38 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
     resumes, such as its tokenizer, which is not made anew where data has grown. Safe for processes
     that start together. Raises ValueError for a disk that is full or cannot be written.
     """
-    cache = local_path(getattr(cfg, "cache_dir", ".cache/data"), "cache_dir")
-    functions = [task.prepare_data, *filter(None, [getattr(task, "views", None)]), type(cfg)]
-    more = [*map(Path, task.files(cfg))] if hasattr(task, "files") else []
-    files = files_of(cfg, more)
-    stamps, key = stamps_of(files), key_of(cfg, functions)
+    cache = prepared_key.cache_of(cfg)
+    files = list_files(task, cfg)
+    stamps = prepared_key.stamps_of(files)
+    key = prepared_key.key_of(cfg, task)
     wanted = identity_of(kept) if kept else ""
     found = find(cache, key, files, stamps)
     if wanted and not (found and read_index(found)["identity"] == wanted):
-        print(f"Preparing data: the run keeps its {', '.join(names_in(kept))}", flush=True)
-        key = key_of(cfg, functions, wanted)
+        print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
+        key = prepared_key.key_of(cfg, task, wanted)
         found = find(cache, key, files, stamps)
     if not found:
-        with writes_to(cache), lock(cache, key):
+        with lock(cache, key):
             found = find(cache, key, files, stamps)
             if not found:
-                folder = cache / f"{key}-{short_hash(stamps)}"
-                found = build(task, cfg, folder, key, files, stamps, kept if wanted else None)
+                found = build(task, cfg, cache, key, stamps, kept if wanted else None)
+    kinds = fields_of(type(cfg))
     for name, value in read_index(found)["changed"].items():
-        setattr(cfg, name, value)
+        object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
     return load(found)
 
 
-def find(cache: Path, key: str, files: dict[str, Path], stamps: dict) -> Path | None:
+def list_files(task: Any, cfg: Any) -> dict[str, str]:
+    more = task.files(cfg) if hasattr(task, "files") else []
+    return prepared_key.files_of(cfg, more)
+
+
+def find(cache: Path, key: str, files: dict[str, str], stamps: dict) -> Path | None:
     """The complete folder for a key and files, which other stamps may have; None: there is none.
 
     Where the sizes of all files are equal their contents decide: the disk may be another.
     """
-    folder = cache / f"{key}-{short_hash(stamps)}"
+    folder = folder_for(cache, key, stamps)
     if is_intact(folder):
         return folder
     sizes = {name: stamp[0] for name, stamp in stamps.items()}
@@ -302,7 +158,7 @@ def find(cache: Path, key: str, files: dict[str, Path], stamps: dict) -> Path | 
         known = read_index(other).get("files", {})
         if not files or {name: size for name, (size, _) in known.items()} != sizes:
             continue
-        digests = digests or hash_files(files)
+        digests = digests or prepared_key.hash_files(files)
         if {name: own for name, (_, own) in known.items()} == digests and is_intact(other):
             with contextlib.suppress(OSError):  # on a read-only disk files are read each time
                 folder.symlink_to(other.resolve().name)
@@ -310,92 +166,109 @@ def find(cache: Path, key: str, files: dict[str, Path], stamps: dict) -> Path | 
     return None
 
 
-def build(
-    task: Any, cfg: Any, folder: Path, key: str, files: dict, stamps: dict, kept: Path | None
-) -> Path:
-    """Calls task.prepare_data, and saves what it returns in the folder."""
-    for left in [folder, *folder.parent.glob(f"{key}-*.partial")]:  # of killed processes
-        remove(left)
-    partial = Path(tempfile.mkdtemp(".partial", f"{folder.name}-", folder.parent))
-    partial.chmod(0o777 & ~UMASK)  # it was for the owner alone
+def folder_for(cache: Path, key: str, stamps: dict) -> Path:
+    return cache / f"{key}-{prepared_key.short_hash(stamps)}"
+
+
+def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path | None) -> Path:
+    """Calls task.prepare_data, and saves what it returns in a folder, whose path it returns."""
+    folder = folder_for(cache, key, stamps)
+    host = platform.node()[:60]  # another may prepare the same, where disks have no locks
+    with writes_to(cache):
+        for pattern in (f"{key}-*.{host}.partial", f".{key}-*.trash"):  # of killed processes
+            for left in cache.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        remove(folder)
+        partial = Path(tempfile.mkdtemp(f".{host}.partial", f"{folder.name}-", cache))
+        partial.chmod(0o777 & ~UMASK)  # it was for the owner alone
     try:
-        if kept:
-            shutil.copytree(kept, partial, dirs_exist_ok=True)
-        guarded = rebuild_guarded(type(cfg), copy.deepcopy(cfg.__dict__))
-        with working_in(partial / WORK):
+        with writes_to(cache):
+            if kept:
+                shutil.copytree(kept, partial, dirs_exist_ok=True)
+            (partial / WORK).mkdir()
+        guarded = guard(cfg)
+        with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
             seed_everything(0)  # an unseeded split is the same in every run
-            rows = task.prepare_data(cfg=guarded, folder=partial)
-            rows = {} if rows is None else rows
-            if not isinstance(rows, dict) or not all(map(is_dataset, rows.values())):
-                kind = type(rows).__name__
-                raise ValueError(
-                    f"task.prepare_data returns {kind}; give a datasets.DatasetDict with train and "
-                    "validation, or None"
-                )
+            rows = check_rows(task.prepare_data(cfg=guarded, folder=partial))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
-        remove(partial / WORK)
-        for name in rows:
-            columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
-        if stamps_of(files) != stamps:
-            raise ValueError("task.data: files changed during the preparation: start again")
-        digests = hash_files(files)
-        before = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-        changed = {n: guarded.__dict__[n] for n in before if guarded.__dict__[n] != before[n]}
-        index = {"files": {n: [stamps[n][0], digests[n]] for n in files}, "changed": changed}
-        index |= {"identity": identity_of(partial), "splits": [*rows]}
-        replace_text(partial / INDEX, json.dumps(to_jsonable_python(index)))
-        for path in [*partial.rglob("*"), partial]:
-            fsync(path)
-        try:
-            partial.rename(folder)
-        except OSError:  # without locks another process may have been first
-            if not is_intact(folder):
-                raise
-        fsync(folder.parent)
+        with writes_to(cache):
+            remove(partial / WORK)
+            for name in rows:
+                columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
+            files = list_files(task, cfg)
+            digests = prepared_key.hash_files(files)
+            if prepared_key.stamps_of(files) != stamps:
+                raise ValueError("task.data: files changed during the preparation: start again")
+            index = {
+                "files": {name: [stamps[name][0], digests[name]] for name in files},
+                "changed": changes_of(cfg, guarded),
+                "identity": identity_of(partial),
+                "splits": [*rows],
+            }
+            replace_text(partial / INDEX, json.dumps(to_jsonable_python(index)))
+            for path in [*partial.rglob("*"), partial]:
+                if path.is_file() or path.is_dir():
+                    fsync(path)
+            try:
+                partial.rename(folder)
+            except OSError:  # without locks another process may have been first
+                if not is_intact(folder):
+                    raise
+            fsync(cache)
     finally:
-        if partial.exists():
-            remove(partial)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def is_dataset(value: Any) -> bool:
-    return isinstance(value, datasets.Dataset)
+def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
+    """What prepare_data returned, empty for None; raises ValueError for anything else."""
+    if rows is None:
+        return {}
+    right = isinstance(rows, dict)
+    if not right or not all(isinstance(each, datasets.Dataset) for each in rows.values()):
+        raise ValueError(
+            f"task.prepare_data returns {type(rows).__name__}; give a datasets.DatasetDict with "
+            "train and validation, or None"
+        )
+    for name, split in rows.items():
+        if not len(split):
+            raise ValueError(
+                f"task.prepare_data returns no row in {name}; add one, or leave it out"
+            )
+    return rows
 
 
 @contextmanager
 def working_in(work: Path) -> Iterator[None]:
     """Caches of `datasets` and temporary files lie in this folder: its caches, which know functions
     by their names, take an edited one for the old one."""
-    work.mkdir()
     names = {"TMPDIR": str(work), "TOKENIZERS_PARALLELISM": "false"}
-    before = {name: os.environ.get(name) for name in names}
-    cache, tempdir = datasets.config.HF_DATASETS_CACHE, tempfile.tempdir
-    os.environ.update(names)
-    tempfile.tempdir, datasets.config.HF_DATASETS_CACHE = str(work), work
-    datasets.disable_progress_bars()
-    try:
+    caches = {"HF_DATASETS_CACHE": work, "DOWNLOADED_DATASETS_PATH": work / "downloads"}
+    caches["EXTRACTED_DATASETS_PATH"] = work / "extracted"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, names))
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", str(work)))
+        stack.enter_context(mock.patch.multiple(datasets.config, **caches))
+        datasets.disable_progress_bars()
         yield
-    finally:
-        tempfile.tempdir, datasets.config.HF_DATASETS_CACHE = tempdir, cache
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
 def lock(cache: Path, key: str) -> Iterator[None]:
-    """Holds the lock of a key. Waiting for another process is said once."""
-    cache.mkdir(parents=True, exist_ok=True)
-    held = filelock.FileLock(cache / f"{key}.lock")
-    try:
-        held.acquire(timeout=LOCK_SECONDS)
-    except filelock.Timeout:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("waiting for another process, which prepares the same data", flush=True)
-        held.acquire(poll_interval=0.5)
+    """Holds the lock of a key, where the disk has locks. Waiting for another is said once."""
+    with writes_to(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        held = filelock.FileLock(cache / f"{key}.lock")
+        try:
+            held.acquire(timeout=LOCK_SECONDS)
+        except filelock.Timeout:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print("waiting for another process, which prepares the same data", flush=True)
+            held.acquire(poll_interval=0.5)
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                raise
     try:
         yield
     finally:
@@ -403,16 +276,29 @@ def lock(cache: Path, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def writes_to(cache: Path) -> Iterator[None]:
-    """Turns errors of a disk that is full, or cannot be written, into a ValueError of one line."""
+def writes_to(cache: Path, own: str = "") -> Iterator[None]:
+    """Turns errors of a disk that is full, or cannot be written, into a ValueError of one line.
+
+    `own`: the function of the task that runs, whose other errors of files are its own.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno is not None and error.errno not in PERMANENT_ERRORS:
-            raise
-        reason = error.strerror or one_line(error)
-        what = f"cannot write {one_line(cache, 100)}: {reason}"
-        raise ValueError(f"task.cache_dir: {what}") from None
+    except Exception as error:
+        causes = [error]  # `datasets` hides a full disk below an error of its own
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        numbers = [getattr(each, "errno", None) for each in causes]
+        full = next((number for number in numbers if number in DISK_FULL), None)
+        if not full and any("(os error 28)" in str(each) for each in causes):  # of `tokenizers`
+            full = errno.ENOSPC
+        known = isinstance(error, OSError) and error.errno in PERMANENT_ERRORS
+        if full or known and not own:
+            reason = os.strerror(full or error.errno)
+            what = f"cannot write {one_line(cache, 100)}: {reason}"
+            raise ValueError(f"task.cache_dir: {what}") from None
+        if own and isinstance(error, OSError) and (known or error.errno is None):
+            raise ValueError(f"{own}: {one_line(error)}") from error
+        raise
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------
@@ -444,9 +330,9 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
         intact = all(columns.is_intact(each, verify) for each in splits)
         if intact and identity_of(folder) == index["identity"]:
             return True
-    except (OSError, ValueError, KeyError):  # Arrow's errors are of these kinds
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         pass
-    print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
+    print_on_main(f"{one_line(folder, 100)} is damaged: preparing again")
     return False
 
 
@@ -472,7 +358,3 @@ def copy_identity(folder: Path, to: Path) -> None:
     for name in names_in(folder):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, to / name)
-
-
-def short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
