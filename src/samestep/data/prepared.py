@@ -241,14 +241,14 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
 
 @contextmanager
 def working_in(work: Path) -> Iterator[None]:
-    """Caches of `datasets` and temporary files lie in this folder: its caches, which know functions
-    by their names, take an edited one for the old one."""
-    names = {"TMPDIR": str(work), "TOKENIZERS_PARALLELISM": "false"}
+    """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
+    take an edited one for the old one. (TMPDIR stays: sockets of its processes are there, whose
+    paths have at most 107 bytes.)"""
+    names = {"TOKENIZERS_PARALLELISM": "false"}
     caches = {"HF_DATASETS_CACHE": work, "DOWNLOADED_DATASETS_PATH": work / "downloads"}
     caches["EXTRACTED_DATASETS_PATH"] = work / "extracted"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, names))
-        stack.enter_context(mock.patch.object(tempfile, "tempdir", str(work)))
         stack.enter_context(mock.patch.multiple(datasets.config, **caches))
         datasets.disable_progress_bars()
         yield
