@@ -3,15 +3,11 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import threading
-import time
 
 import pytest
 import yaml
 
-from conftest import ROOT, lines, make_tiny, status
+from conftest import ROOT, lines, make_tiny
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (

@@ -103,6 +103,9 @@ class Kit:
             self.task.check_config(cfg)
         return startup.prepare_data(cfg, self.task, None)
 
+    def tokenizer(self, prepared):
+        return AutoTokenizer.from_pretrained(prepared.folder)
+
     def content(self, prepared):
         """A text for all rows."""
         if hasattr(prepared, "folder"):

@@ -75,7 +75,12 @@ def commit_of(cfg: ModelConfig) -> str:
 
     if not cfg.model_name_or_path or folder_of(cfg):
         return ""
-    file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+    try:
+        file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+    except Exception as error:  # each of the libraries below has its own
+        name = one_line(cfg.model_name_or_path, 100)
+        reason = one_line(error)
+        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
     return Path(file).parent.name  # snapshots/COMMIT/config.json
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
 from samestep.base.console import one_line
@@ -189,7 +190,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
     elif cfg.rows == "prompt":
         normalize = normalize_prompt
-    return load_rows(
+    found = load_rows(
         cfg,
         normalize,
         {name: datasets.Value("string") for name in names[cfg.rows]},
@@ -200,6 +201,13 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
         plural=PLURALS[cfg.rows],
     )
+    if cfg.rows == "chat" and cfg.tools_column not in ("", "tools"):
+        if not any(
+            pc.any(pc.not_equal(rows.data.column("tools"), "[]")).as_py() for rows in found.values()
+        ):
+            name = one_line(cfg.tools_column, 60)
+            raise ValueError(f"task.tools_column: no row has tools in a column {name}")
+    return found
 
 
 def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:

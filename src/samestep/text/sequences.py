@@ -52,7 +52,8 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     size = int(columns.ListColumn(found, "input_ids").lengths.sum())
     rows = int(found.data.column("first").to_numpy().sum())
     used = f"{100 * size / max(rows * length, 1):.0f} % of their tokens used"
-    cut = f"; {long:,} documents are longer, and {cfg.overlong}" if long else ""
+    done = "truncated" if truncate else "split"
+    cut = f"; {long:,} documents are longer, and {done}" if long else ""
     print(f"Prepared {name}: {rows:,} sequences, {used}{cut}", flush=True)
     return found
 
