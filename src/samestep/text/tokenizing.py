@@ -100,7 +100,8 @@ def prepare_tokenizer(
     from transformers import AutoTokenizer
 
     if not (folder / FILE).exists():
-        if kept := vocabulary_path(cfg):
+        kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
+        if kept:
             replace_text(folder / FILE, kept.read_text(encoding="utf-8"))
         elif not cfg.model_name_or_path:
             print("Preparing data: training a tokenizer", flush=True)
