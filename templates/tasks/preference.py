@@ -127,7 +127,7 @@ def collate(rows: list[dict]) -> Batch:
         for name in ("chosen", "rejected"):
             ids = torch.as_tensor(row[f"{name}_input_ids"].astype("i8"))
             inputs.append(ids)
-            labels.append(ids.where(torch.as_tensor(row[f"{name}_loss_mask"]).bool(), -100))
+            labels.append(ids.where(torch.from_numpy(row[f"{name}_loss_mask"] > 0), -100))
     # Attention is causal: no token sees the padding, which stands at the end.
     padded = {"input_ids": pad_sequence(inputs, True), "labels": pad_sequence(labels, True, -100)}
     return {name: values.unflatten(0, (len(rows), 2)) for name, values in padded.items()}
