@@ -198,6 +198,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         bundled={name: partial(demo_data.text_rows, name, cfg.rows) for name in demo_data.TEXTS},
         extensions=extensions_of(cfg),
         optional=OPTIONAL,
+        group=key_of,
         maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
         plural=PLURALS[cfg.rows],
     )
@@ -259,6 +260,13 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
             if number % every == 0:
                 row = dict(zip(names, values, strict=True))
                 yield from chats.chat_texts(as_chat(row)) if is_chat(row) else row.values()
+
+
+def key_of(row: dict) -> str:
+    """Text that decides whether a row is held out: that of version 1."""
+    if "text" in row:
+        return row["text"]
+    return json.dumps(as_chat(row) if is_chat(row) else row)
 
 
 def is_chat(row: dict) -> bool:

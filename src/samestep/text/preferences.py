@@ -85,7 +85,7 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
         bundled=BUNDLED,
         extensions=TABLES,
         optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
-        group=lambda row: row["prompt"],
+        group=lambda row: row["prompt"] if row["is_chat"] else json.dumps(row["prompt"]),
         plural="pairs",
         nothing_held="all prompts of {data} are equal; add others",
     )
