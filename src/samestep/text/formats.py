@@ -305,18 +305,20 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     names = [name for name in batch if name not in ("source", "place")]
     columns = [batch[name] for name in names]
     rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    sources_of_rows = batch.get("source") or [0] * len(rows)
     found: list[tuple[Tokens, int]] = []
     if names == ["text"]:
         begin, end = tokenizing.begin_tokens(tokenizer), [tokenizer.eos_token_id]
         begin = begin or (end if with_masks else [])
         for ids, source in zip(
-            tokenizing.tokenize_texts(batch["text"], tokenizer), batch["source"], strict=True
+            tokenizing.tokenize_texts(batch["text"], tokenizer), sources_of_rows, strict=True
         ):
             tokens = np.array([*begin, *ids, *end], np.int32)
             found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
     else:
         shown: set = set()  # kinds of chats that the template was found to show
-        for row, source, place in zip(rows, batch["source"], batch["place"], strict=True):
+        places = batch.get("place") or ["a row"] * len(rows)
+        for row, source, place in zip(rows, sources_of_rows, places, strict=True):
             if is_chat(row):
                 texts = chats.render_chat(as_chat(row), place, tokenizer, shown)
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]

@@ -34,8 +34,8 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     length = cfg.context_length
     longest, truncate = min(tokenizing.most_tokens(cfg), length), cfg.overlong == "truncate"
     features = datasets.Features({**tokens.features, "first": datasets.Value("bool")})
-    for source in range(len(tokens.features["source"].names)):
-        numbers = tokens.data.column("source").to_numpy()
+    numbers = tokens.data.column("source").to_numpy()
+    for source in range(len(names_of(tokens))):
         own = np.flatnonzero(numbers == source)
         if len(own):
             part = tokens.select(range(own[0], own[-1] + 1)).with_format("arrow")
@@ -135,7 +135,7 @@ class Sequences(torch.utils.data.Dataset):
         numbers = tokens.data.column("source").to_numpy()
         self.sources: list[Source] = []
         self.bounds: list[np.ndarray] = []  # of each source: where sequences begin, and an end
-        for source, name in enumerate(tokens.features["source"].names):
+        for source, name in enumerate(names_of(tokens)):
             own = np.flatnonzero(numbers == source)
             bounds = self.find_bounds(own) if len(own) else np.zeros(1, np.int64)
             self.bounds.append(bounds)
@@ -201,6 +201,11 @@ class Sequences(torch.utils.data.Dataset):
         """A text for all sequences: tokens by their values, and how they are cut."""
         shape = [self.length, self.is_packed, [len(each) for each in self.bounds]]
         return f"{columns.digest(self.tokens)} {shape}"
+
+
+def names_of(tokens: Any) -> list[str]:
+    """The names of the sources; rows of an owner's own dataset have one."""
+    return getattr(tokens.features["source"], "names", None) or ["data"]
 
 
 def most_documents(data: Any) -> int:
