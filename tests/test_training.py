@@ -236,13 +236,14 @@ def test_the_exported_model_loads_with_from_pretrained_and_has_the_loss_that_was
 ):
     program = """
 import sys, torch, task
+from samestep.start import startup
 from transformers import AutoModelForCausalLM, AutoTokenizer
 cfg = task.TaskConfig(data="manual", num_layers=2, hidden_size=64, dropout=0.1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
 assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-_, data = task.views(cfg, task.prepare_data(cfg))
+_, data = task.views(cfg, startup.prepare_data(cfg, task, None))
 batch = task.collate([data[i] for i in range(len(data))])
 print(task.metrics(task.eval_sums(model, batch))["loss"])
 """

@@ -25,6 +25,7 @@ from unittest import mock
 import datasets
 import filelock
 import pyarrow as pa
+from accelerate.utils import set_seed
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
@@ -40,7 +41,6 @@ from samestep.base.files import (
 )
 from samestep.data import columns, prepared_key
 from samestep.settings.config import fields_of
-from samestep.step.batches import seed_everything
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 LOCK_SECONDS = 5  # of waiting for another process until it is said
@@ -188,7 +188,7 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
             (partial / WORK).mkdir()
         guarded = guard(cfg)
         with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
-            seed_everything(0)  # an unseeded split is the same in every run
+            set_seed(0)  # an unseeded split is the same in every run
             rows = check_rows(task.prepare_data(cfg=guarded, folder=partial))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
