@@ -202,7 +202,7 @@ def test_sums_over_parts_are_compared_with_those_of_a_sequence(monkeypatch):
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        ("rows", "chat", "task.rows is 'chat' but must be text under context parallelism: rows pa"),
+        ("rows", "chat", "task.rows is 'chat' but must be text under context parallelism: packed"),
         ("packing", "best_fit", "must be stream under context parallelism"),
         ("dropout", 0.1, "task.dropout is 0.1 but must be 0 under context parallelism"),
         ("lora_dropout", 0.1, "task.lora_dropout is 0.1 but must be 0 under context parallelism"),

@@ -17,7 +17,7 @@ from pydantic import Field
 from samestep.base.fields import EXPORT, MODEL, ROUNDING, SHAPE
 from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
-from samestep.models.lora import LoraFields, add_adapters
+from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
 from samestep.text import formats, sequences
 
@@ -103,7 +103,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
-    packed = cfg.rows != "text" or cfg.packing == "best_fit"
+    packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
     tokens = rows.map(
         formats.tokenize,
         fn_kwargs={"tokenizer": tokenizer, "with_masks": packed},
@@ -204,4 +204,4 @@ def export(model: Any, output: Path, cfg: TaskConfig, data: Any) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
-    pretrained.save(model, tokenizer, output, merge=cfg.lora_rank > 0 and cfg.merge_lora)
+    save_model(model, tokenizer, output, merge=cfg.lora_rank > 0 and cfg.merge_lora)

@@ -19,7 +19,7 @@ from samestep.base.fields import MODEL, ROUNDING, SHAPE
 from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
-from samestep.models.lora import LoraFields, add_adapters
+from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
 from samestep.text import preferences
 
@@ -231,4 +231,4 @@ def export(model: Any, output: Path, cfg: TaskConfig, data: Any) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     with references.without_reference(model):
-        pretrained.save(model, tokenizer, output, merge=cfg.lora_rank > 0 and cfg.merge_lora)
+        save_model(model, tokenizer, output, merge=cfg.lora_rank > 0 and cfg.merge_lora)

@@ -1,6 +1,7 @@
 """LoRA (Hu et al., 2021): small trained adapters beside the frozen weights of a model."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -8,6 +9,7 @@ from pydantic import Field
 from samestep.base.console import one_line
 from samestep.base.fields import EXPORT, MODEL, SHAPE, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
+from samestep.models.attention import restored
 
 Rank = Annotated[int, Field(ge=0, le=4096)]
 Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -62,3 +64,11 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
             return get_peft_model(model, adapters, revision=cfg.revision)
     except ValueError as error:
         raise ValueError(f"task.lora_targets: {one_line(error)}") from None
+
+
+def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:
+    """Saves a model and its tokenizer as transformers does; `merge`: with adapters in its weights."""
+    with pretrained.quiet(), restored(model):
+        tokenizer.save_pretrained(output)
+        model = model.merge_and_unload() if merge else model  # the bare model
+        model.save_pretrained(output)

@@ -218,16 +218,6 @@ def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) ->
     return model
 
 
-def save(model: Any, tokenizer: Any, output: Path, merge: bool) -> None:
-    """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights."""
-    from samestep.models.attention import restored
-
-    with quiet(), restored(model):
-        tokenizer.save_pretrained(output)
-        model = model.merge_and_unload() if merge else model
-        model.save_pretrained(output)
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences progress bars and warnings of transformers, which every process would print."""

@@ -67,21 +67,30 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
     pretrained.check_unread(cfg)
-    for _, own in sources.by_source(cfg):
-        check_format_fields(own)
+    chats.template_path(cfg)
+    check_rows(cfg)
     check_adapters(cfg)
-    stream, best_fit = cfg.rows in ("auto", "text"), cfg.packing == "best_fit"
-    apart = cfg.attn_implementation != "flash_attention_2" or not best_fit
-    rules = [
-        ("packing", stream or cfg.packing != "stream", "best_fit for prompts and chats"),
-        ("attn_implementation", apart, "sdpa or eager, to keep packed documents apart"),
-    ]
-    check_fields(cfg, rules)
-    is_read = cfg.rows != "text" or best_fit
-    check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
+    apart = cfg.attn_implementation != "flash_attention_2" or not is_packed(cfg)
+    wanted = "sdpa or eager, to keep packed documents apart"
+    check_fields(cfg, [("attn_implementation", apart, wanted)])
     if not cfg.model_name_or_path:
         # Rotary embeddings turn the dimensions of a head in pairs.
         check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+
+
+def is_packed(cfg: Any) -> bool:
+    """Whether sequences hold whole documents, which do not see each other."""
+    return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
+
+
+def check_rows(cfg: Any) -> None:
+    """Raises ValueError for fields that do not fit the format of the rows."""
+    for _, own in sources.by_source(cfg):
+        check_format_fields(own)
+    stream = cfg.rows in ("auto", "text") or cfg.packing != "stream"
+    check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
+    is_read = cfg.rows == "auto" or is_packed(cfg)
+    check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
 
 
 def check_context_parallel(cfg: Any) -> None:
@@ -183,6 +192,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
+    check_rows(cfg)
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
     normalize = normalize_text
     if cfg.rows == "chat":

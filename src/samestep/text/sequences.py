@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from samestep.base.console import one_line
 from samestep.base.fields import IGNORE_INDEX
 from samestep.data import columns
 from samestep.data.sources import Source, split_data
@@ -128,6 +129,7 @@ class Sequences(torch.utils.data.Dataset):
     def __init__(self, tokens: Any, cfg: Any, vocabulary: Any = None):
         self.arguments = (tokens, cfg, vocabulary)
         self.tokens, self.length = tokens, cfg.context_length
+        self.vocabulary = vocabulary
         weights = {each.name: each.weight for each in split_data(cfg.data)}
         self.ids = columns.ListColumn(tokens, "input_ids")
         self.is_packed = "first" in tokens.column_names
@@ -137,6 +139,8 @@ class Sequences(torch.utils.data.Dataset):
         self.bounds: list[np.ndarray] = []  # of each source: where sequences begin, and an end
         for source, name in enumerate(names_of(tokens)):
             own = np.flatnonzero(numbers == source)
+            if len(own):
+                self.check_size(name, own)
             bounds = self.find_bounds(own) if len(own) else np.zeros(1, np.int64)
             self.bounds.append(bounds)
             self.sources.append(Source(name, len(bounds) - 1, weights.get(name, 1), None, 1))
@@ -145,6 +149,15 @@ class Sequences(torch.utils.data.Dataset):
         if vocabulary is not None:
             read = {name: vocabulary.data.column(name) for name in ("bytes", "unigram_loss")}
             self.tables = {name: values.to_numpy() for name, values in read.items()}
+
+    def check_size(self, name: str, documents: np.ndarray) -> None:
+        """Raises ValueError for a source whose tokens fill no sequence to train on."""
+        size = int(self.ids.starts[documents[-1] + 1] - self.ids.starts[documents[0]])
+        if not self.is_packed and self.vocabulary is None and size < self.length:
+            raise ValueError(
+                f"task.data: {one_line(name, 100)} has {size} tokens to train on, which do not "
+                f"fill a sequence of {self.length}; give more, or a smaller task.context_length"
+            )
 
     def find_bounds(self, documents: np.ndarray) -> np.ndarray:
         """Where the sequences of these neighbours begin, and where the last ends: places of tokens,
