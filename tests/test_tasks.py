@@ -49,7 +49,7 @@ def documents(task, cfg, prepared, part):
 
 
 def prompts(task, cfg, prepared, part):
-    tokenizer = task.preferences.load_tokenizer(cfg, prepared)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
     return [tokenizer.decode(task.preferences.prompt_of(row)) for row in part]
 
 
@@ -202,9 +202,9 @@ def cases(tables):
 
 
 def refusal(kit, cfg):
-    """The one line with which a task refuses to prepare data."""
+    """The one line with which a task refuses its data."""
     with pytest.raises(ValueError) as error:
-        kit.prepare_data(cfg)
+        kit.task.views(cfg, kit.prepare_data(cfg))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -425,8 +425,8 @@ BAD_FILES = [
 ]  # fmt: skip
 BAD_TEXTS = [
     ("a.txt", b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
-    ("a.txt", b"short", "which do not fill a row of 17"),
-    ("a.txt", b"a b c " * 20, "fill a row of 17; add text, raise task.validation_fraction or"),
+    ("a.txt", b"short", "a.txt has"),
+    ("a.txt", b"short", "tokens to train on, which do not fill a sequence of 16; give more"),
 ]
 
 

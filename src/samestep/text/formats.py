@@ -60,6 +60,9 @@ class RowFormat(NamedTuple):
     names: list[str]
 
 
+KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
+
+
 # ---- Columns -------------------------------------------------------------------------------------
 
 
@@ -83,9 +86,16 @@ def is_packed(cfg: Any) -> bool:
     return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
 
 
+def named_kinds(cfg: Any) -> list[str]:
+    """The formats whose columns have names of their own in the config."""
+    return [kind for role, kind in KINDS.items() if getattr(cfg, f"{role}_column") != role]
+
+
 def check_rows(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit the format of the rows."""
     for _, own in sources.by_source(cfg):
+        if own.rows == "auto" and named_kinds(cfg):
+            own.rows = named_kinds(cfg)[0]
         check_format_fields(own)
     stream = cfg.rows in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
@@ -142,10 +152,9 @@ def recognize_format(cfg: Any) -> RowFormat:
     if cfg.data in demo_data.TEXTS:
         usual = "prompt" if cfg.data == "docstrings" else "text"
         return RowFormat(usual if cfg.rows == "auto" else cfg.rows, {}, [])
-    kinds = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
-    fields, names = {role: getattr(cfg, f"{role}_column") for role in kinds}, []
-    named = [kind for role, kind in kinds.items() if fields[role] != role]
-    kind = named[0] if named and cfg.rows == "auto" else cfg.rows
+    fields, names = {role: getattr(cfg, f"{role}_column") for role in KINDS}, []
+    named = named_kinds(cfg)
+    kinds, kind = KINDS, named[0] if named and cfg.rows == "auto" else cfg.rows
     if kind in ("text", "prompt", *named):
         columns = {role: fields[role] for role in kinds if kinds[role] == kind}
     else:
