@@ -366,7 +366,9 @@ FORMS = {  # a row, whose number is N; the text of its question, and what is sai
         '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
         "User: Repeat.\n\nN", "input, output (not read: text)",
     ),
-    "no input": ('{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "instruction, input, output"),
+    "no input": (
+        '{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "input, output",
+    ),
 }  # fmt: skip
 
 

@@ -89,7 +89,8 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "import helpers as h\nclean = h.clean", CLEAN, "helpers.py", ".lower()", ".upper()",
     ),
     "constant": (
-        "CUT = 9\n" + CLEAN.replace("lower()", "lower()[:CUT]"), "", "task.py", "CUT = 9", "CUT = 5",
+        "CUT = 9\n" + CLEAN.replace("lower()", "lower()[:CUT]"), "", "task.py",
+        "CUT = 9", "CUT = 5",
     ),
     "lambda": ("clean = lambda text: text.lower()", "", "task.py", ".lower()", ".upper()"),
     "table": (

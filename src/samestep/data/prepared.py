@@ -245,7 +245,10 @@ def working_in(work: Path) -> Iterator[None]:
     take an edited one for the old one. (TMPDIR stays: sockets of its processes are there, whose
     paths have at most 107 bytes.)"""
     names = {"TOKENIZERS_PARALLELISM": "false"}
-    caches = {"HF_DATASETS_CACHE": work, "DOWNLOADED_DATASETS_PATH": work / "downloads"}
+    caches: dict[str, Any] = {
+        "HF_DATASETS_CACHE": work,
+        "DOWNLOADED_DATASETS_PATH": work / "downloads",
+    }
     caches["EXTRACTED_DATASETS_PATH"] = work / "extracted"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, names))
@@ -284,19 +287,22 @@ def writes_to(cache: Path, own: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = [error]  # `datasets` hides a full disk below an error of its own
+        causes: list[BaseException] = [
+            error
+        ]  # `datasets` hides a full disk below an error of its own
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
         numbers = [getattr(each, "errno", None) for each in causes]
         full = next((number for number in numbers if number in DISK_FULL), None)
         if not full and any("(os error 28)" in str(each) for each in causes):  # of `tokenizers`
             full = errno.ENOSPC
-        known = isinstance(error, OSError) and error.errno in PERMANENT_ERRORS
+        number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+        known = number in PERMANENT_ERRORS
         if full or known and not own:
-            reason = os.strerror(full or error.errno)
+            reason = os.strerror(full or number or 0)
             what = f"cannot write {one_line(cache, 100)}: {reason}"
             raise ValueError(f"task.cache_dir: {what}") from None
-        if own and isinstance(error, OSError) and (known or error.errno is None):
+        if own and isinstance(error, OSError) and (known or number is None):
             raise ValueError(f"{own}: {one_line(error)}") from error
         raise
 

@@ -67,7 +67,7 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
 
 
 def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:
-    """Saves a model and its tokenizer as transformers does; `merge`: with adapters in its weights."""
+    """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights."""
     with pretrained.quiet(), restored(model):
         tokenizer.save_pretrained(output)
         model = model.merge_and_unload() if merge else model  # the bare model

@@ -343,8 +343,8 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), source))
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    result = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
+    dtype: Any = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
     result["source"] = [source for _, source in found]
     if with_masks:
         result["loss_mask"] = [mask for (_, mask), _ in found]
@@ -403,7 +403,7 @@ def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
-    texts = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
     asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]

@@ -24,7 +24,7 @@ from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, formats, tokenizing
 
-BUNDLED = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
+BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
 ANSWERS = ("chosen", "rejected")
 # A pair as it is read: texts, or messages and tools as JSON.
 TEXT, FLAG = datasets.Value("large_string"), datasets.Value("bool")
@@ -127,8 +127,8 @@ def normalize(row: dict, names: dict[str, str]) -> tuple[dict, list[str]]:
         if not answer.strip():
             raise IncompleteRow(f"the {name} is empty")
     chosen, rejected = answers
-    stored = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
-    return {**stored, "is_chat": False}, said
+    texts: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
+    return {**texts, "is_chat": False}, said
 
 
 def text_or_messages(value: Any, name: str) -> str | list | None:
@@ -177,8 +177,12 @@ def split_chats(
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
-    found = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
-    return {**found, "tools": chat.get("tools", [])}
+    found: dict[str, Any] = {
+        "prompt": chosen[:shared],
+        "chosen": chosen[shared:],
+        "rejected": rejected[shared:],
+    }
+    return {**parts, "tools": chat.get("tools", [])}
 
 
 def count_equal(first: Any, second: Any) -> int:
@@ -308,7 +312,8 @@ class Pairs:
 
     def sizes(self) -> np.ndarray:
         """Give the tokens of both sequences of each pair, int (N,)."""
-        return sum(self.columns[f"{name}_input_ids"].lengths for name in ANSWERS)
+        chosen, rejected = (self.columns[f"{name}_input_ids"].lengths for name in ANSWERS)
+        return chosen + rejected
 
     def digest(self) -> str:
         return columns.digest(self.dataset, [*TOKENS, "source"])
@@ -327,7 +332,9 @@ def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
-    prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]
+    prompts: list[Any] = [
+        tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows
+    ]
     return formats.ask(prompts, "Why?", data["validation"][0]["is_chat"], tokenizer)
 
 
