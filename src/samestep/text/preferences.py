@@ -177,7 +177,7 @@ def split_chats(
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
-    found: dict[str, Any] = {
+    parts = {
         "prompt": chosen[:shared],
         "chosen": chosen[shared:],
         "rejected": rejected[shared:],
