@@ -409,7 +409,10 @@ def digest_view(view: Any) -> str:
     from samestep.data import columns
 
     shown = view.format  # a transform makes other rows, and may be any function
-    return "" if shown["type"] == "custom" else columns.digest(view, shown["columns"] or ())
+    if shown["type"] == "custom":
+        return ""
+    names = view.column_names if shown["output_all_columns"] else shown["columns"]
+    return columns.digest(view, names or ())
 
 
 def versions() -> dict[str, str]:
@@ -464,6 +467,21 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
     }
 
 
+def remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
+    """A line if a resumed run cannot see a change of each row."""
+    counted = {"fingerprint": "train on", "validation": "evaluate on"}
+    for name, view, few in zip(counted, views, fingerprints, strict=True):
+        known = manifest["data"][name] != few or len(view) <= batches.FINGERPRINT_ROWS
+        if known or name == "validation" and not hasattr(data, "folder"):
+            continue
+        return [
+            f"of the rows to {counted[name]} {batches.FINGERPRINT_ROWS} are compared where the run "
+            "resumes; for all of them give a datasets.Dataset without a transform, or a view with "
+            "a method digest()"
+        ]
+    return []
+
+
 def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
@@ -500,6 +518,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
         read = [batches.read_few(each, bound, each is views[0]) for each in views]
         fingerprints, few = map(list, zip(*read, strict=True))
         manifest = collect_manifest(cfg, bound, data, views, fingerprints)
+        resume_point.remarks += remarks_on_rows(manifest, data, views, fingerprints)
         if IS_MAIN:
             resume_point.find_start(cfg, manifest)
         return RunStart(cfg, output, lock, plan, data, bound, views, few, manifest, resume_point)

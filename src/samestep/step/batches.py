@@ -26,6 +26,7 @@ from samestep.settings import contract
 from samestep.step.order import SampleOrder, hash64
 
 Batch = dict[str, torch.Tensor]
+FINGERPRINT_ROWS = 64  # of data whose rows are not all compared
 
 # ---- The step ------------------------------------------------------------------------------------
 
