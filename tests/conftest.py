@@ -361,6 +361,15 @@ def load_task(name):
     return importlib.import_module(name)
 
 
+def prepare_task(task, cfg):
+    """What a run gets of task.prepare_data, before its processes meet."""
+    from samestep.start import startup
+
+    if hasattr(task, "check_config"):
+        task.check_config(cfg)
+    return startup.prepare_data(cfg, task, None)
+
+
 @contextlib.contextmanager
 def train_module(task):
     """train.py as a module, beside the task of this path."""

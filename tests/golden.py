@@ -29,6 +29,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task
+from samestep.start import startup
 
 FOLDER = Path(__file__).resolve().with_suffix("")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]
@@ -98,7 +99,7 @@ def read_data(task, output):
     """
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
-        train, validation = task.views(cfg, task.prepare_data(cfg))
+        train, validation = task.views(cfg, startup.prepare_data(cfg, task, None))
     names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
     tokenizer = None
     if (output / "model" / "tokenizer.json").exists():
@@ -142,6 +143,7 @@ def decoded(name, ids, tokenizer):
 
 def shifted(ids, targets, tokenizer):
     """Tokens up to the last one from which another is predicted, without the padding after it."""
+    targets = torch.cat([targets[1:], torch.tensor([-100])])
     end = int((targets >= 0).nonzero().max()) + 1
     ids, targets = ids[:end], targets[:end]
     counted = {"loss_text": tokenizer.decode(targets[targets >= 0])}

@@ -124,7 +124,7 @@ CASES = {
     "data in an unknown format": (data(b"a", "data.docx"), "nothing to read at data.docx"),
     "empty data": (data(b""), "data.txt: the text is empty; --task.incomplete_rows skip leaves"),
     "data that is not UTF-8": (data(b"\xff\xfe\x00" * 9), "cannot read data.txt"),
-    "too little data": (data("a b c"), "which do not fill a row"),
+    "too little data": (data("a b c"), "which do not fill a sequence of"),
     "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "d.jsonl, line 2"),
     "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl has the columns txt, but"),
     "truncated Parquet": (data(b"PAR1" + b"\0" * 50, "d.parquet"), "cannot read d.parquet"),

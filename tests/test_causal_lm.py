@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT
-from samestep.data import tables
-from samestep.text import corpus, row_formats, units
+from samestep.text import formats
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -24,10 +23,14 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
         batch = kit.task.collate([*part])
         assert batch["input_ids"].shape == batch["labels"].shape == (len(part), 16)
         inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
-        real = kit.task.count(batch)
+        real = int((labels != IGNORE_INDEX).sum())
         assert len(labels) >= real > 16 * (len(part) - 1)
-        assert inputs[1:real].tolist() == labels[: real - 1].tolist()
+        assert inputs[:real].tolist() == labels[:real].tolist()
+        assert kit.task.count(batch) == real - len(part)  # the first of a sequence is not
+    real = kit.task.count(batch)
+    firsts = [kit.tokenizer(prepared).decode(row["input_ids"][:1]) for row in parts[1]]
     size = sum(len(text.encode()) for text in kit.keys(kit.task, cfg, prepared, parts[1]))
+    size -= sum(len(each.replace("<|endoftext|>", "").encode()) for each in firsts)
     torch.manual_seed(0)
     sums = kit.task.eval_sums(kit.task.build_model(cfg, prepared).eval(), batch)
     scores = kit.task.metrics(sums)
@@ -42,7 +45,7 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     cfg, prepared, _ = prepare(kit.rows)
-    tokenizer, model = corpus.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
+    tokenizer, model = kit.tokenizer(prepared), task.build_model(cfg, prepared)
     used = len(tokenizer)
     assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     model.lm_head.weight.data.zero_()  # tokens that the tokenizer lacks are the likeliest
@@ -65,7 +68,7 @@ def test_text_of_any_bytes_survives(kit, prepare):
     texts = ["<|endoftext|> is written out\n", "emoji 🙂 and \x00 and ü\r\n"]
     rows = [*({"text": text} for text in texts), *kit.rows]
     cfg, prepared, parts = prepare(rows)
-    tokenizer = corpus.load_tokenizer(cfg, prepared)
+    tokenizer = kit.tokenizer(prepared)
     assert tokenizer.decode(tokenizer(texts[1])["input_ids"]) == texts[1]
     end = tokenizer.eos_token_id
     ends = sum(int((row["labels"] == end).sum()) for part in parts for row in part)
@@ -109,7 +112,7 @@ def separating(request):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), whole
 
 
-def test_a_text_in_pieces_or_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monkeypatch):
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
     tokenizer, source = separating
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
@@ -118,20 +121,6 @@ def test_a_text_in_pieces_or_blocks_has_the_tokens_of_the_whole(separating, tmp_
         found = text_module.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
         assert found[1] == found[4] == wanted, short
         assert found[2] == []
-
-    (tmp_path / "a.txt").write_text(source, encoding="utf-8")
-    monkeypatch.setattr(tables, "BLOCK", 5000)
-    monkeypatch.setattr(tables, "SEARCHED", 4000)
-    maker = corpus.RowMaker(tokenizer, "text", 64, 64, "split", False, "<u2")
-    blocks = [*tables.read_text(tmp_path / "a.txt", "data", tables.WHOLE)]
-    assert len(blocks) > 10
-    found = []
-    for number, block in enumerate(blocks):
-        ends = number == 0, number == len(blocks) - 1
-        batch = units.Batch([({"text": block}, "")], [0], False, 0, *ends)
-        [(ids, _)] = maker.tokenize(batch)
-        found += ids.tolist()
-    assert found == [*wanted, tokenizer.eos_token_id]
 
 
 # ---- Prompts, chats, packing ---------------------------------------------------------------------
@@ -158,7 +147,7 @@ def pack(kit, prepare, tmp_path):
         fields |= write_template(tmp_path, template) if template else {}
         data = kit.write(tmp_path, table, kind)
         cfg, prepared, (train, _) = prepare(data, context_length=context_length, **fields)
-        return corpus.load_tokenizer(cfg, prepared), kit.task.collate([*train])
+        return kit.tokenizer(prepared), kit.task.collate([*train])
 
     return make
 
@@ -217,7 +206,7 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
     chats = [row["messages"] for row in CHATS]
     rows = [{"talk": json.dumps(chat) if kind == "csv" else chat} for chat in chats]
     found = texts_and_learnt(*pack(rows, kind, messages_column="talk"))
-    assert len(found) == 57
+    assert len(found) == 53
     for text, learnt in found:
         assert text.startswith("System: Be brief.\nUser: ")
         number = int(text.split("User: ")[1].split()[0])
@@ -238,22 +227,20 @@ def test_best_fit_wastes_less_than_a_hundredth(pack):
 
 
 @pytest.mark.parametrize("policy", ["split", "truncate"])
-def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy):
+def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, capsys, policy):
     texts = [" ".join([str(i)] * 40) for i in range(100, 130)]
     fields = {"context_length": 24, "packing": "best_fit", "overlong": policy}
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
-    limit = "24 tokens (the most that a row or the model holds)"
     done = {"split": "split", "truncate": "truncated"}[policy]
-    said = f"28 of 28 texts are longer than {limit} and were {done}"
-    assert said in (out := capsys.readouterr().out)
-    held = f"2 ({len(parts[1])} rows of tokens) to evaluate on"
-    assert f"\nPrepared: 30 documents read, 28 to train on, {held}\n" in out
+    assert f"; 28 documents are longer, and {done}\n" in (out := capsys.readouterr().out)
+    assert "\nPrepared: 30 documents read, 28 to train on, 2 to evaluate on\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "truncate":
-        assert counts[0] == 28 * 24
-    else:  # every token of a text, and its end, is the label of one piece
-        tokenizer = corpus.load_tokenizer(cfg, prepared)
-        assert sum(counts) == sum(len(tokenizer(text).input_ids) + 1 for text in texts)
+        assert counts[0] == 28 * 23
+    else:  # every token but the first of each piece is in the loss
+        tokenizer = kit.tokenizer(prepared)
+        sizes = [len(tokenizer(text).input_ids) + 2 for text in texts]
+        assert sum(counts) == sum(size - -(-size // 24) for size in sizes)
 
 
 OWN = (
@@ -277,7 +264,7 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_
 def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack):
     thinks = "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}{{ m['content'] }}"
     found = texts_and_learnt(*pack(CHATS, template=OWN.replace("{{ m['content'] }}", thinks)))
-    assert len(found) == 2 * 57
+    assert len(found) == 2 * 53
     for text, learnt in found:
         assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
         assert text.count("<assistant>") == (2 if "yes" in learnt else 1)
@@ -331,7 +318,8 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
     file = {"dicts": "jsonl", "text": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
-    assert ", 40 with tools, from messages\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "from messages, tools\n" in out and "in 40 chats there are tools\n" in out
     assert len(found) == 35
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
     for i, (text, learnt) in found.items():
@@ -376,9 +364,11 @@ FORMS = {  # a row, whose number is N; the text of its question, and what is sai
     ),
     "alpaca": (
         '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
-        "User: Repeat.\n\nN", "input (not read: text)",
+        "User: Repeat.\n\nN", "input, output (not read: text)",
     ),
-    "no input": ('{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "output, input"),
+    "no input": (
+        '{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "input, output",
+    ),
 }  # fmt: skip
 
 
@@ -414,7 +404,7 @@ def test_rows_are_known_by_their_columns_and_by_fields(config, names, fields, ki
         name: CHATS[0]["messages"] if name in ("messages", "talk") else "a"
         for name in names.split()
     }
-    row_format = row_formats.recognize_format(config([row], **fields))
+    row_format = formats.recognize_format(config([row], **fields))
     assert (row_format.kind, [*row_format.columns.values()]) == (kind, read)
     assert row_format.names == ([] if fields else [*row])
 
@@ -519,4 +509,4 @@ def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, 
         text = refusal(kit, cfg)
         assert ": the template leaves out " in text and said in text
     else:
-        assert kit.task.prepare_data(cfg).is_dir()
+        assert kit.prepare_data(cfg).folder.is_dir()

@@ -202,7 +202,7 @@ def test_sums_over_parts_are_compared_with_those_of_a_sequence(monkeypatch):
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        ("rows", "chat", "task.rows is 'chat' but must be text under context parallelism: rows pa"),
+        ("rows", "chat", "task.rows is 'chat' but must be text under context parallelism: packed"),
         ("packing", "best_fit", "must be stream under context parallelism"),
         ("dropout", 0.1, "task.dropout is 0.1 but must be 0 under context parallelism"),
         ("lora_dropout", 0.1, "task.lora_dropout is 0.1 but must be 0 under context parallelism"),
@@ -211,15 +211,15 @@ def test_sums_over_parts_are_compared_with_those_of_a_sequence(monkeypatch):
 )
 def test_settings_under_which_rows_cannot_be_shared(field, value, said, tmp_path):
     task = load_task("causal_lm")
-    task.check_shared_rows(task.TaskConfig(rows="text"), tmp_path)
+    task.check_context_parallel(task.TaskConfig(rows="text"))
     with pytest.raises(ValueError, match=said):
-        task.check_shared_rows(task.TaskConfig(**{"rows": "text", field: value}), tmp_path)
+        task.check_context_parallel(task.TaskConfig(**{"rows": "text", field: value}))
 
 
 @pytest.mark.parametrize("name", ["text_classification", "seq2seq", "image_classification"])
 def test_other_tasks_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match="task.py has no function check_shared_rows"):
-        startup.check_rows([{}], types.SimpleNamespace(task=None), load_task(name), tmp_path, 4)
+    with pytest.raises(ValueError, match="task.py has no function check_context_parallel"):
+        startup.check_rows([{}], load_task(name), 4)
 
 
 def test_compile_and_exact_are_refused():

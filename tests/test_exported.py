@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, SOURCE, bake, status
 from samestep.report.model_card import pipeline_task
+from samestep.settings import contract
 from samestep.training import ending, from_outside
 from test_tasks import KITS
 
@@ -38,9 +39,10 @@ def export(kit, folder, **fields):
     with torch.no_grad():
         for values in model.parameters():
             values.mul_(4 if values.ndim > 1 else 1)
-    start = SimpleNamespace(data=data, prepared=prepared)
+    start = SimpleNamespace(views=data)
     config = SimpleNamespace(task=cfg, timeout=600, tf32=False, check_export=True)
-    run = SimpleNamespace(task=kit.task, cfg=config, start=start)
+    bound = contract.bind(kit.task, cfg, prepared)
+    run = SimpleNamespace(task=bound, cfg=config, start=start)
     asked = ending.ask_trained(run, model)
     output = folder / "model"
     output.mkdir()

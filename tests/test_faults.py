@@ -200,7 +200,7 @@ assert named() == "bias"
 # ---- Errors of one process -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["prepare_data", "datasets", "build_model"])
+@pytest.mark.parametrize("where", ["prepare_data", "views", "build_model"])
 def test_an_error_of_one_process_is_told_to_all_and_printed_once(tiny, tmp_path, where):
     flags = ["--output_dir", tmp_path / "run", "--task.fail_where", where]
     printed = tiny.train(2, *flags, codes=[2], timeout=300)

@@ -195,7 +195,7 @@ def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config,
     said = refusal(kit, config(root, unreadable_images="skip"))
     assert "has 8 images of 1 classes (green); give at least two classes" in said
     given = config(folders(tmp_path / "c"), unreadable_images="skip", validation_data=str(root))
-    assert kit.task.prepare_data(given)  # of its three classes green alone can be read
+    assert kit.prepare_data(given)  # of its three classes green alone can be read
     named = [{"image": f"{n}/{i}.png", "label": n} for n in COLORS for i in range(8)]
     table = write_table(rows, [*named, {"image": "x" * 300, "label": "red"}], "csv")
     said = refusal(kit, config(table))

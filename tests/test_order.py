@@ -251,10 +251,10 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     "sources, said",
     [
         ([Source("a", 10)], "they have 10 rows together, but the dataset has 12"),
-        ([Source("a", 6), Source("a", 6)], "sources of task.views: 2 are called 'a'; give each another"),
+        ([Source("a", 6), Source("a", 6)], "of task.views: 2 are called 'a'; give each another"),
         ([Source("a", 12), Source("b", 0)], "b has no rows to train on; leave it out"),
-        ([Source("a", 12, 1.5)], "sources of task.views: 'a' needs whole numbers: rows from 0, a weight"),
-        ([Source("a", 12, 1, np.array([13, -1]))], "sources of task.views: 'a' needs whole numbers: rows"),
+        ([Source("a", 12, 1.5)], "of task.views: 'a' needs whole numbers: rows from 0, a weight"),
+        ([Source("a", 12, 1, np.array([13, -1]))], "of task.views: 'a' needs whole numbers: rows"),
         ([Source("a", 6, 99_999), Source("b", 6, 2)], "are too fine; their sum is above 100,000"),
     ],
 )  # fmt: skip

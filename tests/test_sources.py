@@ -6,17 +6,20 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 import hub
-from conftest import ROOT, SOURCE, bake, load_task
+from conftest import ROOT, SOURCE, bake, load_task, prepare_task
 from samestep.data import cache, sources, tables
 from samestep.data import hub as data_hub
+from samestep.models import pretrained
 from samestep.step import batches
 from test_cache import open_to_all, unprivileged
 
@@ -219,7 +222,7 @@ def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, pat
     monkeypatch.chdir(tmp_path)
     data = "digits" if name == "image_classification" and field != "validation_data" else "x.csv"
     cfg = task.TaskConfig(**{"data": data, field: path})
-    text = refused(task.prepare_data, cfg)
+    text = refused(partial(prepare_task, task), cfg)
     assert text.startswith(f"task.{field}: ")
     assert list(tmp_path.iterdir()) == []
 
@@ -250,7 +253,7 @@ def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fiel
     task = load_task(name)
     monkeypatch.chdir(tmp_path)
     cfg = task.TaskConfig(**{"data": "none.csv", **fields})
-    text = refused(task.prepare_data, cfg)
+    text = refused(partial(prepare_task, task), cfg)
     wrong = list(fields)[-1]
     assert text.startswith(f"task.{wrong} is ") and "nothing reads it" in text
     assert "leave it out, or give its default" in text
@@ -271,6 +274,7 @@ def test_fields_of_models_on_the_hub_are_not_read_elsewhere(tmp_path):
 @pytest.mark.parametrize("name", TASKS)
 def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
     task = load_task(name)
+    monkeypatch.setattr(pretrained, "folder_of", lambda cfg: None)  # runs/default/model, later
     for recipe in (ROOT / "templates" / "recipes" / name).glob("*.yaml"):
         lines = [line for line in recipe.read_text().splitlines() if "{{" not in line]
         fields = yaml.safe_load("\n".join(lines)).get("task") or {}
@@ -377,7 +381,7 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, kind):
         data=str(tmp_path / "a.jsonl"), rows="chat", cache_dir=str(tmp_path / "cache"),
         chat_template=str(tmp_path / ("a.jinja" if template else "")), vocab_size=300,
     )  # fmt: skip
-    text = refused(task.prepare_data, cfg)
+    text = refused(partial(prepare_task, task), cfg)
     assert text.startswith("task.chat_template: ") and said in text
     assert "line 1" in text or kind == "a folder"
 
@@ -397,7 +401,7 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys):
     assert "skipped" in printed and printed.count("\n") <= 6
     assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
     write_table(folder / "a.jsonl", [*rows, {"text": "one more", "label": [odd]}])
-    refused(task.prepare_data, cfg)
+    refused(partial(prepare_task, task), cfg)
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
@@ -471,9 +475,11 @@ def test_the_contract_names_what_train_py_calls():
         called |= set(re.findall(r'getattr\(task, "(\w+)"', file.read_text())) - {"UNIT"}
     from samestep.settings import contract
 
-    assert called == {*contract.REQUIRED, *contract.OPTIONAL}
+    bound = {"files", "rows_depend"}  # of the module itself, or with another name
+    functions = {*contract.REQUIRED, *contract.OPTIONAL}
+    assert called | bound == functions | {*contract.BY_FOLDER}
     names = {name for name in vars(contract.Task) if name[0].islower()}
-    assert names == called
+    assert names == functions
 
 
 def test_sorting_moves_rows_within_a_step_alone():
@@ -570,9 +576,12 @@ def write_splits(folder, ending, columns):
 
 def texts_of(task, cfg):
     """The splits whose words the rows of each part hold."""
-    folder, found = task.prepare_data(cfg), []
-    (loader,) = (getattr(task, n) for n in ("corpus", "pairs", "text_data") if hasattr(task, n))
-    tokenizer = loader.load_tokenizer(cfg, folder)
+    folder, found = prepare_task(task, cfg), []
+    if hasattr(folder, "folder"):
+        tokenizer = AutoTokenizer.from_pretrained(folder.folder)
+    else:
+        loader = getattr(task, "pairs", None) or task.text_data
+        tokenizer = loader.load_tokenizer(cfg, folder)
     for part in task.views(cfg, folder):
         rows = [part[i] for i in range(len(part))]
         text = " ".join(tokenizer.decode(row["input_ids"].tolist()) for row in rows)
@@ -598,10 +607,11 @@ def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     said = "1 file to train on, 1 to evaluate on; not read: 1 for test"
     assert said in capsys.readouterr().out
     ignored = task.TaskConfig(data=cfg.data, validation_fraction=0.2, **fields)
-    assert "nothing reads it where " in refused(task.prepare_data, ignored)
-    before = task.prepare_data(cfg)
+    assert "nothing reads it where " in refused(partial(prepare_task, task), ignored)
+    before = prepare_task(task, cfg)
     (tmp_path / "a" / f"test9.{ending}").write_text("no rows")
-    assert task.prepare_data(cfg) == before
+    capsys.readouterr()
+    assert str(prepare_task(task, cfg)) == str(before)
     write_splits(tmp_path / "b", ending, columns)
     (tmp_path / "b" / f"dev1.{ending}").unlink()
     cfg = task.TaskConfig(data=f"{tmp_path}/a:2,{tmp_path}/b:1", **fields)
@@ -618,5 +628,5 @@ def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
     for name in ("causal_lm", "text_classification", "seq2seq"):
         task = load_task(name)
         with pytest.raises(ValueError, match=said):
-            task.prepare_data(task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
+            prepare_task(task, task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
     assert [each.weight for each in sources.split_data("a:500000,b:500000")] == [500_000] * 2

@@ -56,7 +56,7 @@ def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(one
     assert training[-1]["loss"] < training[0]["loss"]
     assert set(training[0]) == {
         "step", "samples", "epoch", "loss", "lr", "grad_norm", "tokens_per_second", "data_wait",
-        "compute", "peak_memory_gb", "batch_hash",
+        "compute", "peak_memory_gb", "batch_hash", "computed_tokens_per_second",
     }  # fmt: skip
     assert [line["step"] for line in lines(output, "eval_loss")] == [6, 12]
     names = [p.name for p in sorted((output / "checkpoints").iterdir())]
@@ -236,13 +236,14 @@ def test_the_exported_model_loads_with_from_pretrained_and_has_the_loss_that_was
 ):
     program = """
 import sys, torch, task
+from samestep.start import startup
 from transformers import AutoModelForCausalLM, AutoTokenizer
 cfg = task.TaskConfig(data="manual", num_layers=2, hidden_size=64, dropout=0.1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
 assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-_, data = task.views(cfg, task.prepare_data(cfg))
+_, data = task.views(cfg, startup.prepare_data(cfg, task, None))
 batch = task.collate([data[i] for i in range(len(data))])
 print(task.metrics(task.eval_sums(model, batch))["loss"])
 """

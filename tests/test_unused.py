@@ -22,8 +22,8 @@ class Silent(torch.autograd.Function):
         return None
 
 
-def build_model(cfg, folder):
-    model = plain_build_model(cfg, folder)
+def build_model(cfg, data):
+    model = plain_build_model(cfg, data)
     model.extra = torch.nn.Parameter(torch.ones(4, 4))
     return model
 

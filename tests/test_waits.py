@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from conftest import load_task
+from conftest import load_task, prepare_task
 from samestep.models import attention
 from waits import host_waits
 
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
                 file.write_text("\n".join(map(json.dumps, tables[kind])), encoding="utf-8")
                 fields |= {"data": str(file), "vocab_size": 300}
             cfg = task.TaskConfig(**fields)
-            prepared = task.prepare_data(cfg)
+            prepared = prepare_task(task, cfg)
             torch.manual_seed(0)
             train, validation = task.views(cfg, prepared)
             make.settings[kind] = cfg, prepared

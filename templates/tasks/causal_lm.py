@@ -1,79 +1,53 @@
 """What is trained: a language model, on texts, on prompts with completions, or on chats.
 
-train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
-
-    prepare_data(cfg)                     what happens once, before training: download, tokenise
-    views(cfg, data)                      (train, validation)
-    collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
-    build_model(cfg, data)                the model
-    loss_sum(model, batch)                the loss, summed over the terms
-    eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
-    export(model, output, cfg, data)      saves the trained model
-
-and, if they are there: identity, check_shared_rows, report, test_inputs.
-`data` is what prepare_data returned: here, the folder of the prepared data. A whole task around
-a plain nn.Module: python -m samestep example plain_module
+train.py calls these functions; docs/task.md says what each gets and returns. One that names `data`
+gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
-import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import datasets
 import torch
 from pydantic import Field
 
-from samestep.base import fields
-from samestep.base.fields import (
-    EXPORT,
-    IGNORE_INDEX,
-    NOTHING,
-    ROUNDING,
-    SHAPE,
-    Dropout,
-    Heads,
-    Layers,
-    Width,
-)
-from samestep.data import cache, demo_data
-from samestep.data.sources import DataConfig, by_source, check_data_config, split_data
+from samestep.base.fields import EXPORT, MODEL, ROUNDING, SHAPE
+from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
-from samestep.models.attention import restored
-from samestep.models.lora import LoraFields, add_adapters, check_adapters
+from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.streaming.streaming import StreamFields
-from samestep.streaming.token_streams import StreamedTokens, check_token_streaming, prepare_index
-from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing, unit_files
-from samestep.text.token_rows import TokenRows
+from samestep.text import formats, sequences
 
-# transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
+# transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
 UNIT = "tokens"
-test_inputs = corpus.test_inputs  # that the check of the export asks
 Length = Annotated[int, Field(ge=2, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
-LossChunk = Annotated[int, Field(ge=16, le=2**30)]
+Chunk = Annotated[int, Field(ge=16, le=2**30)]
+Size = Annotated[int, Field(ge=1, le=65_536)]
 
 
 # ---- Config --------------------------------------------------------------------------------------
 
 
 @dataclass
-class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
+class TaskConfig(DataConfig, LoraFields, ModelConfig):
     data: str | list[dict[str, int | str]] = "pydoc"
-    """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
-    text, a folder of such files, or a data set on the Hub. Or data that every machine has: manual
-    (of Python and its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's own
-    source, 5 MB), docstrings (prompts or chats: what does this function do?). Several with their
-    weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of such files,
+    or a dataset on the Hub. Or bundled texts: manual (of Python and its library, 1.7 MB), pydoc (of
+    the language alone, 0.4 MB), stdlib (Python's source, 5 MB), docstrings (prompts or chats).
+    Several with their weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
-    """What a row is. text: a text. prompt: a prompt and its completion, the loss. chat: messages
-    with role and content (ShareGPT: from and value), or instruction, input and output (Alpaca); the
-    assistant's are the loss. auto: the names of the columns decide; docstrings are prompts."""
+    """Dataset format. text: a document. prompt: a prompt and its completion, each a text or
+    messages. chat: messages with role and content (ShareGPT: from and value), or instruction, input
+    and output (Alpaca). Completions, or the assistant's messages, are in the loss. auto: the names
+    of the columns decide; docstrings are prompts."""
     file_extensions: str = ""
-    """Endings of more files that are texts, such as .md,.py; they are read as .txt files are."""
+    """Extensions of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -85,166 +59,112 @@ class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
     train_on: Literal["all", "last"] = "all"
-    """Answers of a chat that are learnt. (A message with weight 0 or train: false never is.)"""
+    """Messages of the assistant in the loss. (One with weight 0 or train: false never is.)"""
     roles: str = ""
     """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
-    """Tokens in a row. A row packed by best_fit may hold more than the model sees at once; each
-    text in it may not."""
+    """Tokens in a sequence. One packed by best_fit may hold more than the model sees at once; each
+    document in it may not."""
     packing: Literal["auto", "stream", "best_fit"] = "auto"
-    """How rows of context_length tokens are filled. stream: with one text after the other, cut
-    where a row ends. best_fit: with whole texts that do not see each other. auto: stream for texts,
+    """How sequences are filled. stream: with one document after the other, cut where a sequence
+    ends. best_fit: with whole documents that do not see each other. auto: stream for texts,
     best_fit for prompts and chats."""
     overlong: Literal["split", "truncate"] = "split"
-    """best_fit: a text that is too long continues in another row, or its end is cut off."""
+    """best_fit: a document that is too long continues in another sequence, or is truncated."""
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
-    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
-    vocabulary: str = field(default="", metadata=NOTHING)
-    """New model: the model folder of a run, whose vocabulary is kept; empty: it is learnt."""
-    hidden_size: Width = field(default=128, metadata=SHAPE)
+    """New model: size of its byte-level BPE vocabulary, trained on the training split."""
+    vocabulary: str = ""
+    """New model: the model folder of a run, whose tokenizer is kept; empty: it is trained."""
+    hidden_size: Size = field(default=128, metadata=SHAPE | MODEL)
     """New model: its width, a multiple of 2 x num_heads."""
-    num_layers: Layers = field(default=3, metadata=SHAPE)
+    num_layers: Size = field(default=3, metadata=SHAPE | MODEL)
     """New model: transformer layers."""
-    num_heads: Heads = 4
+    num_heads: Size = field(default=4, metadata=MODEL)
     """New model: attention heads in a layer."""
-    dropout: Dropout = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = field(default=0.0, metadata=MODEL)
     """New model: dropout on the attention weights, the only dropout of Llama."""
-    loss_chunk: LossChunk = field(default=4096, metadata=ROUNDING)
-    """Most tokens whose logits exist at once, on each device: bounds the memory that a large
-    vocabulary takes. The result stays the same to rounding."""
-    sample_prompt: str = field(default="When a function is called,", metadata=EXPORT)
+    loss_chunk: Chunk = field(default=4096, metadata=ROUNDING | MODEL)
+    """Maximum number of tokens whose logits exist at once, on each device: bounds the memory that a
+    large vocabulary takes. The result stays the same to rounding."""
+    sample_prompt: str = field(default="When a function is called,", metadata=EXPORT | MODEL)
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
 
-def uses_best_fit(cfg: TaskConfig) -> bool:
-    """Whether rows hold whole texts, which do not see each other."""
-    return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
-
-
-def check_config(cfg: TaskConfig) -> None:
-    """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS)
-    check_token_streaming(cfg)
-    for _, own in by_source(cfg):
-        row_formats.check_format_fields(own)
-    check_adapters(cfg)
-    stream = cfg.rows in ("auto", "text")
-    apart = cfg.attn_implementation != "flash_attention_2" or not uses_best_fit(cfg)
-    rules = [
-        ("packing", stream or cfg.packing != "stream", "best_fit for prompts and chats"),
-        ("attn_implementation", apart, "sdpa or eager, to keep packed texts apart"),
-    ]
-    fields.check_fields(cfg, rules)
-    is_read = cfg.rows == "auto" or uses_best_fit(cfg)
-    fields.check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
-    if not cfg.model_name_or_path:
-        # Rotary embeddings turn the dimensions of a head in pairs.
-        fields.check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+check_config = formats.check_config  # fields that do not fit each other
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-def prepare_data(cfg: TaskConfig) -> Path:
-    """Splits, tokenises and packs the rows, once; the folder of the result.
-    A field that shapes it is named here; else what was prepared with another value is taken.
-    Replaces `rows` auto by the kind that the rows have, so that config.yaml of a run names it.
-    """
-    check_config(cfg)
-    pretrained.check_unread(cfg)
-    if cfg.streaming:
-        return prepare_index(cfg)
-    formats = corpus.recognize(cfg)
-    check_config(cfg)
-    best_fit = uses_best_fit(cfg)
-    longest = corpus.max_text_length(cfg, best_fit)
-    return cache.prepare(
-        cfg,
-        "context_length packing overlong train_on roles vocab_size model_name_or_path revision",
-        lambda folder: corpus.build(cfg, formats, folder, longest, best_fit),
-        row_formats.endings_of(cfg),
-        more=[(data, each.kind, each.columns) for data, each in formats.items()],
-        files=filter(None, [chats.template_path(cfg), tokenizing.vocabulary_path(cfg)]),
-        shipped=demo_data.text_files,
+def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
+    """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
+    rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
+    tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
+    cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
+    packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
+    tokens = rows.map(
+        formats.tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "with_masks": packed},
+        batched=True,
+        batch_size=100,
+        remove_columns=rows["train"].column_names,
+        num_proc=cores if cores > 1 else None,
     )
+    if packed:
+        for name, split in tokens.items():
+            tokens[name] = sequences.pack(split, cfg, name)
+    tokens["vocabulary"] = sequences.vocabulary_table(tokens["train"], tokenizer)
+    return tokens
 
 
-def identity(cfg: TaskConfig, data: Path) -> str:
-    """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(data / tokenizing.FILE)
+def views(cfg: TaskConfig, data: Any) -> tuple[sequences.Sequences, sequences.Sequences]:
+    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
+    `unigram_loss` of their tokens."""
+    train = sequences.Sequences(data["train"], cfg)
+    return train, sequences.Sequences(data["validation"], cfg, data["vocabulary"])
 
 
-def views(cfg: TaskConfig, data: Path) -> tuple[Any, TokenRows]:
-    """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
-    own = split_data(cfg.data)
-    train = StreamedTokens(data, cfg) if cfg.streaming else TokenRows(data, "train", own)
-    return train, TokenRows(data, "validation", own)
-
-
-def check_context_parallel(cfg: TaskConfig, data: Path) -> None:
-    """Raises ValueError for rows of which GPUs cannot have a part each: see context_parallel.yaml.
-    Dropout would draw the same masks for each part."""
-    where = "under context parallelism"
-    rules = [
-        ("rows", cfg.rows == "text", f"text {where}: rows packed by best_fit hold several texts"),
-        ("packing", cfg.packing != "best_fit", f"stream {where}"),
-        ("attn_implementation", cfg.attn_implementation == "sdpa", f"sdpa {where}"),
-        ("dropout", bool(cfg.model_name_or_path) or not cfg.dropout, f"0 {where}"),
-        ("lora_dropout", not cfg.lora_dropout, f"0 {where}"),
-    ]
-    fields.check_fields(cfg, rules)
-
-
-def collate(rows: list[dict]) -> Batch:
-    """input_ids and labels, int64 (B, context_length): each label is the token after its input.
-    Rows packed by best_fit have position_ids too, which begin again at 0 with each text."""
-    return token_rows.stack(rows)
+# input_ids and labels, int64 (B, context_length): labels are the inputs, or -100. Packed documents
+# have position_ids too, which begin again at 0 with each.
+collate = torch.utils.data.default_collate
 
 
 def count(batch: Batch) -> int:
-    return int((batch["labels"] != IGNORE_INDEX).sum())
+    return int(next_token.counted(batch).sum())
+
+
+check_context_parallel = formats.check_context_parallel
 
 
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig, data: Path) -> torch.nn.Module:
-    """The model to start from, or a new Llama; with lora_rank, adapters beside frozen weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
+    """The pretrained model, or a new Llama; with lora_rank, adapters beside frozen weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    tokenizer = corpus.load_tokenizer(cfg, data)
-    if cfg.model_name_or_path:
-        model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
-    else:
-        config = LlamaConfig(
-            vocab_size=pretrained.embedding_rows(tokenizer),
-            hidden_size=cfg.hidden_size,
-            intermediate_size=3 * cfg.hidden_size,
-            num_hidden_layers=cfg.num_layers,
-            num_attention_heads=cfg.num_heads,
-            max_position_embeddings=cfg.context_length,
-            attention_dropout=cfg.dropout,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
-        pretrained.suppress_unused(model, tokenizer)
-    if most_texts := unit_files.read_facts(data)["most_texts"]:
-        packing.check_model_separates_texts(model)
-    next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
-        model.generation_config.do_sample = True
-    # Not in the config: Llama never trains the embedding of its pad token, which ends texts too.
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    config = LlamaConfig(  # of a new model
+        vocab_size=pretrained.embedding_rows(tokenizer),
+        hidden_size=cfg.hidden_size,
+        intermediate_size=3 * cfg.hidden_size,
+        num_hidden_layers=cfg.num_layers,
+        num_attention_heads=cfg.num_heads,
+        max_position_embeddings=cfg.context_length,
+        attention_dropout=cfg.dropout,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer)
+    most_documents = sequences.most_documents(data)
+    next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_documents)
     return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Cross entropy of the counted tokens, in nats."""
+    """Cross entropy of the tokens in the loss, in nats: each from those before it."""
     return next_token.loss_sum(model, batch)
 
 
@@ -254,9 +174,8 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
     """The losses of the model and of a unigram model, and the tokens and bytes they are sums of."""
-    terms = {name: batch[name] for name in ("unigram_loss", "bytes")}
-    terms |= {"loss": loss_sum(model, batch), "tokens": batch["labels"] != IGNORE_INDEX}
-    return {name: values.sum() for name, values in terms.items()}
+    sums = {name: batch[name].sum() for name in ("unigram_loss", "bytes")}
+    return sums | {"loss": loss_sum(model, batch), "tokens": next_token.counted(batch).sum()}
 
 
 def metrics(sums: Batch) -> dict[str, float]:
@@ -272,27 +191,17 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Path) -> dict[str, str]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict[str, str]:
     """Texts that the model writes after the sample prompt, and after prompts that are held out."""
-    tokenizer = corpus.load_tokenizer(cfg, data)
-    held_out = json.loads((data / "prompts.json").read_text(encoding="utf-8"))
-    sample = row_formats.question_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
-    longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
-    for name, prompt in {"sample": sample, **held_out}.items():
-        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
-        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
-        # Greedy, as sampling would draw random numbers; the penalty prevents loops.
-        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
-        with restored(model):
-            answer = model.generate(input_ids=tokens, **settings)
-        texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
-    return texts
+    return formats.write_samples(model, cfg, data)
 
 
-def export(model: Any, output: Path, cfg: TaskConfig, data: Path) -> None:
+test_inputs = formats.test_inputs  # that the check of the export gives to both models
+
+
+def export(model: Any, output: Path, cfg: TaskConfig, data: Any) -> None:
     """Saves files that AutoModelForCausalLM and AutoTokenizer load."""
-    with pretrained.quiet(), restored(model):
-        corpus.load_tokenizer(cfg, data).save_pretrained(output)
-        if cfg.lora_rank and cfg.merge_lora:
-            model = model.merge_and_unload()  # the bare model, with adapters in its weights
-        model.save_pretrained(output)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    save_model(model, tokenizer, output, merge=cfg.lora_rank > 0 and cfg.merge_lora)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
-import torch
 import torch.nn.functional as F
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (

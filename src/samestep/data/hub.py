@@ -11,6 +11,9 @@ from samestep.data.tables import Columns, Row, check_columns, column_names, sele
 
 # datasets takes 1 s to import: the functions that need it import it.
 
+# What is downloaded stays there, since offline it is all there is: a preparation has a cache of its
+# own, which is removed.
+CACHE = os.environ.get("HF_DATASETS_CACHE")
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -29,11 +32,17 @@ def load_hub_split(cfg: Any, split: str, field: str = "data_split") -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    cache_dir = CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
+    how = {"split": split, "revision": cfg.data_revision, "cache_dir": cache_dir}
     try:
-        return datasets.load_dataset(
-            cfg.data, cfg.data_config or None, split=split, revision=cfg.data_revision
-        )
+        found = datasets.load_dataset(cfg.data, cfg.data_config or None, **how)
+        stored = [each["filename"] for each in found.cache_files]
+        if COMMIT.fullmatch(cfg.data_revision) and not any(cfg.data_revision in f for f in stored):
+            raise ValueError("the Hub cannot be reached, and this disk has another commit of it")
+        return found
     except Exception as error:  # each library underneath has its own
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):  # says nothing itself
+            error = error.__cause__ or error
         where = f"{cfg.data}, config {cfg.data_config or 'default'}, split {split}"
         where = one_line(where, 200)
         raise ValueError(

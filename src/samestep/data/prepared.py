@@ -25,6 +25,7 @@ from unittest import mock
 import datasets
 import filelock
 import pyarrow as pa
+from accelerate.utils import set_seed
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
@@ -40,7 +41,6 @@ from samestep.base.files import (
 )
 from samestep.data import columns, prepared_key
 from samestep.settings.config import fields_of
-from samestep.step.batches import seed_everything
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 LOCK_SECONDS = 5  # of waiting for another process until it is said
@@ -188,7 +188,7 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
             (partial / WORK).mkdir()
         guarded = guard(cfg)
         with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
-            seed_everything(0)  # an unseeded split is the same in every run
+            set_seed(0)  # an unseeded split is the same in every run
             rows = check_rows(task.prepare_data(cfg=guarded, folder=partial))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
@@ -241,14 +241,17 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
 
 @contextmanager
 def working_in(work: Path) -> Iterator[None]:
-    """Caches of `datasets` and temporary files lie in this folder: its caches, which know functions
-    by their names, take an edited one for the old one."""
-    names = {"TMPDIR": str(work), "TOKENIZERS_PARALLELISM": "false"}
-    caches = {"HF_DATASETS_CACHE": work, "DOWNLOADED_DATASETS_PATH": work / "downloads"}
+    """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
+    take an edited one for the old one. (TMPDIR stays: sockets of its processes are there, whose
+    paths have at most 107 bytes.)"""
+    names = {"TOKENIZERS_PARALLELISM": "false"}
+    caches: dict[str, Any] = {
+        "HF_DATASETS_CACHE": work,
+        "DOWNLOADED_DATASETS_PATH": work / "downloads",
+    }
     caches["EXTRACTED_DATASETS_PATH"] = work / "extracted"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, names))
-        stack.enter_context(mock.patch.object(tempfile, "tempdir", str(work)))
         stack.enter_context(mock.patch.multiple(datasets.config, **caches))
         datasets.disable_progress_bars()
         yield
@@ -284,19 +287,22 @@ def writes_to(cache: Path, own: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = [error]  # `datasets` hides a full disk below an error of its own
+        causes: list[BaseException] = [
+            error
+        ]  # `datasets` hides a full disk below an error of its own
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
         numbers = [getattr(each, "errno", None) for each in causes]
         full = next((number for number in numbers if number in DISK_FULL), None)
         if not full and any("(os error 28)" in str(each) for each in causes):  # of `tokenizers`
             full = errno.ENOSPC
-        known = isinstance(error, OSError) and error.errno in PERMANENT_ERRORS
+        number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+        known = number in PERMANENT_ERRORS
         if full or known and not own:
-            reason = os.strerror(full or error.errno)
+            reason = os.strerror(full or number or 0)
             what = f"cannot write {one_line(cache, 100)}: {reason}"
             raise ValueError(f"task.cache_dir: {what}") from None
-        if own and isinstance(error, OSError) and (known or error.errno is None):
+        if own and isinstance(error, OSError) and (known or number is None):
             raise ValueError(f"{own}: {one_line(error)}") from error
         raise
 

@@ -3,14 +3,15 @@
 An edit of what prepare_data and views reach prepares data anew, and an edit of loss_sum does not.
 """
 
-import ast
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import re
 import stat
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -26,8 +27,7 @@ from samestep.models import pretrained
 
 LIBRARY = Path(__file__).parents[1]
 SHAPING = ("data/*.py", "text/*.py", "models/pretrained.py")  # the library's code that shapes rows
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-CONSTANTS = (bool, int, float, str, bytes)
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def key_of(cfg: Any, task: Any, identity: str = "") -> str:
@@ -68,103 +68,107 @@ def library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-class Statement:
-    """A statement of a module, outside of functions and classes: what it defines and uses."""
-
-    def __init__(self, node: ast.stmt):
-        self.node = node
-        inside = list(ast.walk(node))
-        self.imports = [each for each in inside if isinstance(each, ast.Import | ast.ImportFrom)]
-        self.names = {each.id for each in inside if isinstance(each, ast.Name)}
-        self.defined = self.names  # a loop, or words.append(...), changes what it mentions
-        if isinstance(node, DEFINITIONS):
-            self.defined = {node.name}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            parts = [each for target in targets for each in ast.walk(target)]
-            self.defined = {each.id for each in parts if isinstance(each, ast.Name)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [each.asname or each.name.partition(".")[0] for each in node.names]
-            self.defined = {*names}
-        self.names |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
-        for each in self.imports:
-            self.names.update(*(alias.name.split(".") for alias in each.names))
-
-
 def code_of(task: Any, cfg: Any) -> list[str]:
-    """The statements of the project that define prepare_data, views and what these reach by name.
+    """The compiled code of prepare_data and views, and of what these reach by name in the project:
+    functions, classes, constants, and modules that functions import.
 
-    Names lead to all modules of the project that such statements import, in functions as well.
-    Constants count by their values too. Comments, and fields of the config, do not count.
+    Comments, annotations, and fields of the config do not count.
     """
-    kinds = {kind.__name__ for kind in type(cfg).__mro__}
-    names = {"prepare_data", "views", type(cfg).__name__, "*"}
-    modules = {Path(task.__file__).resolve(): read_statements(Path(task.__file__), kinds)}
-    reached: list[Statement] = []
+    root = Path(task.__file__).resolve().parent
+    todo: list[Any] = [task.prepare_data, getattr(task, "views", None), type(cfg)]
+    seen: dict[int, Any] = {}
     texts: list[str] = []
-    while True:
-        new = [(file, each) for file, left in modules.items() for each in left]
-        new = [(file, each) for file, each in new if each.defined & names]
-        if not new:
-            return sorted(texts)
-        for file, each in new:
-            modules[file].remove(each)
-            reached.append(each)
-            names |= each.names
-            texts += [ast.dump(each.node), *constants_of(file, each)]
-            for path in imported_files(each, file, Path(task.__file__).resolve().parent):
-                if path not in modules:
-                    modules[path] = read_statements(path, kinds)
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or is_foreign(value, root):
+            continue
+        seen[id(value)] = value
+        inner = ("__wrapped__", "__func__", "fget", "func", "pattern")
+        todo += [getattr(value, name, None) for name in inner]
+        if isinstance(value, types.FunctionType):
+            text, names = read_code(value.__code__)
+            texts.append(text)
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            spaces = [value.__globals__, dict(zip(value.__code__.co_freevars, cells, strict=True))]
+            modules = [each for each in value.__globals__.values() if is_module(each, root)]
+            for name in imported_names(names - {*value.__globals__}, names, root):
+                modules.append(importlib.import_module(name))
+            for space in [*spaces, *map(vars, modules)]:
+                todo += [space[name] for name in sorted(names) if name in space]
+            todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif isinstance(value, type):
+            left_out = fields_of(value)
+            own = vars(value).items()
+            todo += [v for n, v in own if not n.startswith("__") and n not in left_out]
+            todo += value.__bases__
+        elif isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            todo += value
+        elif not is_foreign(type(value), root):  # others count by their repr alone
+            todo += [type(value), getattr(value, "__dict__", None)]
+        if not isinstance(value, type | types.FunctionType | types.ModuleType):
+            texts.append(plain_text(value))
+    return sorted(texts)
 
 
-def read_statements(file: Path, kinds: set[str]) -> list[Statement]:
-    """The statements of a module, without the fields of these classes of configs."""
-    nodes = ast.parse(file.read_bytes()).body
-    for node in nodes:
-        if isinstance(node, ast.ClassDef) and node.name in kinds:
-            node.body = [
-                each for each in node.body if not isinstance(each, ast.AnnAssign | ast.Expr)
-            ]
-    return [Statement(node) for node in nodes]
+def fields_of(kind: type) -> set[str]:
+    """The fields of a dataclass: their values count where it is used."""
+    return (
+        {each.name for each in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else set()
+    )
 
 
-def constants_of(file: Path, statement: Statement) -> list[str]:
-    """Values of the numbers and texts that a statement defines: they may come from outside."""
-    if not isinstance(statement.node, ast.Assign | ast.AnnAssign):
-        return []
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(file):
-            values = {name: vars(module).get(name) for name in sorted(statement.defined)}
-            return [f"{n}={value!r}" for n, value in values.items() if type(value) in CONSTANTS]
-    return []
+def imported_names(first: set[str], names: set[str], root: Path) -> Iterator[str]:
+    """The modules below `root` that a function may import, of the names that it uses."""
+    for name in sorted(each for each in first if each.isidentifier()):
+        if (root / f"{name}.py").is_file():
+            yield name
+        for other in sorted(names) if (root / name).is_dir() else ():
+            if (root / name / f"{other}.py").is_file():
+                yield f"{name}.{other}"
 
 
-def imported_files(statement: Statement, file: Path, root: Path) -> Iterator[Path]:
-    """The files below `root` that a statement of a file imports."""
-    folders = [root, *(Path(each).resolve() for each in sys.path)]
-    own = [each for each in dict.fromkeys(folders) if each.is_relative_to(root)]
-    own = [each for each in own if not {"site-packages", "dist-packages"} & {*each.parts}]
-    for each in statement.imports:
-        names = [alias.name for alias in each.names]
-        places = own
-        if isinstance(each, ast.ImportFrom):
-            module = each.module or ""
-            names = [f"{module}.{name}".strip(".") for name in names]
-        if isinstance(each, ast.ImportFrom) and each.level:
-            places = [file.parents[each.level - 1]]
-            names.append("__init__")
-        for folder in places:
-            for name in names:
-                yield from files_of_module(folder, name.split("."))
+def is_module(value: Any, root: Path) -> bool:
+    """Whether this is a module of the project."""
+    file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
+    inside = file and Path(file).resolve().is_relative_to(root)
+    return bool(inside) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
-def files_of_module(folder: Path, parts: list[str]) -> Iterator[Path]:
-    """The files that an import of a module below a folder runs, if they are there."""
-    for part in parts:
-        folder = folder / part
-        for path in (folder.with_name(f"{part}.py"), folder / "__init__.py"):
-            if path.is_file():
-                yield path.resolve()
+def is_foreign(value: Any, root: Path) -> bool:
+    """Whether this is nothing, or a function or class of another package."""
+    if not isinstance(value, types.FunctionType | type):
+        return value is None
+    return not is_module(sys.modules.get(value.__module__), root)
+
+
+def read_code(code: types.CodeType) -> tuple[str, set[str]]:
+    """A text for compiled code with the functions inside, and all names that it uses."""
+    constants, names = [], {*code.co_freevars}
+    for name in code.co_names:
+        names |= {*name.split(".")}
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            text, more = read_code(value)
+            names |= more
+        else:
+            text = plain_text(value)
+        constants.append(text)
+    return repr((code.co_name, code.co_code.hex(), constants, sorted(names))), names
+
+
+def plain_text(value: Any) -> str:
+    """A text for a value, the same in every process."""
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(plain_text, value)))
+    if isinstance(value, list | tuple):
+        return repr([*map(plain_text, value)])
+    if isinstance(value, dict):
+        return repr([(plain_text(key), plain_text(each)) for key, each in value.items()])
+    return ADDRESS.sub("", repr(value))
 
 
 # ---- Files ---------------------------------------------------------------------------------------

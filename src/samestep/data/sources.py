@@ -3,13 +3,14 @@
 Errors in the data are a ValueError of one line.
 """
 
+import copy
 import functools
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -138,7 +139,9 @@ def by_source(
             where = f"where {one_line(each.data, 60)} has files for validation"
             check_ignored_fields(cfg, [(HELD_OUT, False, where)])
             given = each.data
-        found.append((each, replace(cfg, data=each.data, validation_data=given)))
+        own = copy.copy(cfg)  # `replace` would read the fields of the model
+        own.data, own.validation_data = each.data, given
+        found.append((each, own))
     return found
 
 
@@ -383,6 +386,16 @@ class IncompleteRow(ValueError):
 
 class UselessRow(IncompleteRow):
     """A row from which nothing can be learnt: it is counted and left out, whatever the config."""
+
+
+def require_texts(row: dict) -> None:
+    """Raises ValueError for a row in which a text is missing, empty (but for a prompt), or none."""
+    for role, value in row.items():
+        blank = role != "prompt" and not str(value).strip()
+        if value is None or value != value or blank:  # tables have NaN for null
+            raise IncompleteRow(f"the {role} is empty")
+        if not isinstance(value, str):
+            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
 
 def valid_rows(

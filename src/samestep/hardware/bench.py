@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-from samestep.base.console import IS_MAIN, one_line, print_on_main
+from samestep.base.console import IS_MAIN, one_line
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
 from samestep.processes.device import allow_tf32
@@ -39,7 +39,6 @@ def run(section: Section, used: Devices, project: Project, flags: list[str], tim
     """Measures all devices at the same time, as in training; raises Wrong."""
     section.facts["recipe"] = one_line(" ".join([str(project.recipe), *flags]))
     section.facts["precision"] = used.precision
-    print_on_main(f"measuring {used.count} x {used.kind}: about {time:g} s for each figure")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
     given = {"kind": used.kind, "precision": used.precision, **SIZES[used.kind]}
     answers = ask("bench", torchrun, seconds=time, flags=flags, **given)
@@ -51,7 +50,7 @@ def run(section: Section, used: Devices, project: Project, flags: list[str], tim
     if not section.failures:
         figures = [found for _, found, _ in answers]
         section.figures = {name: [each[name] for each in figures] for name in figures[0]}
-    if used.kind == "cuda" and used.count > 1:
+    if used.kind == "cuda":
         for name in ("matmul bf16, TFLOP/s", "training step, samples/s"):
             section.lines += advise(names, name, section.figures.get(name, []))
 
@@ -72,7 +71,7 @@ def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str
     return lines
 
 
-# ---- In processes of their own ---------------------------------------------------------------------
+# ---- In processes of their own -------------------------------------------------------------------
 
 
 def look(device: str) -> dict[str, Any]:
@@ -150,12 +149,13 @@ def all_reduce(device: torch.device, size: int) -> float:
 def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str, float], str]]:
     """Of each process, whose devices work at the same time as in training: the device's name, its
     speeds, and what went wrong."""
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
-    name = kind
+    device, name, backend = torch.device(kind), kind, "gloo"
     if kind == "cuda":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
     answers: list = [None] * dist.get_world_size()
     found, problem = catch(lambda: measure(device, **given))
     dist.all_gather_object(answers, (name, found or {}, one_line(problem or "", 200)))

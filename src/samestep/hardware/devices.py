@@ -1,14 +1,14 @@
-"""The devices to test, and the processes in which they are tested."""
+"""The devices to test, the processes in which they are tested, and what is wrong with them."""
 
 import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import yaml
 
 from samestep.base.console import one_line
 from samestep.processes.ranks import UserError
+from samestep.settings.accelerate_yaml import without_gpu
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(
@@ -27,10 +28,28 @@ OF_LAUNCHERS = re.compile(
 MINUTES = 30  # of a program
 PATIENCE = 20  # seconds in which processes end after a signal
 SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
+LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
+STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
 
 
 class Wrong(Exception):
     """A test that failed."""
+
+
+@dataclass
+class Section:
+    """A part of the report. `failures` make samestep hardware exit with 1."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)  # of each device, in this order
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def short(value: float) -> str:
+    """A number with four digits, or all before the point: 0.1234, 12.34, 12,345."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 class Devices(NamedTuple):
@@ -71,34 +90,26 @@ def choose(config_file: Path | None, processes: int | None) -> Devices:
     return Devices(kind, count, precision, config_file or Path(f"configs/accelerate/{name}.yaml"))
 
 
-def nvidia_smi(*words: str) -> tuple[int, str]:
-    """The exit code of nvidia-smi and what it prints; 127: it is not installed, -1: it hangs."""
-    pipe = subprocess.PIPE
+def nvidia_smi(*words: str) -> tuple[int | None, str]:
+    """The exit code of nvidia-smi (None: it hangs; 127: not installed), and what it prints."""
     try:
-        program = subprocess.Popen(["nvidia-smi", *words], stdout=pipe, stderr=subprocess.STDOUT)
+        return run(["nvidia-smi", *words], SMI_SECONDS)
     except OSError:
-        return 127, "nvidia-smi is not installed"
-    try:
-        printed, _ = program.communicate(timeout=SMI_SECONDS)
-    except subprocess.TimeoutExpired:
-        program.kill()  # it may wait for a driver: nobody waits for it
-        return -1, f"nvidia-smi does not answer within {SMI_SECONDS} s"
-    return program.returncode, printed.decode(errors="replace").strip()
+        return 127, ""
 
 
-def run_python(words: Sequence[object]) -> tuple[int | None, str]:
-    """Runs Python with these words: its exit code (None: it hangs), and what it prints.
+def run(command: Sequence[object], seconds: float = 60 * MINUTES) -> tuple[int | None, str]:
+    """Runs a program: its exit code (None: it hangs), and what it prints.
 
     It knows nothing of the launcher of this program, and no process of it is left behind.
     """
     env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
-    command = [sys.executable, *map(str, words)]
     code = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        child = psutil.Popen(command, env=env, stdout=log, stderr=log)
+        child = psutil.Popen([*map(str, command)], env=env, stdout=log, stderr=log)
         try:
             with contextlib.suppress(psutil.TimeoutExpired):
-                code = child.wait(60 * MINUTES)
+                code = child.wait(seconds)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
             if child.is_running():
@@ -108,20 +119,67 @@ def run_python(words: Sequence[object]) -> tuple[int | None, str]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.terminate()
                 for each in psutil.wait_procs(family, PATIENCE)[1]:
-                    each.kill()
+                    each.kill()  # it may wait for a driver: nobody waits for it
         log.seek(0)
-        return code, log.read()
+        return code, log.read().strip()
 
 
 def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
     """What a function of bench.py finds out, in a process of its own; raises Wrong."""
     module = [*launcher, *PREFIX, "-m", "samestep.hardware.bench", what, json.dumps(given)]
-    code, printed = run_python(module)
+    code, printed = run([sys.executable, *module])
     if code == 0:
         (line,) = re.findall(r'^{"answer": .*', printed, re.MULTILINE)
         return json.loads(line)["answer"]
     if code is None:
         raise Wrong(f"it hangs, for {MINUTES} minutes")
     errors = re.findall(r"^(?:\[rank\d+\]: )?[\w.]+(?:Error|Exception)\b.*", printed, re.MULTILINE)
-    last = printed.strip().rpartition("\n")[2]
-    raise Wrong(one_line([last, *errors][-1], 200))
+    raise Wrong(one_line([printed.rpartition("\n")[2], *errors][-1], 200))
+
+
+def check(section: Section, used: Devices) -> None:
+    """What this machine is, and what is wrong with it."""
+    look_at_nvidia_smi(section)
+    for name in dict.fromkeys(used.name(number) for number in range(used.count)):
+        try:
+            found = ask("look", device=name)
+        except Wrong as error:
+            section.failures.append(f"{name} does not compute: {error}")
+            continue
+        section.facts[name] = found["name"]
+        if found["wrong"]:
+            section.failures.append(f"{name} computes wrong numbers: {'; '.join(found['wrong'])}")
+        if found["free"] < 0.9:
+            section.lines.append(f"{name} has {found['free']:.0%} of its memory free")
+
+
+def look_at_nvidia_smi(section: Section) -> None:
+    """Adds what it says of GPUs that torch may not see, of their errors, and facts."""
+    code, listed = nvidia_smi("-L")
+    if code is None:
+        listed = f"it does not answer within {SMI_SECONDS} s"
+    else:  # collect_env asks it again
+        for module in ("torch.utils.collect_env", "accelerate.commands.env"):
+            section.facts[module] = run([sys.executable, "-m", module])[1]
+    there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
+    lost = re.findall(LOST, listed, re.IGNORECASE)
+    if lost or code not in (0, 127):
+        line = one_line([listed, *lost][-1], 200)
+        section.failures.append(f"nvidia-smi: {line}; see docs/measuring.md, A lost device")
+    if there > seen and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        text = f"torch sees {seen} GPUs, and nvidia-smi lists {there}"
+        if seen:
+            section.lines.append(text)
+        else:
+            section.failures.append(f"{text}: {without_gpu()}")
+    if code != 0:
+        return
+    section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]
+    unknown, errors = nvidia_smi(ERRORS, "--format=csv,noheader")  # to old cards and drivers
+    for line in errors.splitlines() if not unknown else ():
+        index, uncorrected, pending = [word.strip() for word in line.split(",")]
+        if uncorrected not in ("0", "[N/A]") or pending == "Yes":
+            section.failures.append(
+                f"GPU {index} has errors in its memory (ECC: {uncorrected} uncorrected; rows to be "
+                f"replaced: {pending}), so numbers may be wrong: reset it, or take it out"
+            )

@@ -31,7 +31,7 @@ class Project(NamedTuple):
         """The task's model, to be trained; under "meta" without memory."""
         batches.seed_everything(self.cfg.seed)
         with torch.device("meta") if device.type == "meta" else contextlib.nullcontext():
-            model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+            model = contract.check_model(self.task.build_model())
         model = model.to(device).train()
         if self.cfg.gradient_checkpointing:
             enable_gradient_checkpointing(model)

@@ -10,9 +10,8 @@ import psutil
 import torch
 
 from samestep.base.console import one_line, print_on_main
-from samestep.hardware.devices import Devices, Wrong
+from samestep.hardware.devices import Devices, Section, Wrong, short
 from samestep.hardware.project import Project
-from samestep.hardware.report import Section, short
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for

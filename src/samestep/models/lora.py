@@ -1,13 +1,15 @@
 """LoRA (Hu et al., 2021): small trained adapters beside the frozen weights of a model."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from samestep.base.console import one_line
-from samestep.base.fields import EXPORT, SHAPE, Dropout, check_fields, check_ignored_fields
+from samestep.base.fields import EXPORT, MODEL, SHAPE, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
+from samestep.models.attention import restored
 
 Rank = Annotated[int, Field(ge=0, le=4096)]
 Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -17,16 +19,16 @@ Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
 class LoraFields:
     """Fields of a task that can train adapters; the task has those of ModelConfig too."""
 
-    lora_rank: Rank = field(default=0, metadata=SHAPE)
+    lora_rank: Rank = field(default=0, metadata=SHAPE | MODEL)
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
     weights."""
-    lora_alpha: Alpha = 0.0
+    lora_alpha: Alpha = field(default=0.0, metadata=MODEL)
     """Factor of the adapters, times the rank; 0: twice the rank."""
-    lora_dropout: Dropout = 0.0
+    lora_dropout: Dropout = field(default=0.0, metadata=MODEL)
     """Dropout before the adapters."""
-    lora_targets: str = field(default="all-linear", metadata=SHAPE)
+    lora_targets: str = field(default="all-linear", metadata=SHAPE | MODEL)
     """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
-    merge_lora: bool = field(default=False, metadata=EXPORT)
+    merge_lora: bool = field(default=False, metadata=EXPORT | MODEL)
     """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
 
 
@@ -62,3 +64,11 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
             return get_peft_model(model, adapters, revision=cfg.revision)
     except ValueError as error:
         raise ValueError(f"task.lora_targets: {one_line(error)}") from None
+
+
+def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:
+    """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights."""
+    with pretrained.quiet(), restored(model):
+        tokenizer.save_pretrained(output)
+        model = model.merge_and_unload() if merge else model  # the bare model
+        model.save_pretrained(output)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.base.console import one_line, print_on_main
-from samestep.base.fields import NOTHING, check_ignored_fields, is_local_name, local_path
+from samestep.base.fields import MODEL, NOTHING, check_ignored_fields, is_local_name, local_path
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -26,7 +26,9 @@ class ModelConfig:
     """Model on the Hub: its branch, tag or commit."""
     trust_remote_code: bool = field(default=False, metadata=NOTHING)
     """Model on the Hub: run the code in its repository."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = field(
+        default="sdpa", metadata=MODEL
+    )
     """How attention is computed; flash_attention_2 needs its package, a GPU, and bf16 or fp16."""
 
 
@@ -73,7 +75,12 @@ def commit_of(cfg: ModelConfig) -> str:
 
     if not cfg.model_name_or_path or folder_of(cfg):
         return ""
-    file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+    try:
+        file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+    except Exception as error:  # each of the libraries below has its own
+        name = one_line(cfg.model_name_or_path, 100)
+        reason = one_line(error)
+        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
     return Path(file).parent.name  # snapshots/COMMIT/config.json
 
 
@@ -193,6 +200,22 @@ def suppress_unused(model: Any, tokenizer: Any) -> None:
     """Keeps a new model from generating tokens that its tokenizer lacks."""
     unused = range(len(tokenizer), model.config.vocab_size)
     model.generation_config.suppress_tokens = [*unused] or None
+
+
+def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) -> Any:
+    """The pretrained model, or a new one of this config, which generates with this tokenizer."""
+    if cfg.model_name_or_path:
+        model = load_model(auto, cfg)
+    else:
+        model = new_model(auto, config, cfg)
+        suppress_unused(model, tokenizer)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
+        model.generation_config.do_sample = True
+    # Not in the config: Llama never trains the embedding of its pad token, which ends texts too.
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
 
 
 @contextlib.contextmanager

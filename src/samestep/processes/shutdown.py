@@ -43,37 +43,31 @@ from samestep.processes.rendezvous import STOPPED
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def find_launcher() -> int | None:
-    """The process id of `accelerate launch`, or of samestep's, if it is the parent, else None.
+def find_launcher() -> tuple[int | None, list[str]]:
+    """The process id of `accelerate launch`, or of samestep's, if it is the parent, and its words.
 
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
     other parents means nothing: `nohup python train.py &` outlives its shell.
     """
-    try:
-        words = psutil.Process(os.getppid()).cmdline()[:3]
-    except psutil.Error:  # no such process, or no permission
-        return None
+    words = []
+    with contextlib.suppress(psutil.Error):  # no such process, or no permission
+        words = psutil.Process(os.getppid()).cmdline()
     launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
-    return os.getppid() if any(re.search(launcher, word) for word in words) else None
+    found = any(re.search(launcher, word) for word in words[:3])
+    return (os.getppid(), words) if found else (None, [])
 
 
-LAUNCHER_PID = find_launcher()  # now, since the launcher may die before training begins
+# Now, since the launcher may die before training begins.
+LAUNCHER_PID, LAUNCHER_WORDS = find_launcher()
 
 
 def launcher_yaml() -> Path | None:
     """The YAML of accelerate's launcher; None: unknown, or samestep launch has checked it."""
-    if LAUNCHER_PID is None or "LAUNCHING" in os.environ:
-        return None
-    try:
-        launcher = psutil.Process(LAUNCHER_PID)
-        words = launcher.cmdline()
-        folder = launcher.cwd()
-    except psutil.Error:
+    if "LAUNCHING" in os.environ:
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file")
-    known, _ = parser.parse_known_args(words)
-    return Path(folder, known.config_file) if known.config_file else None
+    parser.add_argument("--config_file", "--config-file", type=Path)
+    return parser.parse_known_args(LAUNCHER_WORDS)[0].config_file
 
 
 class StopRequest:

@@ -12,12 +12,15 @@ much memory the model of a recipe needs, and which YAML trains it here. Flags of
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from samestep.base.console import IS_MAIN, one_line, print_on_main
-from samestep.base.files import replace_text
-from samestep.hardware import bench, check, devices, recommend, report, smoke
+from rich.console import Console
+from rich.table import Table
+
+from samestep.base.console import IS_MAIN, escaped, one_line, print_on_main
+from samestep.base.files import read_json_object, replace_text
+from samestep.hardware import bench, devices, recommend, smoke
+from samestep.hardware.devices import Section, short
 from samestep.hardware.project import read_project
 from samestep.processes import shutdown
 from samestep.processes.ranks import UserError, as_user_error
@@ -25,6 +28,8 @@ from samestep.programs import make_parser
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
+LONG = 30  # lines of a fact that is in hardware.json alone
+SLOWER = 0.2  # a figure that is slower by more than this fraction is named
 
 
 @as_user_error()
@@ -32,8 +37,7 @@ def measure() -> int:
     """Runs the parts of the report that are asked for; the exit code."""
     parser = make_parser("hardware", __doc__)
     add = parser.add_argument
-    about = "all, without a verb: check, bench and smoke in one report"
-    add("verb", nargs="?", default="all", choices=VERBS, help=about)
+    add("verb", nargs="?", default="all", choices=VERBS, help="all: check, bench and smoke")
     add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
     add("--processes", type=int, metavar="N", help="devices to use (default: all)")
     add("--seconds", type=float, default=0.5, help="for each figure of bench (default: 0.5)")
@@ -43,25 +47,23 @@ def measure() -> int:
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     yaml = options.config_file or shutdown.launcher_yaml()
-    if options.verb == "recommend":  # it looks for one
-        yaml = None
-    used = devices.choose(yaml, options.processes)
+    used = devices.choose(None if options.verb == "recommend" else yaml, options.processes)
     project = None if options.verb == "check" else read_project(flags)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, Callable] = {
-        "check": lambda section: check.run(section, used),
+    parts = {
+        "check": lambda section: devices.check(section, used),
         "bench": lambda section: bench.run(section, used, project, flags, options.seconds),
         "smoke": lambda section: smoke.run(section, used, project, FOLDER),
         "recommend": lambda section: recommend.run(section, used, project),
     }
     sections = {}
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
-        section = sections[verb] = report.Section()
+        section = sections[verb] = Section()
         try:
             parts[verb](section)
         except devices.Wrong as error:
             section.failures.append(str(error))
-        report.show(verb, section)
+        show(verb, section)
     content = {verb: dataclasses.asdict(section) for verb, section in sections.items()}
     text = json.dumps(content, indent=1) + "\n"
     replace_text(FOLDER / "hardware.json", text)
@@ -70,11 +72,40 @@ def measure() -> int:
     baseline = FOLDER / "baseline.json"
     measured = sections.get("bench")
     if measured and measured.figures and baseline.exists():
-        report.compare(measured, baseline)
+        compare(measured, baseline)
     elif options.verb == "all" and not failed:
         replace_text(baseline, text)
         print_on_main(f"kept as the baseline, with which later calls compare: {baseline}")
     return int(failed)
+
+
+def show(verb: str, section: Section) -> None:
+    """Prints facts, figures and advice."""
+    table = Table(title=verb, show_header=False)
+    for name, text in section.facts.items():
+        if text.count("\n") < LONG:
+            table.add_row(escaped(name), escaped(text, kept="\n"))
+    for name, values in section.figures.items():
+        table.add_row(name, "  ".join(map(short, values)))
+    Console(highlight=False, markup=False, emoji=False).print(table)
+    for line in [*section.lines, *(f"failed: {line}" for line in section.failures)]:
+        print_on_main(escaped(line))
+
+
+def compare(section: Section, path: Path) -> None:
+    """Names what is slower than in an older report; another machine or recipe is not compared."""
+    old = read_json_object(path).get("bench", {})
+    if old.get("facts") != section.facts:
+        print_on_main(f"{path} has other devices, another recipe or precision: not compared")
+        return
+    slower = 0
+    for name, values in section.figures.items():
+        pairs = zip(values, old["figures"].get(name, []), strict=False)
+        for rank, (now, before) in enumerate(pairs):
+            if now < (1 - SLOWER) * before:
+                slower += 1
+                print_on_main(f"slower: {name}, {rank}: {short(now)}, was {short(before)}")
+    print_on_main(f"{slower} figures are more than {SLOWER:.0%} slower than in {path}")
 
 
 def main() -> None:

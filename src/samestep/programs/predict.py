@@ -5,9 +5,8 @@
     cat texts.txt | python -m samestep predict --json             a line each: a JSON object a line
     printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
 
-train.py saves the model in runs/NAME/model. Line n of the output answers line n of the input. A
-blank line stays blank. So does one without an answer: its error is named, and the exit code is 2.
-`transformers chat runs/NAME/model` applies the chat template, and is a conversation.
+Line n of the output answers line n of the input. A blank line stays blank. So does one without an
+answer: its error is named, and the exit code is 2. `transformers chat runs/NAME/model` is a chat.
 """
 
 import argparse
@@ -40,8 +39,7 @@ def load_pipeline(folder: Path, task: str) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # transformers would ask whether to run code that came with the model, and look up a base model
-    # that is gone on the Hub.
+    # transformers would ask whether to run a model's own code, and look for a lost base on the Hub.
     options: Any = {"trust_remote_code": False, "local_files_only": True}
     auto = getattr(transformers, CLASSES[task])
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
@@ -54,25 +52,23 @@ def load_pipeline(folder: Path, task: str) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **options)
     if task == TEXT_TO_TEXT:  # transformers 5 has no pipeline for it
         return SimpleNamespace(task=task, model=model.eval(), tokenizer=tokenizer)
-    return make(task, model, tokenizer=tokenizer)
+    options = {"truncation": True} if task == "text-classification" else {}
+    return make(task, model, tokenizer=tokenizer, **options)
 
 
 def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The text, the value or the classes that the model answers."""
     config = pipe.model.config
-    settings: dict[str, Any] = {"do_sample": False}
-    if arguments.tokens:
-        settings["max_new_tokens"] = arguments.tokens
+    limit = {"max_new_tokens": arguments.tokens} if arguments.tokens else {}
     if pipe.task == TEXT_TO_TEXT:
         source = getattr(config, "source_prefix", "") + given
-        inputs = pipe.tokenizer(
-            source, truncation=True, return_token_type_ids=False, return_tensors="pt"
-        )
-        (tokens,) = pipe.model.generate(**inputs, **settings)
+        inputs = pipe.tokenizer(source, truncation=True, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        (tokens,) = pipe.model.generate(**inputs, do_sample=False, **limit)
         return {"text": pipe.tokenizer.decode(tokens, skip_special_tokens=True)}
     if pipe.task == "text-generation":
-        settings = {"max_new_tokens": 50, **settings}
-        return {"text": pipe(given, return_full_text=False, **settings)[0]["generated_text"]}
+        options = {"max_new_tokens": 50, "do_sample": False, "return_full_text": False}
+        return {"text": pipe(given, **options | limit)[0]["generated_text"]}
 
     asked: Any = given
     if pipe.task == "image-classification":  # given a path, it would fetch URLs
@@ -85,8 +81,7 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         if not tab:
             raise ValueError("it has no tab, but the model takes two texts with a tab between them")
         asked = {"text": first, "text_pair": second}
-    options = {"truncation": True} if pipe.task == "text-classification" else {}
-    (classes,) = pipe([asked], top_k=arguments.top, **options)
+    (classes,) = pipe([asked], top_k=arguments.top)
     if config.problem_type == "regression":
         scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
         return {"value": classes[0]["score"] * scale + mean}
@@ -96,14 +91,13 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 def predict(arguments: argparse.Namespace) -> int:
     """Read the inputs, load the model, print the answers; gives the exit code."""
     trained = sorted(Path("runs").glob("*/model"), key=os.path.getmtime)
-    folder = arguments.model or (trained or [Path("runs/default/model")])[-1]
+    folder = arguments.model or [Path("runs/default/model"), *trained][-1]
     task = pipeline_task(folder)
     if not task:
         raise ValueError(f"{folder} holds no model of transformers; train first, or give --model")
     inputs = arguments.inputs
-    if not inputs:
-        text = Path("/dev/stdin").read_text(encoding="utf-8-sig")  # without a byte order mark
-        inputs = text.removesuffix("\n").split("\n")
+    if not inputs:  # utf-8-sig: without a byte order mark
+        inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
     if not any(map(str.strip, inputs)):
         raise ValueError("there is no input; give texts or paths, or standard input")
     try:
@@ -112,13 +106,13 @@ def predict(arguments: argparse.Namespace) -> int:
         raise ValueError(f"cannot load {folder}: {error}") from None
     code = 0
     for given in inputs:
-        answer: dict[str, Any] = {}
+        answer = {}
         try:
             answer = ask(given, pipe, arguments) if given.strip() else {}
         except Exception as error:
             code = 2
-            problem = f"{one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
-            print(f"samestep predict: no answer to {problem}", file=sys.stderr)
+            told = f"no answer to {one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
+            print(f"samestep predict: {told}", file=sys.stderr)
         if arguments.json:
             print(json.dumps({"input": given, **answer}, allow_nan=False), flush=True)
         elif task == "text-generation" and answer:
@@ -138,9 +132,8 @@ def show(text: str = "", value: float | None = None, classes: list | tuple = ())
 
 def main() -> int:
     """Runs the program; bad input is one line and exit code 2."""
-    # Ctrl-C, and a reader that has seen enough, as `head` has, end it at once, without a traceback.
-    for number in (signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     protect_output()
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)

@@ -210,6 +210,11 @@ def read_views(task: Any, data: Any) -> tuple[Any, Any]:
     if hasattr(task, "views"):
         views = task.views()
     else:
+        if not data:
+            raise ValueError(
+                "task.prepare_data returns None, and task.py has no views; give a DatasetDict with "
+                "train and validation, or a function views"
+            )
         missing = [name for name in ("train", "validation") if name not in data]
         if missing:
             raise ValueError(f"task.prepare_data returns no split {' and '.join(missing)}; add it")

@@ -357,6 +357,8 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
     if hasattr(task, "check_config"):
         task.check_config(cfg.task)
     data = prepare_data(cfg.task, task, run) if hasattr(task, "prepare_data") else None
+    if hasattr(task, "check_config"):  # with the fields that prepare_data has set
+        task.check_config(cfg.task)
     bound = contract.bind(task, cfg.task, data)
     batches.seed_everything(0)  # an unseeded split is the same in every process and run
     return data, bound, contract.read_views(bound, data)

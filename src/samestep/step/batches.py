@@ -392,10 +392,12 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
                 "task.augment gives another row for the same row and generator; draw random "
                 "numbers from the generator alone, and leave the row that it gets as it is"
             )
-    few = choose_few(samples, make_collate(task))
+    chosen = choose_few(samples, make_collate(task))
     if augment:
-        few = [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in few]
-    return digest, few
+        draws = [torch.Generator().manual_seed(i) for i, _ in chosen]
+        rows_drawn = [augment(row, draw) for (_, row), draw in zip(chosen, draws, strict=True)]
+        chosen = [(i, row) for (i, _), row in zip(chosen, rows_drawn, strict=True)]
+    return digest, chosen
 
 
 def choose_few(samples: list[tuple], collate: Callable) -> list[tuple]:

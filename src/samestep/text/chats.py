@@ -210,6 +210,17 @@ def parse_json(value: Any, what: str) -> Any:
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
 
 
+def parse_messages(value: Any, name: str) -> Any:
+    """The value of a prompt or an answer: a text, or a list of messages, which the cell of a table
+    holds as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):  # an answer may look so, too
+            found = json.loads(value)
+            are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
+            value = found if found and all(are_messages) else value
+    return drop_nulls(value)
+
+
 def drop_nulls(value: Any) -> Any:
     """The value without null keys: in a table, each object has the keys of all rows."""
     if isinstance(value, dict):

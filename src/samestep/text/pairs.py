@@ -9,9 +9,9 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.data.cache import once_per_folder
+from samestep.data.sources import require_texts
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_formats import check_text
 from samestep.text.units import RowKind
 
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
@@ -28,7 +28,7 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
     kind = RowKind(
         TABLES,
         lambda _: columns,
-        check_text,
+        require_texts,
         key=lambda row: "\0".join(row.values()),
         texts=dict.values,
         nothing_held="all sources of {data} are equal; add others",

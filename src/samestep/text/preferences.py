@@ -1,48 +1,105 @@
-"""Preferences: a prompt with a chosen and a rejected answer; read, checked, split, tokenised."""
+"""Preferences: a prompt with a chosen and a rejected answer; read, tokenized, and shown as rows."""
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.data.cache import once_per_folder
+from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.data import columns, demo_data, sources
+from samestep.data.rows import keep, load_rows
 from samestep.data.sources import IncompleteRow, UselessRow
-from samestep.data.tables import TABLES, Columns, Row
+from samestep.data.tables import TABLES
+from samestep.models import pretrained
 from samestep.models.attention import restored
+from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
-from samestep.text import chats, row_files, row_formats, tokenizing, units
-from samestep.text.units import RowKind
+from samestep.text import chats, formats, tokenizing
 
+BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
 ANSWERS = ("chosen", "rejected")
-END = "<|endoftext|>"
-CHATS, SHARED = "are chats", "have no prompt: it is what both answers begin with"
-REPEATED = "have their prompt in front of both answers: it is read once"
+# A pair as it is read: texts, or messages and tools as JSON.
+TEXT, FLAG = datasets.Value("large_string"), datasets.Value("bool")
+READ = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "tools": TEXT, "is_chat": FLAG}
+# A pair as it is trained on: a prompt with each answer, and which of the tokens are the answer's.
+TOKENS = ("chosen_input_ids", "chosen_loss_mask", "rejected_input_ids", "rejected_loss_mask")
+NOTES = ("is_truncated", "is_equal")
+SHARED = "there is no prompt: it is what both answers begin with"
+REPEATED = "both answers begin with the prompt: it is read once"
 NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
 EQUAL = "have equal answers"
-TEMPLATE = "chat_template.jinja"  # of prepared chats
-MASK = "_is_answer"  # ending of the columns that tell answers from prompts
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize(row: dict, names: dict[str, str]) -> list[str]:
-    """Makes a row {"prompt", "chosen", "rejected"} of three texts, or of three lists of messages
-    and perhaps tools. Returns what to say of it.
+def check_config(cfg: Any) -> None:
+    """Raise ValueError for fields of the data and the model that do not fit each other."""
+    sources.check_data_config(cfg, [*BUNDLED], reads_groups=True)
+    check_adapters(cfg)
+    chats.read_names(cfg.roles)
+    chats.template_path(cfg)
+    differ = len({cfg.prompt_column, cfg.chosen_column, cfg.rejected_column}) == 3
+    wanted = "another column than the prompt's and the chosen"
+    below = "below 0.5: swap the columns instead"
+    rules = [
+        ("rejected_column", differ, wanted),
+        ("label_smoothing", cfg.label_smoothing < 0.5, below),
+    ]
+    check_fields(cfg, rules)
+    own = {each.data for each in sources.split_data(cfg.data)} != {*BUNDLED}
+    names = "prompt_column chosen_column rejected_column tools_column roles chat_template"
+    where = f"where task.loss_type is {cfg.loss_type}"
+    ignored = [
+        (names, own, "where task.data is docstrings"),
+        ("label_smoothing", cfg.loss_type == "sigmoid", where),
+        ("simpo_gamma", cfg.loss_type == "simpo", where),
+    ]
+    check_ignored_fields(cfg, ignored)
+    pretrained.check_unread(cfg)
+    if not cfg.model_name_or_path:
+        # Rotary embeddings turn the dimensions of a head in pairs.
+        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+
+
+def load_pairs(cfg: Any) -> datasets.DatasetDict:
+    """Load the pairs of cfg.data, with the columns of READ, source and place: train and validation.
+
+    Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
+    """
+    roles = {name: getattr(cfg, f"{name}_column") for name in ("prompt", *ANSWERS, "tools")}
+    roles = {name: column for name, column in roles.items() if column}
+    return load_rows(
+        cfg,
+        partial(normalize, names=chats.read_names(cfg.roles)),
+        READ,
+        columns=lambda _: roles,
+        bundled=BUNDLED,
+        extensions=TABLES,
+        optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
+        group=lambda row: row["prompt"] if row["is_chat"] else json.dumps(row["prompt"]),
+        plural="pairs",
+        nothing_held="all prompts of {data} are equal; add others",
+    )
+
+
+def normalize(row: dict, names: dict[str, str]) -> tuple[dict, list[str]]:
+    """Make {"prompt", "chosen", "rejected", "tools", "is_chat"} of a row, and remarks about it.
 
     Answers are texts or messages, with the prompt in front or without; a row without a prompt has
     it at the beginning of both answers. `names`: see `chats.read_names`. Raises IncompleteRow,
     UselessRow for equal answers, and ValueError for any other mistake.
     """
     prompt, *answers = (text_or_messages(row.get(name), name) for name in ("prompt", *ANSWERS))
-    tools, said = row.pop("tools", None), [SHARED] if prompt is None else []
+    said = [SHARED] if prompt is None else []
     for name, answer in zip(ANSWERS, answers, strict=True):
         if answer is None:
             raise IncompleteRow(f"the {name} is empty")
@@ -52,8 +109,9 @@ def normalize(row: dict, names: dict[str, str]) -> list[str]:
     if list in (*kinds, type(prompt)):
         if list not in kinds:
             answers = [[{"role": "assistant", "content": text}] for text in answers]
-        row.update(split_chats(prompt or [], answers, tools, names))
-        return [CHATS, *said]
+        found = split_chats(prompt or [], answers, row.get("tools"), names)
+        stored = {name: json.dumps(value, default=str) for name, value in found.items()}
+        return {**stored, "is_chat": True}, said
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
         said = [REPEATED]
@@ -65,15 +123,16 @@ def normalize(row: dict, names: dict[str, str]) -> list[str]:
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
         raise UselessRow(EQUAL)
-    row.update(prompt=prompt, chosen=answers[0], rejected=answers[1])
-    for name in ANSWERS:
-        if not row[name].strip():
+    for name, answer in zip(ANSWERS, answers, strict=True):
+        if not answer.strip():
             raise IncompleteRow(f"the {name} is empty")
-    return said
+    chosen, rejected = answers
+    texts: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
+    return {**texts, "is_chat": False}, said
 
 
 def text_or_messages(value: Any, name: str) -> str | list | None:
-    """A text, or a list of messages, which the cell of a table holds as JSON; None: there is none.
+    """Read a text, or a list of messages, which cells of tables hold as JSON; None: it is missing.
 
     Raises ValueError for other values.
     """
@@ -81,7 +140,7 @@ def text_or_messages(value: Any, name: str) -> str | list | None:
         return None
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):  # an answer may look so, too
-            found = json.loads(value)
+            found = chats.parse_json(value, name)
             are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
             value = found if found and all(are_messages) else value
     if not isinstance(value, str | list):
@@ -92,7 +151,7 @@ def text_or_messages(value: Any, name: str) -> str | list | None:
 def split_chats(
     prompt: str | list, answers: list, tools: Any, names: dict[str, str]
 ) -> dict[str, list]:
-    """Three lists of messages, and perhaps tools: what both chats begin with, and the rest."""
+    """Make three lists of messages, what both chats begin with and the rest, and one of tools."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     prompt, whole = chats.read_messages(prompt, names), []
@@ -108,7 +167,7 @@ def split_chats(
             chats.normalize_chat(chat, names=names)
         except ValueError as error:
             raise type(error)(f"{name}: {error}") from None
-        whole.append(chat.pop("messages"))
+        whole.append(chat["messages"])
     chosen, rejected = whole
     if chosen == rejected:
         raise UselessRow(EQUAL)
@@ -118,143 +177,175 @@ def split_chats(
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
-    return {
+    parts = {
         "prompt": chosen[:shared],
         "chosen": chosen[shared:],
         "rejected": rejected[shared:],
-    } | chat
+    }
+    return {**parts, "tools": chat.get("tools", [])}
 
 
 def count_equal(first: Any, second: Any) -> int:
-    """How many items two sequences have in common at their beginning."""
+    """Count the items that two sequences have in common at their beginning."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def texts_of(row: dict) -> Iterable[str]:
-    """All text of a row, for a vocabulary to be learnt from."""
-    parts = [row[name] for name in ("prompt", *ANSWERS)]
-    if isinstance(parts[0], str):
-        return parts
-    return chats.chat_texts({**row, "messages": [message for part in parts for message in part]})
+def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
+    """Give all text of the pairs, for a tokenizer to be trained on."""
+    for pair in pairs:
+        parts = [pair[name] for name in ("prompt", *ANSWERS)]
+        if pair["is_chat"]:
+            messages = [message for part in parts for message in json.loads(part)]
+            yield from chats.chat_texts({"messages": messages, "tools": json.loads(pair["tools"])})
+        else:
+            yield from parts
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def tokenize(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[np.ndarray, ...]]:
-    """The tokens of the prompt with each answer, and which of them are the answer's."""
-    found = []
-    for name in ANSWERS:
-        if isinstance(row[name], str):
-            pair = {"prompt": row["prompt"], "completion": row[name]}
-            tokens = row_formats.tokenize_prompt(pair, tokenizer)
-        else:
-            context = [{**message, "weight": 0} for message in row["prompt"]]
-            chat = {**row, "messages": [*context, *row[name]]}
-            texts = chats.render_chat(chat, place, tokenizer, shown)
-            if len(texts) > 1:
-                raise ValueError(
-                    f"task.chat_template: {place}: the template changes an answer of {name} when "
-                    "others follow; give pairs that differ in their last message alone"
-                )
-            tokens = tokenizing.tokenize_answers(*texts[0], tokenizer)
-        found.append(tuple(map(np.asarray, tokens)))
-    return found
+def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    tokenizing.check_lengths(cfg, "max_length")
+    default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
+    template, texts = chats.read_template(cfg), texts_of(pairs)
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, cfg.max_length)
 
 
-def cut(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray, ...]]:
-    """A pair of which each has at most `limit` tokens. Both lose the same of the beginning of a
-    prompt that takes more than half of these, and only then an answer its end."""
+def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
+    """Tokenize prompts with each of their answers, to at most `max_length` tokens, for `map`.
+
+    Also notes whether a pair is truncated, and whether both are equal as they are trained on.
+    Raises ValueError for a chat template that fails or leaves out a part.
+    """
+    shown: set = set()  # kinds of chats that the template was found to show
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    found: dict[str, list] = {name: [] for name in (*TOKENS, *NOTES)}
+    names = [*batch]
+    for values in zip(*batch.values(), strict=True):
+        pair = dict(zip(names, values, strict=True))
+        whole = [tokenize_answer(pair, name, tokenizer, shown) for name in ANSWERS]
+        cut = truncate(whole, max_length)
+        trained = []
+        for name, (ids, mask) in zip(ANSWERS, cut, strict=True):
+            found[f"{name}_input_ids"].append(ids.astype(dtype))
+            found[f"{name}_loss_mask"].append(mask.astype(np.uint8))
+            end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+            trained.append((ids[:end].tolist(), mask[:end].tolist()))
+        found["is_truncated"].append(any(len(ids) > max_length for ids, _ in whole))
+        found["is_equal"].append(trained[0] == trained[1] or not any(map(any, trained[0])))
+    kept = {name: batch[name] for name in ("source", "place", "is_chat")}
+    return found | kept
+
+
+def tokenize_answer(pair: dict, name: str, tokenizer: Any, shown: set) -> tuple[np.ndarray, ...]:
+    """Tokenize the prompt with one answer: ids, and a mask of the tokens of the answer, (T,)."""
+    if not pair["is_chat"]:
+        row = {"prompt": pair["prompt"], "completion": pair[name]}
+        return formats.tokenize_prompt(row, tokenizer)
+    context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
+    chat = {"messages": [*context, *json.loads(pair[name])], "tools": json.loads(pair["tools"])}
+    texts = chats.render_chat(chat, pair["place"], tokenizer, shown)
+    if len(texts) > 1:
+        raise ValueError(
+            f"task.chat_template: {pair['place']}: the template changes an answer of {name} when "
+            "others follow; give pairs that differ in their last message alone"
+        )
+    return tokenizing.tokenize_answers(*texts[0], tokenizer)
+
+
+def truncate(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray, ...]]:
+    """Truncate both of a pair to `limit` tokens. They lose the same of the beginning of a prompt
+    that takes more than half of these, and only then an answer its end."""
     needed = max(len(ids) for ids, _ in pair) - limit
     spare = min(int(mask.argmax()) for _, mask in pair) - limit // 2
     start = max(min(needed, spare), 0)
     return [(ids[start : start + limit], mask[start : start + limit]) for ids, mask in pair]
 
 
-# ---- Preparing -----------------------------------------------------------------------------------
+def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.DatasetDict:
+    """Leave out pairs whose answers are equal as they are trained on: their gradient is noise.
 
-
-def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
-    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
-
-    Pairs of one prompt are all held out, or none, if the prompts of texts have a column: what both
-    answers begin with may go on beyond the prompt. Beside the rows it saves the vocabulary of a new
-    model and the template of chats. Raises ValueError for rows that cannot be used.
+    Prints how many these are, and how many were truncated. Raises ValueError where no pair of a
+    split is left.
     """
-    kind = RowKind(
-        TABLES,
-        lambda _: columns,
-        partial(normalize, names=chats.read_names(cfg.roles)),
-        key=lambda row: json.dumps(row, default=str),
-        texts=texts_of,
-        nothing_held="all prompts of {data} are equal; add others",
-        shipped=shipped,
-        group=lambda row: json.dumps(row["prompt"], default=str),
-        optional=[name for name in ("prompt", "tools") if columns.get(name) == name],
-    )
-    inputs, held = units.scan(cfg, folder, kind)
-    for source in inputs:
-        for remark in (SHARED, REPEATED):
-            if number := source.counts[remark]:
-                rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
-                print(f"Preparing data: {rows} {remark}", flush=True)
-    units.learn_vocabulary(cfg, folder, inputs, held, first=[END])
-    if any(source.counts[CHATS] for source in inputs):
-        template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
-        if cfg.model_name_or_path and not cfg.chat_template:
-            own = tokenizing.load_tokenizer(cfg, folder).chat_template
-            template = own if isinstance(own, str) else template
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
-    tokenizer = load_tokenizer(cfg, folder)
-    dtype = row_files.token_dtype(tokenizer)
-    shown: set = set()  # parts of chats that the template was found to show
-
-    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
-        pairs = [tokenize(*row, tokenizer, shown) for row in rows]
-        is_cut = [any(len(ids) > cfg.max_length for ids, _ in pair) for pair in pairs]
-        pairs = [cut(pair, cfg.max_length) for pair in pairs]
-        arrays: row_files.Arrays = {}
-        for i, name in enumerate(ANSWERS):
-            arrays[name] = [pair[i][0].astype(dtype) for pair in pairs]
-            arrays[name + MASK] = [pair[i][1].astype(np.uint8) for pair in pairs]
-        arrays["length"] = np.array([sum(len(ids) for ids, _ in pair) for pair in pairs], np.int32)
-        return arrays, {"chosen": sum(is_cut)}
-
-    names = {name: (name, cfg.max_length) for name in ANSWERS}
-    return row_files.write(folder, inputs, held, encode, names)
+    kept = datasets.DatasetDict()
+    for split, part in pairs.items():
+        is_equal = np.array(part["is_equal"], bool)
+        different = np.flatnonzero(~is_equal)
+        if left_out := len(part) - len(different):
+            place = part[int(is_equal.argmax())]["place"]
+            what = f"{left_out:,} of {len(part):,} pairs of {split} have answers of equal tokens"
+            why = f"up to task.max_length, {max_length}, or because the chat template drops"
+            what = f"{what} (the first: {place}), {why} what tells them apart"
+            if not len(different):
+                raise ValueError(f"task.data: {what}: none is left; raise task.max_length")
+            print(f"Preparing data: {what}: they are left out", flush=True)
+        kept[split] = keep(part, different)
+        sizes = [columns.ListColumn(kept[split], f"{name}_input_ids").lengths for name in ANSWERS]
+        size = f"{np.mean(sizes):.0f} tokens on average, {np.max(sizes):,} at most"
+        if truncated := sum(kept[split]["is_truncated"]):
+            size += f" ({truncated:,} pairs truncated to {max_length:,})"
+        print(f"Prepared {split}: prompts with answers of {size}", flush=True)
+    return kept.remove_columns([*NOTES, "place"])
 
 
-@once_per_folder
-def load_tokenizer(cfg: Any, folder: Path) -> Any:
-    """The tokenizer of the pretrained model, or the one in the folder; of chats with a template."""
-    ends = {"bos_token": END, "eos_token": END}
-    tokenizer = tokenizing.load_tokenizer(cfg, folder, model_max_length=cfg.max_length, **ends)
-    if (folder / TEMPLATE).exists():
-        tokenizer.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
-    return tokenizer
+class Pairs:
+    """A map-style view of tokenized pairs: dicts of TOKENS, each a numpy array (T,)."""
+
+    def __init__(self, dataset: datasets.Dataset, cfg: Any):
+        self.dataset = dataset
+        self.columns = {name: columns.ListColumn(dataset, name) for name in TOKENS}
+        weights = {each.name: each.weight for each in sources.split_data(cfg.data)}
+        numbers = dataset.data.column("source").to_numpy()
+        self.sources = []
+        for number, name in enumerate(dataset.features["source"].names):
+            rows = int((numbers == number).sum())
+            self.sources.append(sources.Source(name, rows, weights.get(name, 1), None, 1))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {name: column.row(i) for name, column in self.columns.items()}
+
+    def sizes(self) -> np.ndarray:
+        """Give the tokens of both sequences of each pair, int (N,)."""
+        chosen, rejected = (self.columns[f"{name}_input_ids"].lengths for name in ANSWERS)
+        return chosen + rejected
+
+    def digest(self) -> str:
+        return columns.digest(self.dataset, [*TOKENS, "source"])
 
 
 # ---- Report and export ---------------------------------------------------------------------------
 
 
 def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
-    """The tokens of a prepared row before its answer; at least one."""
-    return row["chosen"][: max(int(row["chosen" + MASK].argmax()), 1)]
+    """Give the tokens of a row before its answer; at least one."""
+    return row["chosen_input_ids"][: max(int(row["chosen_loss_mask"].argmax()), 1)]
 
 
-def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[Any, dict]]:
-    """For the check of the export: prompts, or chats."""
-    tokenizer = load_tokenizer(cfg, data)
-    prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]
-    return row_formats.ask(prompts, "Why?", (data / TEMPLATE).exists(), tokenizer)
+def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
+    """Make what the check of the export asks: prompts, or chats."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    prompts: list[Any] = [
+        tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows
+    ]
+    return formats.ask(prompts, "Why?", data["validation"][0]["is_chat"], tokenizer)
 
 
 @torch.no_grad()
-def answers(model: Any, prompts: list[np.ndarray], tokenizer: Any) -> dict[str, str]:
-    """What the reference and the model answer to prompts, by greedy search."""
-    texts = {}
-    for number, prompt in enumerate(prompts, 1):
+def write_samples(model: Any, rows: Any, data: Any) -> dict[str, str]:
+    """Generate what the reference and the model answer to two prompts of rows, by greedy search."""
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = AutoTokenizer.from_pretrained(data.folder), {}
+    rows = [rows[i] for i in range(min(2, len(rows)))]
+    for number, prompt in enumerate(map(prompt_of, rows), 1):
         tokens = torch.tensor(prompt, device=model.device, dtype=torch.long)[None]
         shown = one_line(tokenizer.decode(prompt, skip_special_tokens=True), 100)
         limit = getattr(model.config, "max_position_embeddings", None) or 1024

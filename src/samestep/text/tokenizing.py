@@ -24,6 +24,7 @@ from samestep.models.pretrained import ModelConfig
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"  # of a new language model
 NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
@@ -85,6 +86,31 @@ def load_tokenizer(
                 "another model"
             )
     return tokenizer
+
+
+def prepare_tokenizer(
+    cfg: Any, folder: Path, texts: Iterable[str], template: str, default: str, length: int
+) -> Any:
+    """The tokenizer in `folder`, which a run that resumes keeps; else one that is saved there.
+
+    That of cfg.model_name_or_path, with its own special tokens; that of the run that cfg.vocabulary
+    names; or a new one, trained on the texts, for `length` tokens. It gets the chat template, or
+    the default if it has none.
+    """
+    from transformers import AutoTokenizer
+
+    if not (folder / FILE).exists():
+        kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
+        if kept:
+            replace_text(folder / FILE, kept.read_text(encoding="utf-8"))
+        elif not cfg.model_name_or_path:
+            print("Preparing data: training a tokenizer", flush=True)
+            learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
+        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        tokenizer = load_tokenizer(cfg, folder, model_max_length=length, **ends)
+        tokenizer.chat_template = template or tokenizer.chat_template or default or None
+        tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def vocabulary_path(cfg: Any) -> Path | None:

@@ -39,6 +39,10 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
         probe = Probe(run, model)
         probe.check("loss_sum", run.start.few[0])
         batch = probe.check("eval_sums", run.start.few[1])
+        if run.ranks.layout.cp > 1:
+            functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
+            whole = probe.batch(run.start.few[1])
+            sharding.check_parts(run.accelerator, model, functions, whole)
     with device.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
     model.train()

@@ -1,0 +1,420 @@
+"""Formats of rows for a language model: a text, a prompt with its completion, or a chat.
+
+They are recognized by their columns, read, checked, and tokenized. Messages and tools are stored as
+JSON text: a column of `datasets` for JSON rounds numbers.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.data import demo_data, sources, tables
+from samestep.data.rows import load_rows
+from samestep.data.sources import check_data_config
+from samestep.data.tables import TABLES
+from samestep.models import pretrained
+from samestep.models.attention import restored
+from samestep.models.lora import check_adapters
+from samestep.text import chats, tokenizing
+from samestep.text.tokenizing import Tokens
+
+EXTENSIONS = (".txt", *TABLES)
+PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
+COLUMN_FIELDS = {
+    "text": "text_column",
+    "prompt": "prompt_column completion_column",
+    "chat": "messages_column tools_column",
+}
+# The columns of each kind of rows by their roles, the more structured formats first.
+KNOWN: list[tuple[str, dict[str, str]]] = [
+    ("chat", {"messages": "messages"}),
+    ("chat", {"messages": "conversations"}),  # ShareGPT
+    ("chat", {"instruction": "instruction", "output": "output"}),  # Alpaca
+    ("prompt", {"prompt": "prompt", "completion": "completion"}),
+    ("text", {"text": "text"}),
+]
+BYTES_A_TOKEN = 4  # about, to hold out enough where the tokens are not known yet
+SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
+# Roles whose column may be missing. No field names a column of Alpaca.
+OPTIONAL = ("tools", "instruction", "input", "output")
+
+
+class RowFormat(NamedTuple):
+    """Rows of a data set: their kind, the columns by role, and all columns where these were read.
+
+    The kind is text, prompt or chat. Data that every machine has has no columns.
+    """
+
+    kind: str
+    columns: dict[str, Any]
+    names: list[str]
+
+
+KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+def check_config(cfg: Any) -> None:
+    """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
+    check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
+    pretrained.check_unread(cfg)
+    chats.template_path(cfg)
+    check_rows(cfg)
+    check_adapters(cfg)
+    apart = cfg.attn_implementation != "flash_attention_2" or not is_packed(cfg)
+    wanted = "sdpa or eager, to keep packed documents apart"
+    check_fields(cfg, [("attn_implementation", apart, wanted)])
+    if not cfg.model_name_or_path:
+        # Rotary embeddings turn the dimensions of a head in pairs.
+        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+
+
+def is_packed(cfg: Any) -> bool:
+    """Whether sequences hold whole documents, which do not see each other."""
+    return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
+
+
+def named_kinds(cfg: Any) -> list[str]:
+    """The formats whose columns have names of their own in the config."""
+    return [kind for role, kind in KINDS.items() if getattr(cfg, f"{role}_column") != role]
+
+
+def check_rows(cfg: Any) -> None:
+    """Raises ValueError for fields that do not fit the format of the rows."""
+    for _, own in sources.by_source(cfg):
+        if own.rows == "auto" and named_kinds(cfg):
+            own.rows = named_kinds(cfg)[0]
+        check_format_fields(own)
+    stream = cfg.rows in ("auto", "text") or cfg.packing != "stream"
+    check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
+    is_read = cfg.rows == "auto" or is_packed(cfg)
+    check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
+
+
+def check_context_parallel(cfg: Any) -> None:
+    """Raises ValueError for sequences of which GPUs cannot have a part each: see
+    context_parallel.yaml. Dropout would draw the same masks for each part."""
+    where = "under context parallelism"
+    rules = [
+        ("rows", cfg.rows == "text", f"text {where}: packed sequences hold several documents"),
+        ("packing", cfg.packing != "best_fit", f"stream {where}"),
+        ("attn_implementation", cfg.attn_implementation == "sdpa", f"sdpa {where}"),
+        ("dropout", bool(cfg.model_name_or_path) or not cfg.dropout, f"0 {where}"),
+        ("lora_dropout", not cfg.lora_dropout, f"0 {where}"),
+    ]
+    check_fields(cfg, rules)
+
+
+def check_format_fields(cfg: Any) -> None:
+    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
+    chats.read_names(cfg.roles)
+    shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
+    fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
+    where = f"where task.data is {one_line(cfg.data, 60)}"
+    wanted = f"{'prompt or chat' if pairs else 'text'} {where}"
+    differ = cfg.completion_column != cfg.prompt_column
+    rules = [("rows", fits, wanted), ("completion_column", differ, "another than the prompt's")]
+    check_fields(cfg, rules)
+    other = f"where task.rows is {cfg.rows}"
+    for kind, columns in COLUMN_FIELDS.items():
+        names = columns + " train_on roles" * (kind == "chat")
+        read = [(columns, not shipped, where), (names, cfg.rows in ("auto", kind), other)]
+        check_ignored_fields(cfg, read)
+
+
+def extensions_of(cfg: Any) -> tuple[str, ...]:
+    """The extensions of files that are read: tables, .txt, and cfg.file_extensions as texts."""
+    own = [each.strip().lower() for each in cfg.file_extensions.split(",") if each.strip()]
+    for each in own:
+        if not re.fullmatch(r"(\.[\w+-]+)+", each) or tables.file_ending(f"x{each}") in TABLES:
+            problem = f"{one_line(each, 30)!r} cannot be read as text"
+            raise ValueError(f"task.file_extensions: {problem}; write for example .md,.py")
+    return (*EXTENSIONS, *own)
+
+
+def recognize_format(cfg: Any) -> RowFormat:
+    """The format of cfg.data: fields decide; where they leave it open, the names of columns do.
+
+    Raises ValueError for columns of no known format.
+    """
+    if cfg.data in demo_data.TEXTS:
+        usual = "prompt" if cfg.data == "docstrings" else "text"
+        return RowFormat(usual if cfg.rows == "auto" else cfg.rows, {}, [])
+    fields, names = {role: getattr(cfg, f"{role}_column") for role in KINDS}, []
+    named = named_kinds(cfg)
+    kinds, kind = KINDS, named[0] if named and cfg.rows == "auto" else cfg.rows
+    if kind in ("text", "prompt", *named):
+        columns = {role: fields[role] for role in kinds if kinds[role] == kind}
+    else:
+        names = sources.read_column_names(cfg, extensions_of(cfg))
+        formats = [each for each in KNOWN if kind in ("auto", each[0])]
+        fitting = [each for each in formats if {*each[1].values()} <= {*names}]
+        if not fitting:
+            raise unknown_columns(cfg, names, [columns for _, columns in formats])
+        kind, columns = fitting[0]
+    if kind == "chat":
+        more = {"tools": cfg.tools_column} if "messages" in columns else {"input": "input"}
+        columns = {**columns, **{role: name for role, name in more.items() if name}}
+    return RowFormat(kind, columns, names)
+
+
+def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -> ValueError:
+    """An error that shows the columns, the known formats, and the fields that name columns."""
+    data = one_line(cfg.data, 100)
+    if not names:
+        return ValueError(f"task.data: there is no text in {data}")
+    there = one_line(", ".join(names[:20]), 100)
+    forms = ", ".join(" + ".join(columns.values()) for columns in formats)
+    others = "--task.text_column, --task.prompt_column and --task.completion_column, or "
+    return ValueError(
+        f"task.data: {data} has the columns {there}, but task.rows {cfg.rows} looks for "
+        f"{forms}; name yours with {others * (cfg.rows == 'auto')}"
+        "--task.messages_column"
+    )
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def read_rows(cfg: Any) -> datasets.DatasetDict:
+    """The rows of cfg.data as splits train and validation, with the columns of their format.
+
+    text: `text`; prompt: `prompt` and `completion`; chat: `messages` and `tools`, JSON text. Sets
+    cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
+    """
+    own = [each for _, each in sources.by_source(cfg, extensions_of(cfg))]
+    formats = {each.data: recognize_format(each) for each in own}
+    kinds = {row_format.kind: data for data, row_format in formats.items()}
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
+        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
+    (cfg.rows,) = kinds
+    check_rows(cfg)
+    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
+    normalize = normalize_text
+    if cfg.rows == "chat":
+        known = chats.read_names(cfg.roles)
+        normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
+    elif cfg.rows == "prompt":
+        normalize = normalize_prompt
+    found = load_rows(
+        cfg,
+        normalize,
+        {name: datasets.Value("string") for name in names[cfg.rows]},
+        columns=lambda source: formats[source.data].columns,
+        bundled={name: partial(demo_data.text_rows, name, cfg.rows) for name in demo_data.TEXTS},
+        extensions=extensions_of(cfg),
+        optional=OPTIONAL,
+        group=key_of,
+        maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
+        plural=PLURALS[cfg.rows],
+    )
+    if cfg.rows == "chat" and cfg.tools_column not in ("", "tools"):
+        if not any(
+            pc.any(pc.not_equal(rows.data.column("tools"), "[]")).as_py() for rows in found.values()
+        ):
+            name = one_line(cfg.tools_column, 60)
+            raise ValueError(f"task.tools_column: no row has tools in a column {name}")
+    return found
+
+
+def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:
+    """The row, whose values are texts; raises ValueError for another."""
+    sources.require_texts(row)
+    return row, []
+
+
+def normalize_prompt(row: dict) -> tuple[dict[str, str], list[str]]:
+    """A prompt and its completion: texts, or messages of TRL's form as JSON text."""
+    found = [chats.parse_messages(row[name], name) for name in ("prompt", "completion")]
+    if not any(isinstance(each, list) for each in found):
+        return normalize_text(row)
+    for name, each in zip(("prompt", "completion"), found, strict=True):
+        if not isinstance(each, list):
+            raise ValueError(f"the {name} is text, but the other has messages; give both as one")
+    prompt, completion = found
+    chat = {"messages": [*prompt, *completion]}
+    remarks = chats.normalize_chat(chat)
+    for number, message in enumerate(chat["messages"]):
+        if number < len(prompt):
+            message["weight"] = 0
+    messages = chat["messages"]
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"the completion ends with a message of the {messages[-1]['role']}")
+    parts = messages[: len(prompt)], messages[len(prompt) :]
+    stored = [json.dumps(each, ensure_ascii=False) for each in parts]
+    return dict(zip(("prompt", "completion"), stored, strict=True)), ["are messages", *remarks]
+
+
+def normalize_chat(row: dict, train_on: str, names: dict) -> tuple[dict[str, str], list[str]]:
+    """Messages and tools as JSON text: see chats.normalize_chat."""
+    remarks = chats.normalize_chat(row, train_on, names)
+    # Parquet has dates, which JSON has not.
+    text = json.dumps(row["messages"], ensure_ascii=False, default=str)
+    tools = json.dumps(row.get("tools", []), ensure_ascii=False, default=str)
+    said = {"tools": "there are tools"}
+    return {"messages": text, "tools": tools}, [said.get(each, each) for each in remarks]
+
+
+def texts_of(rows: datasets.Dataset) -> Iterator[str]:
+    """About 50 MB of the texts of rows, evenly spread, to train a tokenizer on."""
+    names = [name for name in rows.column_names if name not in ("source", "place")]
+    size = rows.select_columns(names).data.nbytes
+    every = max(1, size // SAMPLE)
+    for start in range(0, len(rows), 1000):
+        block = rows.select_columns(names)[start : start + 1000]
+        for number, values in enumerate(zip(*block.values(), strict=True), start):
+            if number % every == 0:
+                row = dict(zip(names, values, strict=True))
+                yield from chats.chat_texts(as_chat(row)) if is_chat(row) else row.values()
+
+
+def key_of(row: dict) -> str:
+    """Text that decides whether a row is held out: that of version 1."""
+    if "text" in row:
+        return row["text"]
+    return json.dumps(as_chat(row) if is_chat(row) else row)
+
+
+def is_chat(row: dict) -> bool:
+    return "messages" in row or ("completion" in row and row["completion"].startswith('[{"'))
+
+
+def as_chat(row: dict) -> dict:
+    """The messages and tools of a stored row."""
+    if "messages" in row:
+        chat = {"messages": json.loads(row["messages"]), "tools": json.loads(row["tools"])}
+        return chat if chat["tools"] else {"messages": chat["messages"]}
+    return {"messages": [*json.loads(row["prompt"]), *json.loads(row["completion"])]}
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    template = chats.read_template(cfg)
+    is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and is_chat(rows[0]))
+    default = chats.CHAT_TEMPLATE if is_chat_task else ""
+    texts = texts_of(rows)
+    length = cfg.context_length
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, length)
+
+
+def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
+    """Rows as token ids, for `map`: input_ids, source and, `with_masks`, loss_mask.
+
+    Texts begin and end with the tokens that the tokenizer puts there, or at least with its end of
+    text; special tokens in them are text. Of prompts and chats the completions, or the messages of
+    the assistant, are in the loss. A chat gives several documents where the template changes a turn
+    when others follow. Raises ValueError for a template that fails or leaves out a part.
+    """
+    names = [name for name in batch if name not in ("source", "place")]
+    columns = [batch[name] for name in names]
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    sources_of_rows = batch.get("source") or [0] * len(rows)
+    found: list[tuple[Tokens, int]] = []
+    if names == ["text"]:
+        begin, end = tokenizing.begin_tokens(tokenizer), [tokenizer.eos_token_id]
+        begin = begin or (end if with_masks else [])
+        for ids, source in zip(
+            tokenizing.tokenize_texts(batch["text"], tokenizer), sources_of_rows, strict=True
+        ):
+            tokens = np.array([*begin, *ids, *end], np.int32)
+            found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
+    else:
+        shown: set = set()  # kinds of chats that the template was found to show
+        places = batch.get("place") or ["a row"] * len(rows)
+        for row, source, place in zip(rows, sources_of_rows, places, strict=True):
+            if is_chat(row):
+                texts = chats.render_chat(as_chat(row), place, tokenizer, shown)
+                found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
+            else:
+                found.append((tokenize_prompt(row, tokenizer), source))
+    dtype: Any = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
+    result["source"] = [source for _, source in found]
+    if with_masks:
+        result["loss_mask"] = [mask for (_, mask), _ in found]
+    return result
+
+
+def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
+    """A prompt with its completion and the end-of-text token, which are the items in the loss."""
+    whole = row["prompt"] + row["completion"]
+    ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
+    begin = tokenizing.begin_tokens(tokenizer)
+    ids = np.array([*begin, *ids, tokenizer.eos_token_id], np.int32)
+    return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)
+
+
+def prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
+    """The tokens of a text, or of a user's message, that the model is to continue or answer."""
+    begin = tokenizing.begin_tokens(tokenizer)
+    if kind == "chat":
+        messages = [{"role": "user", "content": text}]
+        text = chats.apply_template(messages, [], "task.sample_prompt", tokenizer, ask=True)
+        begin = []
+    elif kind == "text":
+        begin = begin or [tokenizer.eos_token_id]
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return [*begin, *tokens] or [tokenizer.eos_token_id]
+
+
+# ---- What the trained model is asked -------------------------------------------------------------
+
+
+def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
+    """Texts that a model writes after the sample prompt, and after prompts that are held out."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    prompts = {"sample": prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)}
+    for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
+        row = data["validation"][number]
+        prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]
+    longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
+    for name, prompt in prompts.items():
+        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
+        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
+        # Greedy, as sampling would draw random numbers; the penalty prevents loops.
+        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
+        with restored(model):
+            answer = model.generate(input_ids=tokens, **settings)
+        texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+    return texts
+
+
+def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
+    """Test inputs of the export: the beginnings of texts, or chats of one and two questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
+    texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
+    longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
+    return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]
+
+
+def ask(texts: list[str], user: str, as_chats: bool, tokenizer: Any) -> list[tuple[Any, dict]]:
+    """For the check of an export: texts, or chats of one and two questions, and their tokens."""
+    asked: list = [(text, text) for text in texts if text.strip()]
+    if as_chats:
+        question, reply = ({"role": r, "content": user} for r in ("user", "assistant"))
+        found, place = [[question], [question, reply, question]], "the check of the export"
+        asked = [(c, chats.apply_template(c, [], place, tokenizer, ask=True)) for c in found]
+    how = {"add_special_tokens": not as_chats, "verbose": False}
+    return [(each, {"input_ids": [tokenizer(text, **how).input_ids]}) for each, text in asked]

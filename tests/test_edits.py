@@ -1,0 +1,135 @@
+"""Usual edits of a language model's task, each as its owner would make it: tests/edits/NN.patch.
+
+Each takes few lines, and keeps the promises: one process and two train the same, and a run that is
+killed ends with the same bytes.
+"""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conftest import ROOT, BakedProject, bake, digest, lines
+from test_cookbook import recipes
+
+EDITS = sorted((ROOT / "tests" / "edits").glob("*.patch"))
+LINES = {"01": 5, "02": 4, "03": 8, "06": 10, "09": 15}  # that an edit may add
+FLAGS = {
+    "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
+    "03": ["--task.packing", "best_fit"],
+}
+KILLED = ("01", "06", "09")
+SMALL = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_heads": 2}
+STEPS = ["--max_steps", 6, "--save_every", 3, "--eval_every", 3, "--log_every", 1]
+STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 2]
+STEPS += ["--keep_checkpoints", 0, "--task.data", "mine.jsonl", "--check_export", "false"]
+WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A project of a language model, with rows and a teacher."""
+    project = bake(tmp_path_factory.mktemp("edits"), task="causal_lm", tracker="none")
+    rows = []
+    for i in range(120):
+        text = " ".join(WORDS[(i * k) % 17] for k in range(1, 9 + i % 29))
+        rows.append({"title": f"{i}: ", "body": text, "text": text, "stars": i % 5})
+    (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    torch.manual_seed(0)
+    size = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 32}
+    config = LlamaConfig(**size, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
+    return project
+
+
+def apply(base, patch, folder):
+    """A copy of the project after an edit."""
+    shutil.copytree(base.path, folder)
+    project = BakedProject(folder)
+    env = project.env(GIT_CEILING_DIRECTORIES=str(folder.parent))
+    command = ["git", "apply", "--whitespace=error", "-"]
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    result = subprocess.run(command, input=patch, **options)
+    assert result.returncode == 0, result.stderr
+    return project
+
+
+def added_lines(patch):
+    return sum(each.startswith("+") and not each.startswith("+++") for each in patch.split("\n"))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_edit_takes_few_lines_and_keeps_the_promises(base, tmp_path, name):
+    patch = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
+    assert added_lines(patch) <= LINES[name]
+    project = apply(base, patch, tmp_path / "project")
+    check_promises(project, tmp_path, FLAGS.get(name, []), killed=name in KILLED)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "one" / "model")
+    assert not any("teacher" in key for key, _ in saved.named_parameters())
+    if name == "09":  # the teacher is not saved, but its bytes are known
+        changed = LlamaForCausalLM.from_pretrained(project.path / "teacher")
+        changed.lm_head.weight.data[0, 0] += 1
+        changed.save_pretrained(project.path / "teacher")
+        shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-00000006")
+        said = project.train(1, *flags_of(), "--output_dir", tmp_path / "one", codes=[2])
+        assert "frozen" in said
+
+
+def flags_of(more=()):
+    small = [word for key, value in SMALL.items() for word in (f"--task.{key}", value)]
+    return [*STEPS, *small, "--task.num_layers", 1, *more]
+
+
+def check_promises(project, folder, more, killed):
+    """One process and two train the same; a killed run ends with the same bytes."""
+    flags = flags_of(more)
+    project.train(1, *flags, "--output_dir", folder / "one")
+    project.train(2, *flags, "--output_dir", folder / "two", "--micro_batch_size", 2)
+    for key in ("loss", "eval_loss"):
+        one, two = (lines(folder / run, key) for run in ("one", "two"))
+        assert [each[key] for each in two] == pytest.approx([e[key] for e in one], rel=1e-5)
+    if killed:
+        half = folder / "half"
+        shutil.copytree(folder / "one" / "checkpoints", half / "checkpoints")
+        shutil.rmtree(half / "checkpoints" / "step-00000006")
+        project.train(1, *flags, "--output_dir", half)
+        last = "checkpoints/step-00000006"
+        assert digest(half / last) == digest(folder / "one" / last)
+        weights = "model/model.safetensors"
+        assert (half / weights).read_bytes() == (folder / "one" / weights).read_bytes()
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_and_a_rate_for_each_layer(base, tmp_path):
+    """The tenth edit: recipes of the cookbook, in train.py."""
+    project = base
+    headings = ("An average of the weights (EMA)", "A learning rate for each layer")
+    for number, heading in enumerate(headings):
+        project = apply(project, recipes()[heading], tmp_path / str(number))
+        flags = ["--ema_decay", 0.7] if number == 0 else ["--layer_decay", 0.5]
+        (tmp_path / heading[:4]).mkdir()
+        check_promises(project, tmp_path / heading[:4], flags, killed=True)
+        project = base
+
+
+def test_negatives_from_the_micro_batch_are_found(base, tmp_path):
+    """The eighth edit in its naive form: each sequence beside the others of its batch."""
+    project = BakedProject(tmp_path / "project")
+    shutil.copytree(base.path, project.path)
+    with open(project.path / "task.py", "a") as file:
+        file.write(
+            "\n\ndef loss_sum(model, batch):\n"
+            "    states = model.get_decoder()(input_ids=batch['input_ids'])[0].mean(1)\n"
+            "    scores = (states @ states.roll(1, 1).T).float()\n"
+            "    wanted = torch.arange(len(scores), device=scores.device)\n"
+            "    return torch.nn.functional.cross_entropy(scores, wanted, reduction='sum')\n"
+        )
+    said = project.train(1, *flags_of(), "--output_dir", tmp_path / "run", codes=[2])
+    assert "task.loss_sum is " in said and "as the sum of each alone" in said
+    with open(project.path / "task.py", "a") as file:
+        file.write("\n\nrows_depend = True\n")
+    said = project.train(1, *flags_of(), "--output_dir", tmp_path / "run")
+    assert "rows_depend: the result depends on micro_batch_size" in said

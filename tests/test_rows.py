@@ -1,0 +1,497 @@
+"""Rows of text in `datasets`: readers, splits, and the traps that were found in datasets 5.2."""
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import ClassLabel, Value
+
+import hub
+from samestep.data import building, readers, rows, sources
+from samestep.data.sources import IncompleteRow, UselessRow
+
+EXTENSIONS = (".txt", *readers.TABLES)
+TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(40)]
+
+
+@dataclass
+class Config(sources.DataConfig):
+    text_column: str = "text"
+
+
+def normalize(row):
+    """The text as it is, with a remark on some."""
+    text = row["text"]
+    if text is None or not str(text).strip():
+        raise IncompleteRow("the text is empty")
+    if not isinstance(text, str):
+        raise ValueError(f"the text is {text!r} but must be text")
+    if text == "useless":
+        raise UselessRow("say nothing")
+    return {"text": text}, ["is odd"] if text.endswith("1") else []
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path_factory, monkeypatch):
+    """The cache of `datasets` in a fresh folder, as while prepare_data runs."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("work"))
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    def use(number):
+        monkeypatch.setattr(rows, "count_cores", lambda: number)
+
+    use(1)
+    return use
+
+
+@pytest.fixture
+def small_spans(monkeypatch):
+    monkeypatch.setattr(readers, "SPAN", 300)
+    monkeypatch.setattr(rows, "TABLE", 500)
+
+
+def load(data, /, normalize=normalize, bundled=(), **fields):
+    """(train, validation)"""
+    options = {name: fields.pop(name) for name in [*fields] if name not in FIELDS}
+    cfg = Config(data=str(data), **fields)
+    sources.check_data_config(cfg, bundled, reads_groups=True)
+    found = rows.load_rows(
+        cfg,
+        normalize,
+        {"text": Value("string")},
+        columns=lambda own: {"text": own.text_column},
+        bundled=dict(bundled),
+        extensions=EXTENSIONS,
+        **options,
+    )
+    return found["train"], found["validation"]
+
+
+FIELDS = [*Config.__dataclass_fields__]
+
+
+def texts(split):
+    return split["text"][:]
+
+
+def both(data, **fields):
+    return sorted(text for split in load(data, **fields) for text in split["text"])
+
+
+def write(path, content):
+    """Texts with ids, or dicts, as a file of the kind that the path says."""
+    content = [{"text": r, "id": i} if isinstance(r, str) else r for i, r in enumerate(content)]
+    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    if inner.suffix in (".csv", ".tsv"):
+        with open(inner, "w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, [*content[0]], delimiter=readers.SEPARATORS[inner.suffix])
+            writer.writeheader()
+            writer.writerows(content)
+    elif inner.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), inner, row_group_size=7)
+    elif inner.suffix == ".json":
+        inner.write_text(json.dumps(content))
+    else:
+        inner.write_text("".join(json.dumps(row) + "\n" for row in content))
+    if inner != path:
+        plain = inner.read_bytes()
+        zstd = pyarrow.Codec("zstd")
+        packed = (
+            gzip.compress(plain) if path.suffix == ".gz" else zstd.compress(plain, asbytes=True)
+        )
+        path.write_bytes(packed)
+        inner.unlink()
+    return path
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("ending", readers.TABLES)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, cores, small_spans, ending, packing):
+    if ending == ".parquet" and packing:
+        pytest.skip("compresses itself")
+    assert both(write(tmp_path / f"a{ending}{packing}", TEXTS)) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".txt", ".parquet"])
+def test_any_number_of_processes_gives_the_same_rows(tmp_path, cores, small_spans, ending):
+    """Trap 20: also of one file."""
+    for name in range(10, 70 if ending == ".txt" else 12):
+        write(tmp_path / f"{name}{ending}", [f"{name}{i}" * 9 for i in range(100)])
+    found = []
+    for number in (1, 2, 3):
+        cores(number)
+        found.append([split.to_dict() for split in load(tmp_path)])
+    assert found[0] == found[1] == found[2]
+    train, validation = found[0]
+    assert len(train["text"]) > 50 and validation["text"]
+    number = lambda place: place.partition(ending)[0]  # noqa: E731
+    assert [*map(number, train["place"])] == sorted(map(number, train["place"]))
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".json"])
+def test_values_stay_as_they_are_written(tmp_path, cores, ending):
+    """Traps 3, 4, 5, 6 and 7: dates, numbers, NA, columns called type and message."""
+    odd = ["2020-03-01", "NA", "null", "007", "1e5", "nan", "true", '{"a": 1}', "0.12345678901234"]
+    odd += [str(2**70), "2020-03-01T10:00:00"]
+    content = [{"text": text, "type": "user", "message": f"m {i}"} for i, text in enumerate(odd)]
+    assert both(write(tmp_path / f"a{ending}", content)) == sorted(odd)
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, ["a"], {"a": 1}])
+def test_a_value_of_another_type_is_an_error_and_no_json(tmp_path, cores, value):
+    path = write(tmp_path / "a.jsonl", [*TEXTS, {"text": value}])
+    with pytest.raises(ValueError, match="a.jsonl, line 41: the text is .* but must be text"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.csv", b"text,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
+        ("a.csv", b"text,kind\nx,1\ny\n", "line 3: the first line has 2 fields, this one 1"),
+        ("a.csv", b'text,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
+        ("a.csv", b"text,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
+        ("a.csv", b"", "it is empty: it has no column names"),
+        ("a.csv", b"text,kind\nx,1\ntext,kind\ny,2\n", "line 3: the column names stand here"),
+        ("a.csv", b"text,kind\rx,1\ry,2\r", "a line ends with \\r alone; save it with \\n"),
+        ("a.csv", b"text,text,kind\nx,y,1\n", "more than one column text among text, text, kind"),
+        ("a.tsv", b'text\tn\n"Why\t1\nx\t1\ny"\t2\n', 'line 2: a " takes the lines to 4 as one'),
+        ("a.jsonl.gz", b"", "it has 0 bytes: it is truncated"),
+        ("a.json", b'[\n{"text": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.json", b'[{"text": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "it holds no list of objects"),
+        ("a.json", b'[{"text": "x"}, 3]', "row 2: not an object: 3"),
+        ("a.jsonl", b'["text"]\n', "line 1: not an object: ['text']"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text" "y"}', "line 3: invalid JSON at column 9"),
+        ("a.jsonl", b'{"body": "x", "kind": 1}\n', "no column text among body, kind; name the"),
+        ("a.parquet", b"PAR1", "cannot read"),
+        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
+        ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "line 90001: byte 0xff is not UTF-8"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_place(tmp_path, cores, name, content, said):
+    """Trap 8."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / name)
+    text = str(error.value)
+    assert text.startswith("task.data: cannot read ") and said in text and name in text
+    assert text.isprintable() and len(text) < 500
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_first_problem_is_raised_with_its_line(tmp_path, cores, small_spans, processes):
+    """Trap 14: not that of the process that ends first."""
+    cores(processes)
+    lines = [json.dumps({"text": f"text {i}"}) for i in range(300)]
+    lines[250], lines[130], lines[200] = "{", '{"text": 3}', '{"text": null}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="^task.data: .*a.jsonl, line 131: the text is 3 but must"):
+        load(tmp_path / "a.jsonl")
+    lines[130] = "{}"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(
+        ValueError, match="line 131: the text is empty; --task.incomplete_rows skip"
+    ):
+        load(tmp_path / "a.jsonl")
+
+
+def test_marks_of_utf_8_and_lines_of_windows(tmp_path, cores, small_spans):
+    for name in ("a.jsonl", "b.csv", "c.json", "d.tsv"):
+        path = write(tmp_path / name, [f"text {name} {i}" for i in range(30)])
+        content = path.read_text("utf-8-sig").replace("\n", "\r\n")
+        path.write_text(content, encoding="utf-8-sig", newline="")
+    (tmp_path / "e.txt").write_text("a text", encoding="utf-8-sig")
+    found = both(tmp_path)
+    assert len(found) == 121 == len({*found}) and {*"\r\ufeff"}.isdisjoint("".join(found))
+
+
+def test_a_huge_text_is_documents_cut_at_line_ends(tmp_path, cores, monkeypatch):
+    monkeypatch.setattr(readers, "SPAN", 40_000)
+    monkeypatch.setattr(readers, "DOCUMENT", 10_000)
+    monkeypatch.setattr(readers, "SEARCHED", 1000)
+    lines = "".join(f"{i} äöü\n" for i in range(20_000))
+    run = "€" * 50_000  # without a line's end
+    for content in (lines, lines + run + "\n" + lines):
+        (tmp_path / "a.txt").write_text(content)
+        found = []
+        for number in (1, 3):
+            cores(number)
+            train, validation = load(tmp_path / "a.txt")
+            place = lambda row: int(row["place"].rpartition(" ")[2])  # noqa: E731
+            found.append(sorted([*train, *validation], key=place))
+        spans = readers.spans_of(tmp_path / "a.txt")
+        read = [row["text"] for span in spans for row, _ in readers.read_span(span, {"text": ""})]
+        assert found[0] == found[1] and "".join(read) == content
+        assert len(validation) > 1 and max(len(row["text"]) for row in found[0]) < 12_000
+        if content == lines:
+            for row in found[0]:
+                assert row["text"].endswith("\n") and row["text"].startswith(f"{place(row) - 1} ")
+
+
+def test_one_short_text_is_cut_so_that_some_is_held_out(tmp_path, cores):
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(300)))
+    train, validation = load(tmp_path / "a.txt")
+    assert len(train) > 5 and len(validation) >= 1
+    (tmp_path / "b.txt").write_text("another\ntext")
+    (tmp_path / "c.txt").write_text("a third")
+    train, validation = load(tmp_path)
+    assert len(train) + len(validation) == 3  # of several files each is a document
+
+
+def test_extensions_of_ones_own_are_texts(tmp_path, cores):
+    for i in range(3):
+        (tmp_path / f"{i}.md").write_text(f"# {i}\n")
+    cfg = Config(data=str(tmp_path))
+    arguments = {"columns": lambda own: {"text": "text"}, "bundled": {}}
+    features = {"text": Value("string")}
+    found = rows.load_rows(cfg, normalize, features, extensions=(*EXTENSIONS, ".md"), **arguments)
+    assert found.num_rows == {"train": 2, "validation": 1}
+
+
+def test_parquet_has_class_names_and_other_columns(tmp_path, cores):
+    names = ClassLabel(names=["cat", "dog"])
+    table = datasets.Dataset.from_dict({"text": [0, 1] * 9, "id": range(18)})
+    table.cast_column("text", names).to_parquet(str(tmp_path / "a.parquet"))
+    numbered = lambda row: ({"text": f"{row['text']} {os.urandom(4)}"}, [])  # noqa: E731
+    assert {text[:3] for text in both(tmp_path / "a.parquet", normalize=numbered)} == {"cat", "dog"}
+
+
+# ---- datasets ------------------------------------------------------------------------------------
+
+
+def test_an_edited_function_and_an_edited_file_are_read_anew(tmp_path, cores):
+    """Traps 1 and 2: functions are hashed by name, files by their mtime."""
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    stamp = path.stat().st_mtime_ns
+    assert both(path) == sorted(TEXTS)
+    write(path, [text.replace("text", "next") for text in TEXTS])
+    os.utime(path, ns=(stamp, stamp))
+    assert both(path)[0].startswith("next 0")
+
+    def edit(word):
+        def helper(row):
+            return {"text": word + row["text"]}, []
+
+        return helper
+
+    assert both(path, normalize=edit("A "))[0].startswith("A next")
+    assert both(path, normalize=edit("B "))[0].startswith("B next")
+
+
+def test_hashes_use_all_64_bits(tmp_path, cores):
+    """Trap 18: uint64 above 2**63."""
+    signs = {rows.hash_of(text) < 0 for text in TEXTS}
+    train, validation = load(write(tmp_path / "a.jsonl", TEXTS), validation_fraction=0.75)
+    assert signs == {True, False} and len(validation) > len(train)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_reason_why_nothing_is_stored_is_one_line(tmp_path, cores, small_spans, processes):
+    """Trap 8, for what is no fault of a row."""
+    cores(processes)
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(ValueError, match="^task.data: the rows cannot be stored: .*'list' object"):
+        load(path, normalize=lambda row: ({"text": ["a"], "more": 1}, []))
+
+
+def test_a_full_disk_stays_an_error_of_the_system(tmp_path, cores):
+    def full(units):
+        raise OSError(28, "No space left on device")
+        yield
+
+    features = datasets.Features({"text": Value("string")})
+    with pytest.raises(OSError, match="No space left on device"):
+        building.build(full, features, [1], None)
+
+
+def test_processes_for_map(cores):
+    cores(4)
+    assert [rows.num_processes(n) for n in (0, 1, 2, 100)] == [None, None, 2, 4]
+
+
+# ---- What is read and left out -------------------------------------------------------------------
+
+
+def test_what_is_read_and_left_out_is_printed(tmp_path, cores, capsys):
+    content = [*TEXTS[:20], "useless", "", TEXTS[0], *(f"odd {i}1" for i in range(9))]
+    path = write(tmp_path / "a.jsonl", content)
+    train, validation = load(path, incomplete_rows="skip", plural="documents")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"Preparing data: 30 documents of {path}, from text (not read: id)"
+    assert printed[1] == "Preparing data: in 9 documents is odd"
+    assert printed[2] == (
+        f"Prepared: 32 documents read, {len(train)} to train on, {len(validation)} to evaluate on; "
+        f"left out: 1 say nothing (the first: {path}, line 21), 1 incomplete: the text is empty "
+        f"(the first: {path}, line 22); 1 are equal to others"
+    )
+    assert len(train) + len(validation) == 30 and train.column_names == ["text", "source", "place"]
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (["", " "], "there are no rows in"),
+        (["one"], "all rows of .* are equal; add others"),
+        (["one", "one"], "all rows of .* are equal; add others"),
+    ],
+)
+def test_too_few_rows(tmp_path, cores, content, said):
+    path = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(ValueError, match=f"^task.data: {said}"):
+        load(path, incomplete_rows="skip")
+
+
+def test_no_file(tmp_path, cores):
+    with pytest.raises(ValueError, match="^task.data: nothing to read at .*none.jsonl"):
+        load(tmp_path / "none.jsonl")
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="^task.data: .*a.jsonl is a broken link"):
+        load(tmp_path / "a.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="^task.data: there are no rows in .*empty.jsonl"):
+        load(tmp_path / "empty.jsonl")
+
+
+# ---- Splits --------------------------------------------------------------------------------------
+
+
+def test_no_row_that_is_held_out_is_trained_on_as_data_grows(tmp_path, cores):
+    every = [f"text {i}" for i in range(400)]
+    trained, held = set(), set()
+    for number in (50, 100, 200, 400):
+        train, validation = map(texts, load(write(tmp_path / "a.jsonl", every[:number])))
+        assert trained <= {*train} and held <= {*validation} and len(validation) > number / 40
+        trained, held = {*train}, {*validation}
+    validation = texts(load(write(tmp_path / "b.csv", every), validation_rows=7)[1])
+    assert len(validation) == 7 and {*validation} < held
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_rows_of_a_group_are_on_one_side(tmp_path, cores, ending):
+    content = [{"text": f"text {i}", "patient": i % 23} for i in range(200)]
+    found = {}
+    for number in (100, 200):
+        path = write(tmp_path / f"a{ending}", content[:number])
+        split = load(path, group_column="patient")
+        sides = [{int(text.split()[1]) % 23 for text in texts(side)} for side in split]
+        assert sides[0] and sides[1] and not sides[0] & sides[1]
+        found[number] = sides
+    assert found[100] == found[200]
+    with pytest.raises(
+        ValueError, match="no column doctor among text, patient; .*task.group_column"
+    ):
+        load(path, group_column="doctor")
+
+
+def test_a_group_must_be_there(tmp_path, cores):
+    path = write(tmp_path / "a.jsonl", [{"text": "x", "g": 1}, {"text": "y", "g": None}])
+    with pytest.raises(ValueError, match="line 2: the group is empty; --task.incomplete_rows skip"):
+        load(path, group_column="g")
+    (tmp_path / "b.txt").write_text("a text\n" * 9)
+    with pytest.raises(ValueError, match="a text has no column g; leave out task.group_column"):
+        load(tmp_path / "b.txt", group_column="g")
+    with pytest.raises(
+        ValueError, match="group_column is 'g', but nothing reads it when validation"
+    ):
+        load(path, group_column="g", validation_data=str(path))
+    with pytest.raises(
+        ValueError, match="group_column is 'g', but nothing reads it with this task"
+    ):
+        sources.check_data_config(Config(data=str(path), group_column="g"), [])
+
+
+def test_a_group_that_the_task_knows(tmp_path, cores):
+    path = write(tmp_path / "a.jsonl", [f"{i % 9} {i}" for i in range(90)])
+    train, validation = load(path, group=lambda row: row["text"][0], validation_fraction=0.4)
+    assert {t[0] for t in texts(train)}.isdisjoint(t[0] for t in texts(validation))
+
+
+def test_named_splits_and_validation_data(tmp_path, cores, capsys):
+    write(tmp_path / "train.jsonl", TEXTS)
+    write(tmp_path / "dev.csv", [*TEXTS[:2], "another"])
+    write(tmp_path / "test.jsonl", ["a third"])
+    train, validation = load(tmp_path)
+    assert texts(train) == TEXTS and texts(validation) == [*TEXTS[:2], "another"]
+    printed = capsys.readouterr().out
+    assert "2 of 3 validation rows are training rows too" in printed and "1 for test" in printed
+    other = load(tmp_path / "train.jsonl", validation_data=str(tmp_path / "dev.csv"))
+    assert texts(other[1]) == texts(validation)
+    assert other[1].features["source"].names == [str(tmp_path / "train.jsonl"), "dev.csv"]
+
+
+def test_mixtures_are_in_the_order_of_the_config(tmp_path, cores, small_spans):
+    cores(2)
+    for name in ("b", "a", "c"):
+        write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(40)])
+    data = ",".join(f"{tmp_path / name}.jsonl:{i}" for i, name in enumerate("bac", 1))
+    for split in load(data):
+        assert split.features["source"].names == ["b.jsonl", "a.jsonl", "c.jsonl"]
+        assert ["bac"[number] for number in split["source"]] == [t[0] for t in texts(split)]
+        assert [*split["source"]] == sorted(split["source"]) and {*split["source"]} == {0, 1, 2}
+        assert len(split) > 3
+
+
+def test_bundled_rows(cores):
+    found = [({"text": text}, f"place {i}") for i, text in enumerate(TEXTS)]
+    train, validation = load("own", bundled={"own": lambda: iter(found)})
+    assert sorted(texts(train) + texts(validation)) == sorted(TEXTS)
+    assert train[0]["place"] == "place 0" and train.features["source"].names == ["own"]
+
+
+# ---- The Hub -------------------------------------------------------------------------------------
+
+LOAD = """
+import sys; sys.path[:0] = [{here!r}]
+import datasets, pathlib
+datasets.config.HF_DATASETS_CACHE = pathlib.Path({work!r})
+import test_rows
+for fields in {cases!r}:
+    try:
+        print("rows", *map(len, test_rows.load({data!r}, **fields)))
+    except ValueError as error:
+        print("error", error)
+"""
+
+
+def test_the_hub_by_name_config_split_and_commit(tmp_path):
+    pinned = {"data_revision": hub.COMMIT, "data_config": "easy"}
+    cases = [pinned | {"validation_split": "test"}, pinned, {"data_config": "easy"}]
+    cases += [pinned | {"data_split": "none"}, pinned | {"text_column": "words"}]
+    with hub.serve(tmp_path) as (address, _):
+        env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+        env |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+
+        def run(cases, work, **more):
+            known = {"here": str(Path(__file__).parent), "work": str(tmp_path / work)}
+            program = LOAD.format(cases=cases, data=hub.DATA, **known)
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(command, env=env | more, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return [x for x in done.stdout.splitlines() if x.startswith(("rows", "error"))]
+
+        found = run(cases, "first")
+    assert found[0] == "rows 50 10" and found[1].startswith("rows 4")
+    assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in found[2]
+    assert 'Unknown split "none"' in found[3]
+    assert "owner/rows, split train: no column words among text" in found[4]
+    # All of it is on this disk now: a fresh folder needs no network.
+    assert run(cases[:1], "second", HF_HUB_OFFLINE="1") == ["rows 50 10"]
+    gone = run([{**pinned, "data_revision": "1" * 40}], "third", HF_HUB_OFFLINE="1")
+    assert "cannot load owner/rows" in gone[0] and "has another commit of it" in gone[0]
