@@ -3,11 +3,17 @@
 import json
 import os
 import shutil
+import signal
+import time
 
+import datasets
+import numpy as np
 import pytest
+import torch
 import yaml
 
-from conftest import ROOT, lines, make_tiny
+from conftest import ROOT, BakedProject, lines, make_tiny
+from samestep.start import startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (
@@ -92,6 +98,24 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "CUT = 9\n" + CLEAN.replace("lower()", "lower()[:CUT]"), "", "task.py",
         "CUT = 9", "CUT = 5",
     ),
+    "sets in a table": (
+        "STOP = {'en': [{'the', 'a', 'of', 'and'}]}\n"
+        "def clean(text): return ' '.join(set(text.split()) - STOP['en'][0])", "", "task.py",
+        "'of'", "'in'",
+    ),
+    "order": (
+        "WORDS = ['a', 'b']\ndef clean(text): return text + WORDS[0]", "", "task.py",
+        "['a', 'b']", "['b', 'a']",
+    ),
+    "pattern": (
+        "import re\nFIND = re.compile('" + "x" * 300 + "1')\n"
+        "def clean(text): return FIND.sub('', text)", "", "task.py", "x1')", "x2')",
+    ),
+    "logger": (
+        "import logging\nlogger = logging.getLogger(__name__)\n"
+        "def clean(text):\n    logger.debug('low')\n    return text.lower()", "", "task.py",
+        ".lower()", ".upper()",
+    ),
     "lambda": ("clean = lambda text: text.lower()", "", "task.py", ".lower()", ".upper()"),
     "table": (
         "def low(text): return text.lower()\nTABLE = {}\nTABLE['low'] = low\n"
@@ -120,31 +144,50 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_an_edit_of_what_prepare_data_reaches_prepares_anew(texts, name):
+def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, name):
     own, other, file, old, new = CODE[name]
-    change(texts, CLEAN, own + "\n")
-    (texts.path / "package").mkdir()
-    (texts.path / "package" / "__init__.py").write_text("")
-    (texts.path / "package" / "words.py").write_text(other)
-    (texts.path / "package" / "other.py").write_text(CLEAN)
-    (texts.path / "helpers.py").write_text(other)
+    (tmp_path / "package").mkdir()
+    task = (ROOT / "tests" / "tasks" / "texts.py").read_text().replace(CLEAN, own + "\n")
+    texts = {"task.py": task, "helpers.py": other}
+    texts |= {"package/__init__.py": "", "package/words.py": other, "package/other.py": CLEAN}
+    for path, text in texts.items():
+        (tmp_path / path).write_text(text)
+
+    def code(seed="1", before=""):
+        program = f"{before}import task; from samestep.data import prepared_key as key\n"
+        program += "print(key.code_of(task, task.TaskConfig()))"
+        return BakedProject(tmp_path).run("python", "-c", program, PYTHONHASHSEED=seed).stdout
+
+    before = code()
+    path = tmp_path / "task.py"
+    path.write_text(path.read_text().replace("(model, batch):\n", "(model, batch):\n    x = 1\n"))
+    path.write_text(path.read_text().replace("default=0.0", "default=0.1"))
+    # An edit of loss_sum, and of a field, whose value is in the key; in a process that has done
+    # more, with other hashes.
+    more = "import logging; logging.basicConfig(); logging.getLogger('other').info('x')\n"
+    assert code("2", more) == before
+    path = tmp_path / file
+    path.write_text(path.read_text().replace(old, new))
+    assert code() != before
+
+
+def test_an_edit_of_another_module_prepares_anew(texts):
+    change(texts, CLEAN, "from helpers import clean\n")
+    (texts.path / "helpers.py").write_text(CLEAN)
     assert prepares(texts) == 1
-    tokens = {folder: (folder / "tokenizer.json").read_bytes() for folder in folders(texts)}
-    change(texts, "def loss_sum(model, batch):\n", "def loss_sum(model, batch):\n    del_ = 1\n")
-    assert prepares(texts) == 0  # an edit that it does not reach
-    change(texts, old, new, file=file)
+    change(texts, ".lower()", ".upper()", file="helpers.py")
+    (old,) = folders(texts)
     assert prepares(texts) == 1
-    (other,) = set(folders(texts)) - set(tokens)
-    assert (
-        other / "tokenizer.json"
-    ).read_bytes() not in tokens.values()  # datasets has no old rows
+    (new,) = {*folders(texts)} - {old}
+    names = [(folder / "tokenizer.json").read_bytes() for folder in (old, new)]
+    assert names[0] != names[1]  # the cache of `datasets` would give the old rows
     assert prepares(texts) == 0
 
 
 def test_fields_of_the_model_do_not_count(texts):
     assert prepares(texts) == 1
     assert prepares(texts, "--task.dropout", 0.1) == 0
-    change(texts, "default=0.0, metadata", "default=0.2, metadata")
+    change(texts, "dropout: float = field(default=0.0", "dropout: float = field(default=0.2")
     assert prepares(texts) == 0
     assert prepares(texts, "--task.length", 16) == 1
     change(texts, "    rows = datasets.load", "    print(cfg.dropout)\n    rows = datasets.load")
@@ -186,7 +229,7 @@ def test_files_count_by_content(texts):
 
 
 RETURNS = {
-    "None": "task.prepare_data returns None, and task.py has no views",
+    "None": "task.prepare_data returns no split train and validation; add it",
     "[1]": "task.prepare_data returns list; give a datasets.DatasetDict",
     "rows.to_iterable_dataset()": "returns IterableDataset; give a datasets.DatasetDict",
     "datasets.IterableDatasetDict(train=rows.to_iterable_dataset())": "returns IterableDatasetDict",
@@ -203,3 +246,198 @@ def test_what_prepare_data_gives_wrongly_is_one_line(texts, value):
     assert RETURNS[value] in refused(texts)
     left = (texts.path / ".cache" / "data").iterdir()
     assert not [path for path in left if path.name.endswith(".partial")]
+
+
+# ---- Processes that are killed, or start together ------------------------------------------------
+
+
+def test_four_that_start_together_prepare_once(texts):
+    change(
+        texts,
+        "    rows = datasets.load",
+        "    import time; time.sleep(6)\n    rows = datasets.load",
+    )
+    runs = [texts.start(1, "--check")[0] for _ in range(4)]
+    printed = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0] * 4
+    assert "".join(printed).count("PREPARES") == 1
+    waits = [text.count("waiting for another process") for text in printed]
+    assert {*waits} <= {0, 1} and sum(waits) >= 1, waits
+    assert len(folders(texts)) == 1
+
+
+SMALL = """
+import os, sys, json
+from dataclasses import dataclass
+import datasets
+from samestep.data import prepared
+
+@dataclass
+class Config:
+    data: str = "texts.jsonl"
+    cache_dir: str = "cache"
+
+def prepare_data(cfg, folder):
+    rows = datasets.Dataset.from_list([{"x": i} for i in range(5000)])
+    rows = rows.map(lambda row: {"x": row["x"] + 1})
+    (folder / "tokenizer.json").write_text("t" * 100_000)
+    return datasets.DatasetDict(train=rows, validation=rows.select(range(9)))
+
+def read():
+    task = SimpleNamespace(prepare_data=prepare_data, __file__=os.environ["TASK"])
+    return prepared.prepare(task, Config())
+"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Runs Python after SMALL in a fork with a folder of its own: its exit code and output."""
+    (tmp_path / "small.py").write_text(SMALL)
+    write_rows(tmp_path)
+    monkeypatch.setenv("TASK", str(tmp_path / "small.py"))
+    project = BakedProject(tmp_path)
+
+    def run(code):
+        return project.run("python", "-c", f"{SMALL}\n{code}", check=False)
+
+    run.path = tmp_path
+    return run
+
+
+KILL = """
+import signal, threading
+seconds = float({0})
+threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+READ = "data = read(); assert data['train'][4999] == {'x': 5000}; assert len(data['train']) == 5000"
+
+
+def test_killed_at_ten_moments_it_prepares_again(small):
+    start = time.monotonic()
+    assert small(READ).returncode == 0
+    taken = time.monotonic() - start
+    for number in range(10):
+        shutil.rmtree(small.path / "cache")
+        assert small(KILL.format(taken * (number + 1) / 10)).returncode == -signal.SIGKILL
+        result = small(READ)
+        assert result.returncode == 0, result.stderr
+        left = [path.name for path in (small.path / "cache").iterdir()]
+        assert len([name for name in left if not name.endswith(".lock")]) == 1, left
+
+
+def test_a_full_disk_is_one_line(small):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    result = small(f"{limit}\nread()")
+    assert result.stderr.rstrip().endswith(
+        "ValueError: task.cache_dir: cannot write cache: File too large"
+    )
+    assert [path.suffix for path in (small.path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_damaged_file_is_prepared_again(small):
+    assert small(READ).returncode == 0
+    (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    for damaged in (content, content[: len(content) // 2], b""):
+        (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
+        file.write_bytes(damaged)
+        result = small(READ)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("is damaged: preparing again") == 1
+    os.replace(shutil.copy(file, small.path / "copy"), file)  # with another inode
+    assert small(READ).stdout == ""
+
+
+def test_a_read_only_disk_with_data_will_do(small):
+    (small.path / "home").mkdir()
+    assert small(READ).returncode == 0
+    os.utime(small.path / "texts.jsonl", (1, 1))
+    (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
+    os.utime(file, (1, 1))
+    for folder in (small.path / "cache", small.path / "home"):
+        for path in [*folder.rglob("*"), folder]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    refuse = (
+        "import os, ctypes\nos.environ['HOME'] = 'home'\nos.setgroups([])\n"
+        "os.setgid(65534)\nos.setuid(65534)\n"
+    )
+    small.path.chmod(0o755)
+    result = small(refuse + READ) if os.getuid() == 0 else small(READ)
+    assert result.returncode == 0, result.stderr
+    result = small(f"{refuse}Config.data = 'none'\nread()") if os.getuid() == 0 else None
+    assert not result or "task.cache_dir: cannot write cache: Permission denied" in result.stderr
+
+
+# ---- Identity and digests ------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_tokenizer_where_data_has_grown(texts):
+    texts.train(1, "--max_steps", 2)
+    run = texts.path / "runs" / "default"
+    tokenizer = (run / "identity" / "tokenizer.json").read_bytes()
+    write_rows(texts.path, last=120)
+    printed = texts.train(1, "--accept_changes", "true")
+    assert printed.count("Preparing data: the run keeps its") == 1
+    assert "PREPARES" not in texts.train(1)
+    assert (run / "identity" / "tokenizer.json").read_bytes() == tokenizer
+    assert (run / "model" / "tokenizer.json").read_bytes() == tokenizer
+    shutil.rmtree(run / "identity")
+    printed = texts.train(1, "--accept_changes", "true", "--max_steps", 6, codes=[2])
+    assert "Traceback" not in printed and "was made with another vocabulary" in printed
+
+
+SPLITS = {
+    "prepare_data": "",
+    "views": "def views(cfg, data):\n    both = data['train'].train_test_split(0.25)\n"
+    "    return both['train'].with_format('torch'), both['test']\n",
+    "random_split": "def views(cfg, data):\n"
+    "    return torch.utils.data.random_split(data['train'], [0.75, 0.25])\n",
+    "slots": "TaskConfig = dataclass(slots=True)(TaskConfig)\n",
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_unseeded_splits_are_one_split(texts, name):
+    change(texts, "def metrics(sums)", f"{SPLITS[name]}\n\ndef metrics(sums)")
+    for folder, processes, steps in (("a", 1, 4), ("b", 2, 2), ("b", 1, 4)):
+        flags = ("--output_dir", f"runs/{folder}", "--max_steps", steps)
+        texts.train(processes, *flags, "--accept_changes")
+    own, other = (texts.path / "runs" / folder / "checkpoints" for folder in "ab")
+    manifests = [
+        json.loads((each / "step-00000004/manifest.json").read_text()) for each in (own, other)
+    ]
+    assert manifests[0]["data"] == manifests[1]["data"]
+
+
+def test_every_row_is_in_the_digest():
+    rows = np.arange(160_000, dtype=np.uint16).reshape(80_000, 2)
+    data = datasets.Dataset.from_dict({"ids": rows, "n": range(80_000)})
+    features = {"ids": datasets.List(datasets.Value("uint16")), "n": datasets.Value("int32")}
+    data = data.cast(datasets.Features(features))
+    first = startup.digest_view(data)
+    rows[70_001, 1] += 1
+    changed = datasets.Dataset.from_dict({"ids": rows, "n": range(80_000)}).cast(data.features)
+    subset = torch.utils.data.Subset
+    views = [
+        changed, data.shuffle(seed=1), data.filter(lambda n: n > 3, input_columns="n", num_proc=1),
+        data.select(range(79_999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
+        data.select_columns(["ids"]), subset(data, range(9)), subset(data, range(1, 10)),
+    ]  # fmt: skip
+    digests = [startup.digest_view(view) for view in views]
+    assert len({first, *digests}) == 1 + len(views) and all(digests)
+    parts = [data.select(range(start, start + 16_000)) for start in range(0, 80_000, 16_000)]
+    same = [datasets.concatenate_datasets(parts), data.map(lambda row: row, num_proc=2)]
+    same += [data.with_format("torch"), data.shuffle(seed=1).sort("n").flatten_indices()]
+    assert {startup.digest_view(view) for view in same} == {first}
+    assert startup.digest_view(data.with_transform(lambda rows: rows)) == ""
+
+
+def test_it_is_said_where_few_rows_are_compared(texts):
+    write_rows(texts.path, last=120)
+    view = "def views(cfg, data):\n    return list(data['train']), data['validation']\n"
+    assert "of the rows to train on 64 are compared" not in texts.train(1, "--check")
+    change(texts, "def metrics(sums)", f"{view}\n\ndef metrics(sums)")
+    assert texts.train(1, "--check").count("of the rows to train on 64 are compared") == 1

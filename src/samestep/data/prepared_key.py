@@ -83,7 +83,8 @@ def code_of(task: Any, cfg: Any) -> list[str]:
         if id(value) in seen or is_foreign(value, root):
             continue
         seen[id(value)] = value
-        todo += [getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func")]
+        inner = ("__wrapped__", "__func__", "fget", "func", "pattern")
+        todo += [getattr(value, name, None) for name in inner]
         if isinstance(value, types.FunctionType):
             text, names = read_code(value.__code__)
             texts.append(text)
@@ -96,11 +97,7 @@ def code_of(task: Any, cfg: Any) -> list[str]:
                 todo += [space[name] for name in sorted(names) if name in space]
             todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif isinstance(value, type):
-            left_out = (
-                {field.name for field in dataclasses.fields(value)}
-                if dataclasses.is_dataclass(value)
-                else ()
-            )
+            left_out = fields_of(value)
             own = vars(value).items()
             todo += [v for n, v in own if not n.startswith("__") and n not in left_out]
             todo += value.__bases__
@@ -108,11 +105,20 @@ def code_of(task: Any, cfg: Any) -> list[str]:
             todo += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
             todo += value
-        elif not isinstance(value, types.ModuleType):
+        elif not is_foreign(type(value), root):  # others count by their repr alone
             todo += [type(value), getattr(value, "__dict__", None)]
         if not isinstance(value, type | types.FunctionType | types.ModuleType):
             texts.append(plain_text(value))
     return sorted(texts)
+
+
+def fields_of(kind: type) -> set[str]:
+    """The fields of a dataclass: their values count where it is used."""
+    return (
+        {each.name for each in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else set()
+    )
 
 
 def imported_names(first: set[str], names: set[str], root: Path) -> Iterator[str]:
@@ -158,6 +164,10 @@ def plain_text(value: Any) -> str:
     """A text for a value, the same in every process."""
     if isinstance(value, set | frozenset):
         return repr(sorted(map(plain_text, value)))
+    if isinstance(value, list | tuple):
+        return repr([*map(plain_text, value)])
+    if isinstance(value, dict):
+        return repr([(plain_text(key), plain_text(each)) for key, each in value.items()])
     return ADDRESS.sub("", repr(value))
 
 
