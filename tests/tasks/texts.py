@@ -49,9 +49,11 @@ def prepare_data(cfg, folder: Path) -> datasets.DatasetDict:
             splits["train"]["text"], 300, special_tokens=["</s>"], show_progress=False
         )
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=bpe._tokenizer, eos_token="</s>", pad_token="</s>"
+            tokenizer_object=bpe._tokenizer,
+            eos_token="</s>",
+            pad_token="</s>",
+            padding_side=cfg.side,
         )
-        tokenizer.padding_side = cfg.side
         tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenize = lambda batch: tokenizer(batch["text"], truncation=True, max_length=cfg.length)  # noqa: E731
