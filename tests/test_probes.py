@@ -1,0 +1,134 @@
+"""Rows are independent, and labels no copies: what the checks at the start find, and let pass."""
+
+import re
+import shutil
+
+import pytest
+
+from conftest import ROOT, make_tiny
+from test_prepared import RECIPE, write_rows
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project whose task is tests/tasks/texts.py; its data is prepared once."""
+    project = make_tiny(tmp_path_factory.mktemp("probes"))
+    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
+    write_rows(project.path)
+    return project
+
+
+def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
+    """What a run of one step prints, with this code at the end of task.py."""
+    task = project.path / "task.py"
+    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", task)
+    with open(task, "a") as file:
+        file.write(f"\n\nimport torch\n\n\n{code}")
+    flags = ("--output_dir", output, "--max_steps", 1, *flags)
+    return project.train(processes, *flags, codes=codes, **options)
+
+
+LOSS = """
+def logits_of(model, batch):
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model(**inputs, use_cache=False).logits.float()
+
+def loss_of(logits, batch, **options):
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, **options)
+
+def loss_sum(model, batch):
+    logits = logits_of(model, batch)
+"""
+MEAN = LOSS + "    return loss_of(logits, batch)\n"
+NEGATIVES = (
+    LOSS + "    means = logits.mean(1)\n    scores = means @ means.T\n"
+    "    own = torch.arange(len(scores), device=scores.device)\n"
+    "    return loss_of(logits, batch, reduction='sum') + F.cross_entropy(scores, own)\n"
+)
+NOISE = LOSS + "    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')\n"
+DEPENDENT = "together, but"
+WRONG = {  # code, flags, and what is said
+    "mean": (MEAN, (), f"task.loss_sum is .* {DEPENDENT}"),
+    "mean of the evaluation": (
+        "whole = eval_sums\n\n"
+        "def eval_sums(model, batch):\n    sums = whole(model, batch)\n"
+        "    return {'loss': sums['loss'] / sums['tokens'], 'tokens': sums['tokens']}\n",
+        (), f"task.eval_sums: 'loss' is .* {DEPENDENT}",
+    ),
+    "rows of an evaluation": (
+        "whole = eval_sums\n\n"
+        "def eval_sums(model, batch):\n    rows = torch.ones(len(batch['labels']))\n"
+        "    return {**whole(model, batch), 'rows': rows}\n",
+        (), "task.eval_sums: 'rows' has the shape .*; give a sum over the rows",
+    ),
+    "padding without a mask": (
+        LOSS.replace('("input_ids", "attention_mask")', '("input_ids",)')
+        + "    return loss_of(logits, batch, reduction='sum')\n",
+        ("--task.side", "left"), f"task.loss_sum is .* {DEPENDENT}",
+    ),
+    "negatives": (NEGATIVES, (), f"task.loss_sum is .* {DEPENDENT}"),
+    "copied labels": (
+        LOSS + "    return F.cross_entropy(\n"
+        "        logits.flatten(0, 1), batch['labels'].flatten(), reduction='sum'\n    )\n\n\n"
+        "def count(batch):\n    return int((batch['labels'] != -100).sum())\n",
+        (), "the model sees the token that it is to predict",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name, processes):
+    code, flags, said = WRONG[name]
+    printed = train(project, tmp_path / "run", code, processes, [2], flags)
+    assert "Traceback" not in printed
+    assert len(re.findall(said, printed)) == 1, printed
+
+
+PLAIN = LOSS + "    return loss_of(logits, batch, reduction='sum')\n"
+RIGHT = {
+    "as it is": ("", ()),
+    "left padding with a mask": (PLAIN, ("--task.side", "left")),
+    "nested": (
+        "flat = collate\n\n"
+        "def collate(rows, data):\n    batch = flat(rows, data)\n"
+        "    return {'ids': batch, 'parts': [{'labels': batch['labels']}]}\n\n\n"
+        "flat_count, flat_loss = count, loss_sum\n\n"
+        "def count(batch):\n    return flat_count(batch['parts'][0])\n\n\n"
+        "def loss_sum(model, batch):\n    assert type(batch['ids']) is dict\n"
+        "    return flat_loss(model, batch['ids'])\n\n\n"
+        "def eval_sums(model, batch):\n"
+        "    return {'loss': loss_sum(model, batch), 'tokens': torch.tensor(count(batch))}\n",
+        (),
+    ),
+    "rows without items": (
+        "flat = collate\n\n"
+        "def collate(rows, data):\n    batch = flat(rows, data)\n"
+        "    batch['labels'][batch['attention_mask'].sum(1) < 12] = -100\n    return batch\n",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_task_passes(project, tmp_path, name):
+    code, flags = RIGHT[name]
+    printed = train(project, tmp_path / "run", code, 2, flags=flags)
+    assert DEPENDENT not in printed and "warning: task" not in printed, printed
+
+
+def test_intent_and_noise_are_said_once(project, tmp_path):
+    printed = train(project, tmp_path / "a", f"{NEGATIVES}\n\nrows_depend = True\n", 2)
+    assert printed.count("rows_depend: the result depends on micro_batch_size") <= 2
+    assert printed.count("rows_depend: ") >= 1
+    printed = train(project, tmp_path / "b", NOISE, 2)
+    assert printed.count("task.loss_sum draws random numbers without a row's generator") == 1
+
+
+def test_under_autocast_it_is_a_warning(project, tmp_path):
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    printed = train(project, tmp_path / "a", MEAN, env=bf16)
+    assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed)
+    printed = train(project, tmp_path / "b", "", env=bf16)
+    assert DEPENDENT not in printed and "warning: task" not in printed, printed
