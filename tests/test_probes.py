@@ -18,13 +18,13 @@ def project(tmp_path_factory):
     return project
 
 
-def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
+def train(project, output, code, processes=1, codes=(0,), **options):
     """What a run of one step prints, with this code at the end of task.py."""
     task = project.path / "task.py"
     shutil.copy(ROOT / "tests" / "tasks" / "texts.py", task)
     with open(task, "a") as file:
         file.write(f"\n\nimport torch\n\n\n{code}")
-    flags = ("--output_dir", output, "--max_steps", 1, *flags)
+    flags = ("--output_dir", output, "--max_steps", 1)
     return project.train(processes, *flags, codes=codes, **options)
 
 
@@ -40,6 +40,14 @@ def loss_of(logits, batch, **options):
 def loss_sum(model, batch):
     logits = logits_of(model, batch)
 """
+LEFT = """
+
+def collate(rows, data):
+    tokenizer = AutoTokenizer.from_pretrained(data.folder, padding_side="left")
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+    batch["labels"][:, 1:][batch["attention_mask"][:, :-1] == 0] = -100  # a first token
+    return batch
+"""
 MEAN = LOSS + "    return loss_of(logits, batch)\n"
 NEGATIVES = (
     LOSS + "    means = logits.mean(1)\n    scores = means @ means.T\n"
@@ -48,31 +56,31 @@ NEGATIVES = (
 )
 NOISE = LOSS + "    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')\n"
 DEPENDENT = "together, but"
-WRONG = {  # code, flags, and what is said
-    "mean": (MEAN, (), f"task.loss_sum is .* {DEPENDENT}"),
+WRONG = {  # code, and what is said
+    "mean": (MEAN, f"task.loss_sum is .* {DEPENDENT}"),
     "mean of the evaluation": (
         "whole = eval_sums\n\n"
         "def eval_sums(model, batch):\n    sums = whole(model, batch)\n"
         "    return {'loss': sums['loss'] / sums['tokens'], 'tokens': sums['tokens']}\n",
-        (), f"task.eval_sums: 'loss' is .* {DEPENDENT}",
+        f"task.eval_sums: 'loss' is .* {DEPENDENT}",
     ),
     "rows of an evaluation": (
         "whole = eval_sums\n\n"
         "def eval_sums(model, batch):\n    rows = torch.ones(len(batch['labels']))\n"
         "    return {**whole(model, batch), 'rows': rows}\n",
-        (), "task.eval_sums: 'rows' has the shape .*; give a sum over the rows",
+        "task.eval_sums: 'rows' has the shape .*; give a sum over the rows",
     ),
     "padding without a mask": (
         LOSS.replace('("input_ids", "attention_mask")', '("input_ids",)')
-        + "    return loss_of(logits, batch, reduction='sum')\n",
-        ("--task.side", "left"), f"task.loss_sum is .* {DEPENDENT}",
+        + "    return loss_of(logits, batch, reduction='sum')\n" + LEFT,
+        f"task.loss_sum is .* {DEPENDENT}",
     ),
-    "negatives": (NEGATIVES, (), f"task.loss_sum is .* {DEPENDENT}"),
+    "negatives": (NEGATIVES, f"task.loss_sum is .* {DEPENDENT}"),
     "copied labels": (
         LOSS + "    return F.cross_entropy(\n"
         "        logits.flatten(0, 1), batch['labels'].flatten(), reduction='sum'\n    )\n\n\n"
         "def count(batch):\n    return int((batch['labels'] != -100).sum())\n",
-        (), "the model sees the token that it is to predict",
+        "the model sees the token that it is to predict",
     ),
 }  # fmt: skip
 
@@ -80,17 +88,17 @@ WRONG = {  # code, flags, and what is said
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name, processes):
-    code, flags, said = WRONG[name]
-    printed = train(project, tmp_path / "run", code, processes, [2], flags)
+    code, said = WRONG[name]
+    printed = train(project, tmp_path / "run", code, processes, [2])
     assert "Traceback" not in printed
     assert len(re.findall(said, printed)) == 1, printed
 
 
 PLAIN = LOSS + "    return loss_of(logits, batch, reduction='sum')\n"
 RIGHT = {
-    "as it is": ("", ()),
-    "left padding with a mask": (PLAIN, ("--task.side", "left")),
-    "nested": (
+    "as it is": "",
+    "left padding with a mask": PLAIN + LEFT,
+    "nested":
         "flat = collate\n\n"
         "def collate(rows, data):\n    batch = flat(rows, data)\n"
         "    return {'ids': batch, 'parts': [{'labels': batch['labels']}]}\n\n\n"
@@ -100,21 +108,16 @@ RIGHT = {
         "    return flat_loss(model, batch['ids'])\n\n\n"
         "def eval_sums(model, batch):\n"
         "    return {'loss': loss_sum(model, batch), 'tokens': torch.tensor(count(batch))}\n",
-        (),
-    ),
-    "rows without items": (
+    "rows without items":
         "flat = collate\n\n"
         "def collate(rows, data):\n    batch = flat(rows, data)\n"
         "    batch['labels'][batch['attention_mask'].sum(1) < 12] = -100\n    return batch\n",
-        (),
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_task_passes(project, tmp_path, name):
-    code, flags = RIGHT[name]
-    printed = train(project, tmp_path / "run", code, 2, flags=flags)
+    printed = train(project, tmp_path / "run", RIGHT[name], 2)
     assert DEPENDENT not in printed and "warning: task" not in printed, printed
 
 
