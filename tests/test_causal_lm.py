@@ -206,7 +206,7 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
     chats = [row["messages"] for row in CHATS]
     rows = [{"talk": json.dumps(chat) if kind == "csv" else chat} for chat in chats]
     found = texts_and_learnt(*pack(rows, kind, messages_column="talk"))
-    assert len(found) == 53
+    assert len(found) == 57
     for text, learnt in found:
         assert text.startswith("System: Be brief.\nUser: ")
         number = int(text.split("User: ")[1].split()[0])
@@ -264,7 +264,7 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_
 def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack):
     thinks = "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}{{ m['content'] }}"
     found = texts_and_learnt(*pack(CHATS, template=OWN.replace("{{ m['content'] }}", thinks)))
-    assert len(found) == 2 * 53
+    assert len(found) == 2 * 57
     for text, learnt in found:
         assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
         assert text.count("<assistant>") == (2 if "yes" in learnt else 1)

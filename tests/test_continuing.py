@@ -400,13 +400,10 @@ def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
 @pytest.mark.parametrize("where", ["> /dev/full 2>&1", ">&-", "| head -1"])
 def test_a_run_outlives_its_output(tiny, tmp_path, where):
     """Also `head -1` while the data is prepared, whose print finds nobody there."""
-    program = "import time, task\nold = task.prepare_data\n"
-    program += (
-        "def prepare(cfg):\n    print('preparing'); time.sleep(0.3); print('prepared'); old(cfg)\n"
-    )
-    program += (
-        "task.prepare_data = prepare\nimport sys, train\nsys.argv = ['train.py', *sys.argv[1:]]\n"
-    )
+    program = "import time, task\nold = task.views\n"
+    program += "def views(cfg):\n    print('preparing')\n    time.sleep(0.3)\n"
+    program += "    print('prepared')\n    return old(cfg)\n"
+    program += "task.views = views\nimport sys, train\nsys.argv = ['train.py', *sys.argv[1:]]\n"
     program += "train.shutdown.run(train.main, train.prepare)\n"
     (tmp_path / "program.py").write_text(program)
     flags = ["--output_dir", tmp_path / "run", *BASE]

@@ -61,7 +61,7 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     louder = f'        environment.filters["louder"] = str.upper\n{place}'
     filters.write_text(source.replace(place, louder), encoding="utf-8")
     library = template / "src" / "samestep" / "__init__.py"
-    library.write_text(library.read_text().replace("1.0.0", "1.0.1"))
+    library.write_text(library.read_text().replace("2.0.0.dev0", "2.0.1"))
     old = [path.name for path in project.glob("vendor/*")]
     commit(run, template)
 

@@ -444,3 +444,19 @@ def test_it_is_said_where_few_rows_are_compared(texts):
     assert "of the rows to train on 64 are compared" not in texts.train(1, "--check")
     change(texts, "def metrics(sums)", f"{view}\n\ndef metrics(sums)")
     assert texts.train(1, "--check").count("of the rows to train on 64 are compared") == 1
+
+
+def test_all_is_read_to_verify_it(texts):
+    """A byte that has changed behind the stamps of a file is found by reading it."""
+    verify = ["python", "-m", "samestep", "prepare", "--verify"]
+    assert "prepared in " in texts.run(*verify).stdout
+    (folder,) = folders(texts)
+    file = next((folder / "rows" / "train").glob("*.arrow"))
+    before, content = file.stat(), bytearray(file.read_bytes())
+    place = content.rindex(b"\x05")
+    content[place] ^= 1
+    with open(file, "r+b") as opened:
+        opened.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    result = texts.run(*verify, check=False)
+    assert result.returncode == 2 and "is damaged" in result.stdout + result.stderr

@@ -3,6 +3,7 @@
     python -m samestep prepare
     python -m samestep prepare --config configs/train/default.yaml --task.cache_dir /shared/cache
     make prepare RECIPE=default ARGS="--task.cache_dir /shared/cache"
+    python -m samestep prepare --verify                  reads all that is there, and compares it
 
 It takes the recipe and the flags of train.py, and calls the same function of task.py. It makes no
 run folder. Data that is there is only checked. After an interruption the same command goes on.
@@ -20,8 +21,16 @@ from samestep.processes import shutdown
 
 def prepare() -> None:
     """Prepares the data, and prints what is there in a line; raises ValueError for bad input."""
-    project = read_project(sys.argv[1:], __doc__)
+    verify = "--verify" in sys.argv
+    project = read_project([word for word in sys.argv[1:] if word != "--verify"], __doc__)
     folder = getattr(project.data, "folder", project.data)
+    if verify and hasattr(project.data, "folder"):
+        from samestep.data import prepared
+
+        if not prepared.is_intact(folder, verify=True):
+            raise ValueError(
+                f"{folder} is damaged: start again without --verify to prepare it anew"
+            )
     where = f" in {folder}" if isinstance(folder, Path) else ""
     train_rows, eval_rows = map(len, project.views)
     print_on_main(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")

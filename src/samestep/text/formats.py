@@ -94,9 +94,10 @@ def named_kinds(cfg: Any) -> list[str]:
 def check_rows(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit the format of the rows."""
     for _, own in sources.by_source(cfg):
+        check_format_fields(own)
         if own.rows == "auto" and named_kinds(cfg):
             own.rows = named_kinds(cfg)[0]
-        check_format_fields(own)
+            check_format_fields(own)
     stream = cfg.rows in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
     is_read = cfg.rows == "auto" or is_packed(cfg)
