@@ -156,7 +156,11 @@ def find(cache: Path, key: str, files: dict[str, str], stamps: dict) -> Path | N
     digests: dict[str, str] = {}
     for other in sorted(cache.glob(f"{key}-{'?' * 16}")):
         known = read_index(other).get("files", {})
-        if not files or {name: size for name, (size, _) in known.items()} != sizes:
+        if (
+            other == folder
+            or not files
+            or {name: size for name, (size, _) in known.items()} != sizes
+        ):
             continue
         digests = digests or prepared_key.hash_files(files)
         if {name: own for name, (_, own) in known.items()} == digests and is_intact(other):
@@ -178,6 +182,8 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
         for pattern in (f"{key}-*.{host}.partial", f".{key}-*.trash"):  # of killed processes
             for left in cache.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
+        if read_index(folder):
+            print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
         remove(folder)
         partial = Path(tempfile.mkdtemp(f".{host}.partial", f"{folder.name}-", cache))
         partial.chmod(0o777 & ~UMASK)  # it was for the owner alone
@@ -287,9 +293,7 @@ def writes_to(cache: Path, own: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes: list[BaseException] = [
-            error
-        ]  # `datasets` hides a full disk below an error of its own
+        causes: list[BaseException] = [error]  # `datasets` hides a full disk below its own
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
         numbers = [getattr(each, "errno", None) for each in causes]
@@ -338,7 +342,6 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
             return True
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         pass
-    print_on_main(f"{one_line(folder, 100)} is damaged: preparing again")
     return False
 
 
