@@ -192,9 +192,12 @@ class Sequences(torch.utils.data.Dataset):
 
     def plain_row(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """The tokens from one place to another, padded to the length."""
-        ids = np.zeros(self.length, np.int64)
-        labels = np.full(self.length, IGNORE_INDEX)
-        ids[: stop - start] = labels[: stop - start] = self.ids.read(start, stop)
+        ids = self.ids.read(start, stop).astype(np.int64)
+        labels = ids.copy()
+        if len(ids) < self.length:
+            room = (0, self.length - len(ids))
+            ids = np.pad(ids, room)
+            labels = np.pad(labels, room, constant_values=IGNORE_INDEX)
         return {"input_ids": ids, "labels": labels}
 
     def packed_row(self, start: int, stop: int) -> dict[str, np.ndarray]:
