@@ -144,7 +144,12 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CODE)
+def some_slow(names, quick):
+    """Of these cases a few for the quick tests."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(CODE, ("method", "local import")))
 def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, name):
     own, other, file, old, new = CODE[name]
     (tmp_path / "package").mkdir()
@@ -197,6 +202,7 @@ def test_fields_of_the_model_do_not_count(texts):
     assert "prepare_data sets task.dropout, which is marked as the model's" in refused(texts)
 
 
+@pytest.mark.slow
 def test_files_count_by_content(texts):
     file = texts.path / "texts.jsonl"
     assert prepares(texts) == 1
@@ -241,7 +247,7 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("value", RETURNS)
+@pytest.mark.parametrize("value", some_slow(RETURNS, ("None", "[1]")))
 def test_what_prepare_data_gives_wrongly_is_one_line(texts, value):
     change(texts, "    rows = rows.map(", f"    return {value}\n    rows = rows.map(")
     assert RETURNS[value] in refused(texts)
@@ -312,6 +318,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 READ = "data = read(); assert data['train'][4999] == {'x': 5000}; assert len(data['train']) == 5000"
 
 
+@pytest.mark.slow
 def test_killed_at_ten_moments_it_prepares_again(small):
     start = time.monotonic()
     assert small(READ).returncode == 0
@@ -396,7 +403,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", some_slow(SPLITS, ("random_split",)))
 def test_unseeded_splits_are_one_split(texts, name):
     change(texts, "def metrics(sums)", f"{SPLITS[name]}\n\ndef metrics(sums)")
     for folder, processes, steps in (("a", 1, 4), ("b", 2, 2), ("b", 1, 4)):
@@ -446,6 +453,7 @@ def test_it_is_said_where_few_rows_are_compared(texts):
     assert texts.train(1, "--check").count("of the rows to train on 64 are compared") == 1
 
 
+@pytest.mark.slow
 def test_all_is_read_to_verify_it(texts):
     """A byte that has changed behind the stamps of a file is found by reading it."""
     verify = ["python", "-m", "samestep", "prepare", "--verify"]

@@ -82,7 +82,7 @@ WRONG = {  # code, flags, and what is said
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name, processes):
     code, flags, said = WRONG[name]
     printed = train(project, tmp_path / "run", code, processes, [2], flags)
