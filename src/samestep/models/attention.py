@@ -58,7 +58,8 @@ def text_mask(starts: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 def causal_mask(groups: torch.Tensor) -> torch.Tensor:
     """Make the mask with which tokens (B, T) see those of equal value up to themselves: bool
     (B, 1, T, T). So padding of an attention_mask sees padding: attention to nothing may be NaN."""
-    causal = torch.ones(2 * groups.shape[1:], dtype=torch.bool, device=groups.device).tril()
+    length = groups.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=groups.device).tril()
     return (groups[:, None, :, None] == groups[:, None, None, :]) & causal
 
 

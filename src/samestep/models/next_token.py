@@ -22,7 +22,6 @@ from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
 from samestep.processes.device import is_dtensor
-from samestep.settings.mesh import this_layout
 
 
 def plan_of(model: Any) -> LossPlan:
@@ -38,6 +37,8 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
     `loss_plan`. One without weights is left as it is."""
     if model.device.type == "meta":
         return
+    if most_texts:
+        check_separates_texts(model)
     row = torch.tensor([[3, 5, 4, 6, 3, 5, 7, 9]])
     texts = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     starts = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
@@ -55,6 +56,25 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
     name, has_flash = model.config._attn_implementation, attention.find_flash() is not None
     plan = LossPlan(name, chunk, most_texts, has_flash, is_split(model, row))
     model.adaptation = model.loss_plan = plan
+
+
+@torch.no_grad()
+def check_separates_texts(model: Any) -> None:
+    """Raises ValueError for a model in which a packed text attends to the text before it."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    rows = [torch.tensor([[*first, 3, 5, 7, 9]]) for first in ([3, 4, 5, 6], [7, 8, 9, 10])]
+    inputs = {"position_ids": positions, "use_cache": False}
+    with attention.evaluating(model):
+        try:
+            logits = [model(input_ids=row, **inputs).logits[:, 4:] for row in rows]
+            separate = torch.allclose(logits[0], logits[1], atol=1e-5)
+        except TypeError:  # its forward takes no position_ids
+            separate = False
+    if not separate:
+        raise ValueError(
+            f"task.model_name_or_path: models of the type {model.config.model_type} cannot keep "
+            "packed texts apart; take another model, or texts with --task.packing stream"
+        )
 
 
 def is_split(model: Any, row: torch.Tensor) -> bool:
@@ -184,7 +204,7 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     if "position_ids" in batch:
         inputs["position_ids"] = batch["position_ids"]
         # Under context parallelism the parts of sequences have positions, too.
-        if (plan.most_texts or mask is None) and this_layout().cp == 1:
+        if (plan.most_texts or mask is None) and "shift_labels" not in batch:
             return inputs | packed_inputs(plan, batch, causal)
     elif mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = (mask.bool().cumsum(-1) - 1).clamp(min=0)
