@@ -64,6 +64,14 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, 
         assert answer.shape == (1, 8) and answer.max() < used
 
 
+def test_sequences_longer_than_the_model_sees_are_refused(kit, task, prepare, config, tmp_path):
+    cfg, data, _ = prepare(kit.rows)
+    task.build_model(cfg, data).save_pretrained(tmp_path / "base")
+    kit.tokenizer(data).save_pretrained(tmp_path / "base")
+    cfg = config(kit.rows, model_name_or_path=str(tmp_path / "base"), context_length=32)
+    assert "context_length is 32 but must be at most 16, which the model" in refusal(kit, cfg)
+
+
 def test_text_of_any_bytes_survives(kit, prepare):
     texts = ["<|endoftext|> is written out\n", "emoji 🙂 and \x00 and ü\r\n"]
     rows = [*({"text": text} for text in texts), *kit.rows]

@@ -306,6 +306,8 @@ def as_chat(row: dict) -> dict:
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    if not is_packed(cfg):
+        tokenizing.check_lengths(cfg, "context_length")
     template = chats.read_template(cfg)
     is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and is_chat(rows[0]))
     default = chats.CHAT_TEMPLATE if is_chat_task else ""
