@@ -209,6 +209,31 @@ def test_completions_alone_are_learnt_and_every_one_of_them(pack):
     assert len(found) == 53 and {learnt for _, learnt in found} < answers
 
 
+def test_a_completion_may_be_json(pack):
+    rows = [{"prompt": f"{i}? ", "completion": f'[{{"sum": {i}}}]'} for i in range(40)]
+    found = texts_and_learnt(*pack(rows))
+    assert {learnt for _, learnt in found} < {f"{r['completion']}<|endoftext|>" for r in rows}
+
+
+def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_another(tmp_path):
+    """Its own bos, eos and pad; what a run keeps is not taken for what is given now."""
+    from types import SimpleNamespace
+
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
+    (tmp_path / "made").mkdir()
+    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
+    for template in ("", "{{ messages }}\n", "{{ messages }}\n", "{{ tools }}"):
+        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template, "", 8)
+        assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
+        assert made.chat_template == (template or None)
+        before = AutoTokenizer.from_pretrained(tmp_path / "made").chat_template
+        assert before == made.chat_template
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
     chats = [row["messages"] for row in CHATS]

@@ -290,7 +290,11 @@ def key_of(row: dict) -> str:
 
 
 def is_chat(row: dict) -> bool:
-    return "messages" in row or ("completion" in row and row["completion"].startswith('[{"'))
+    """Whether a stored row has messages, as JSON text."""
+    if "messages" in row:
+        return True
+    completion = row.get("completion", "")
+    return isinstance(chats.parse_messages(completion, "completion"), list)
 
 
 def as_chat(row: dict) -> dict:

@@ -99,8 +99,15 @@ def prepare_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    if not (folder / FILE).exists():
-        kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
+    kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
+    if (folder / FILE).exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if template in ("", tokenizer.chat_template):
+            return tokenizer
+    elif kept and (kept.parent / "tokenizer_config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(kept.parent)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    else:
         if kept:
             replace_text(folder / FILE, kept.read_text(encoding="utf-8"))
         elif not cfg.model_name_or_path:
@@ -108,8 +115,8 @@ def prepare_tokenizer(
             learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
         ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
         tokenizer = load_tokenizer(cfg, folder, model_max_length=length, **ends)
-        tokenizer.chat_template = template or tokenizer.chat_template or default or None
-        tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = template or tokenizer.chat_template or default or None
+    tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
