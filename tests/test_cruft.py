@@ -72,7 +72,7 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     assert not list(project.rglob("*.rej")) and not list(project.rglob("*.orig"))
     changed = run(project, "git", "status", "--porcelain").split()[1::2]
     (wheel,) = project.glob("vendor/*")
-    assert wheel.name.startswith("samestep-1.0.1+") and zipfile.is_zipfile(wheel)
+    assert wheel.name.startswith("samestep-2.0.1+") and zipfile.is_zipfile(wheel)
     assert {".cruft.json", ".gitignore", "train.py", "pyproject.toml"} <= {*changed}
     paths = {f"vendor/{name}" for name in [*old, wheel.name]} | {"->"}
     assert {*changed} - paths <= {".cruft.json", ".gitignore", "train.py", "pyproject.toml", "R"}
