@@ -114,9 +114,9 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     return preferences.keep_different(tokens, cfg.max_length)
 
 
-def views(cfg: TaskConfig, data: Any) -> tuple[preferences.Pairs, preferences.Pairs]:
+def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {chosen_input_ids, chosen_loss_mask, rejected_input_ids, rejected_loss_mask}."""
-    return preferences.Pairs(data["train"], cfg), preferences.Pairs(data["validation"], cfg)
+    return preferences.view(data["train"], cfg), preferences.view(data["validation"], cfg)
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -219,7 +219,7 @@ def metrics(sums: Batch) -> dict[str, float]:
 @torch.no_grad()
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict[str, str]:
     """What the reference and the trained model answer to two prompts that are held out."""
-    return preferences.write_samples(model, preferences.Pairs(data["validation"], cfg), data)
+    return preferences.write_samples(model, preferences.view(data["validation"], cfg), data)
 
 
 test_inputs = preferences.test_inputs  # that the check of the export gives to both models

@@ -193,7 +193,9 @@ def area_files() -> list[tuple[str, str, Path]]:
 
 
 def area_rows() -> Iterator[Row]:
-    """Functions of three lines and more, each below the first line of its class; place: the file.
+    """Functions of three lines and more, each below the first line of its class.
+
+    The group is the file: its functions are alike, and so all are held out, or none.
 
     A function that several files hold, up to strings and numbers, counts once; if the files are of
     different areas, it is left out. encodings hold the same functions a hundred times over.
@@ -202,7 +204,7 @@ def area_rows() -> Iterator[Row]:
     for area, place, file in area_files():
         text = read_source(file)
         for function, owner in functions_in(ast.parse(text), text.split("\n")):
-            row = {"text": f"{owner}\n{function}".lstrip(), "label": area}
+            row = {"text": f"{owner}\n{function}".lstrip(), "label": area, "group": place}
             same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)
             groups.setdefault(same, []).append((row, place))
     for rows in groups.values():

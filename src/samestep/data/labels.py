@@ -9,19 +9,24 @@ import contextlib
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Container, Iterable
 from decimal import Decimal
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from samestep.base.console import one_line
+from samestep.base.files import read_json_object, replace_text
+from samestep.data import columns
 from samestep.data.sources import IncompleteRow
-from samestep.data.tables import Row
 
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
 LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
+FILE = "labels.json"  # in the folder of prepared data
+FEW = 2  # rows of a class that is rather a mistake
 MANY = 20  # classes that are numbers: more of them are rather to be learnt as numbers
 TRUTHS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
@@ -107,81 +112,141 @@ def parse_list(text: str) -> list | None:
     return None
 
 
-# ---- Names ---------------------------------------------------------------------------------------
+# ---- Labels of prepared rows ---------------------------------------------------------------------
 
 
-def labels_in(row: dict) -> list[str]:
-    """The names of a row's class or labels."""
-    return row["label"] if isinstance(row["label"], list) else [row["label"]]
+def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.DatasetDict:
+    """The rows with numbers in place of `label`, for the loss:
+
+    labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
+              deviations from the mean of the training rows, float32
+    weight    of the row in the loss, float32
+    spread    of numbers, the squared distance from the mean of the split, which r2 needs, float32
+
+    Names, or mean and deviation, are saved in `folder`; if they are there, a run resumes, and keeps
+    them. Raises ValueError for labels that cannot be trained on, and for unknown ones.
+    """
+    known = read_json_object(folder / FILE)
+    if cfg.problem_type == NUMBER:
+        values = {split: columns.values_of(part, "label") for split, part in rows.items()}
+        known = known or describe_numbers(values["train"])
+        encoded = {split: standardize(each, known) for split, each in values.items()}
+        shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
+        about = [f"{shown}: such an error is a loss of 1"]
+        if values["train"].min() == values["train"].max():
+            about = [f"all numbers are {known['mean']:.6g}: nothing to learn"]
+    else:
+        names = known.get("names") or collect_names(rows["train"], cfg)
+        known = {"names": names}
+        encoded = {split: number_labels(part, names, cfg, split) for split, part in rows.items()}
+        counts = count(encoded["train"]["labels"], len(names))
+        about = describe_labels(rows["train"], counts, names, cfg.problem_type)
+        if cfg.class_weights == "balanced":
+            weights = balanced_weights(counts)
+            encoded["train"]["weight"] = weights[encoded["train"]["labels"]]
+    replace_text(folder / FILE, json.dumps(known))
+    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} to train on; {about[0]}"
+    for line in about:
+        print(f"Preparing data: {line}", flush=True)
+    for split, found in encoded.items():
+        part = rows[split].remove_columns("label")
+        for name, array in found.items():
+            part = part.add_column(name, [*array] if array.ndim > 1 else array)
+        rows[split] = part
+    return rows
 
 
-def collect_names(found: Iterable[str], columns: list[str], data: str) -> list[str]:
-    """The names of all labels: those of the columns, or those `found` in rows, sorted, whole
-    numbers by their value.
+def read(folder: Path) -> dict[str, Any]:
+    """What `encode` has saved: names, or mean and std."""
+    return read_json_object(folder / FILE)
+
+
+def label_lists(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """The names of each row's labels, as one array, and the number of names of each row."""
+    values = rows.data.column("label").combine_chunks()
+    if not pa.types.is_list(values.type):
+        return values.to_numpy(zero_copy_only=False), np.ones(len(values), int)
+    lengths = pc.list_value_length(values).to_numpy()
+    return values.flatten().to_numpy(zero_copy_only=False), lengths
+
+
+def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
+    """The names of all labels: those of the columns, or those in rows, sorted, whole numbers by
+    their value.
 
     Raises ValueError unless there are two, of which some row has one, and for one in two spellings.
     """
-    found = {*found}
+    columns = split_names(cfg.label_columns)
+    found = {*np.unique(label_lists(rows)[0])}
+    data = one_line(cfg.data, 100)
     if twice := min((name for name in found if f"{name}.0" in found and not columns), default=""):
         spellings = f"{one_line(twice, 60)} and {one_line(twice, 60)}.0"
-        raise ValueError(f"task.data: {one_line(data, 100)} has the labels {spellings}: write one")
+        raise ValueError(f"task.data: {data} has the labels {spellings}: write one")
     names = columns or sorted(found)
     if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
     if len(names) < 2 or not found:
         present = f"only the label {one_line(names[0], 60)}" if len(names) == 1 else "no label"
-        raise ValueError(f"task.data: {one_line(data, 100)} has {present}: nothing to learn")
+        raise ValueError(f"task.data: {data} has {present}: nothing to learn")
     return names
 
 
-def check_known(row: dict, names: list[str], known: Container[str]) -> None:
-    """Raises ValueError for a label of the row that is not `known`; `names` are those that are."""
-    for name in labels_in(row):
-        if name not in known:
+def number_labels(
+    rows: datasets.Dataset, names: list[str], cfg: Any, split: str
+) -> dict[str, np.ndarray]:
+    """`labels` and `weight` of a split. Raises ValueError for a label that is not in `names`."""
+    found, lengths = label_lists(rows)
+    unique, places = np.unique(found, return_inverse=True)
+    for name in unique:
+        if name not in names:
+            row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
             some = one_line(", ".join(names[:20]), 200) + ", ..." * (len(names) > 20)
+            field = "validation_data" if split == "validation" and cfg.validation_data else "data"
             raise ValueError(
-                f"class {one_line(repr(name), 60)} is not in the training data, which has {some}"
+                f"task.{field}: {rows[row]['place']}: class {one_line(repr(name), 60)} is not in "
+                f"the training data, which has {some}"
             )
+    numbers = np.array([names.index(name) for name in unique], int)[places]
+    labels = numbers
+    if cfg.problem_type == MULTI:
+        labels = np.zeros((len(rows), len(names)), np.float32)
+        labels[np.repeat(np.arange(len(rows)), lengths), numbers] = 1
+    return {"labels": labels, "weight": np.ones(len(rows), np.float32)}
+
+
+def count(labels: np.ndarray, number: int) -> np.ndarray:
+    """The rows with each label (C,)."""
+    return labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=number)
 
 
 def describe_labels(
-    counts: Counter, rows: int, names: list[str], problem_type: str
-) -> tuple[str, str]:
-    """How labels are distributed over the training rows, and a warning; empty: nothing is odd.
-
-    `counts`: the rows with each label.
-    """
+    rows: datasets.Dataset, counts: np.ndarray, names: list[str], problem_type: str
+) -> list[str]:
+    """How labels are distributed over the training rows, and warnings. `counts`: of each label."""
     kind = "classes" if problem_type == SINGLE else "labels"
-    name, most = (counts.most_common(1) or [(names[0], 0)])[0]
-    largest = f"the largest {one_line(name, 60)} with {most / rows:.1%} of the rows"
-    once, warning = sum(number == 1 for number in counts.values()), ""
-    if 2 * once > rows:
-        warning = (
-            f"{len(names):,} {kind} of {rows:,} rows, {once:,} of them in one row alone: are "
+    most = int(counts.argmax())
+    share = f"{counts[most] / len(rows):.1%} of the rows"
+    lines = [f"{len(names)} {kind}, the largest {one_line(names[most], 60)} with {share}"]
+    once = int((counts == 1).sum())
+    if 2 * once > len(rows):
+        lines.append(
+            f"{len(names):,} {kind} of {len(rows):,} rows, {once:,} of them in one row alone: are "
             "task.label_column and task.problem_type right?"
         )
-    elif problem_type == SINGLE and len(names) > MANY and all(map(str.isdecimal, names)):
-        warning = (
+    elif few := [i for i in range(len(names)) if counts[i] <= FEW]:
+        found, lengths = label_lists(rows)
+        numbers = np.repeat(np.arange(len(rows)), lengths)
+        shown = []
+        for i in few[:5]:
+            place = rows[int(numbers[found == names[i]][0])]["place"] if counts[i] else "none"
+            shown.append(f"{one_line(names[i], 60)} ({int(counts[i])}, the first: {place})")
+        lines.append(f"{len(few):,} of {len(names):,} {kind} have few rows: {', '.join(shown)}")
+    if problem_type == SINGLE and len(names) > MANY and all(map(str.isdecimal, names)):
+        lines.append(
             f"the {len(names):,} classes are whole numbers; if their order means something, give "
             f"--task.problem_type {NUMBER}"
         )
-    return f"{len(names)} {kind}, {largest}", warning
-
-
-# ---- Arrays --------------------------------------------------------------------------------------
-
-
-def encode_labels(rows: list[Row], names: list[str], problem_type: str) -> np.ndarray:
-    """Classes, int64 (N,); labels as 0 or 1, float32 (N, C); or numbers, float64 (N,)."""
-    numbers = {name: i for i, name in enumerate(names)}
-    if problem_type == SINGLE:
-        return np.array([numbers[row["label"]] for row, _ in rows])
-    if problem_type == NUMBER:
-        return np.array([row["label"] for row, _ in rows], np.float64)
-    labels = np.zeros((len(rows), len(names)), np.float32)
-    for i, (row, _) in enumerate(rows):
-        labels[i, [numbers[name] for name in row["label"]]] = 1
-    return labels
+    return lines
 
 
 def balanced_weights(counts: np.ndarray) -> np.ndarray:
@@ -190,36 +255,27 @@ def balanced_weights(counts: np.ndarray) -> np.ndarray:
     return (counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)).astype(np.float32)
 
 
-class Numbers(NamedTuple):
-    """The numbers of a part: their mean and standard deviation, and whether they differ."""
+def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
+    """Mean and standard deviation; that of equal numbers is 1.
 
-    mean: float
-    std: float
-    differ: bool
-
-
-def describe_numbers(parts: Callable[[], Iterable[np.ndarray]]) -> Numbers:
-    """The same on any machine, however the numbers are divided; `parts` is called several times.
-
-    The deviation of equal numbers is 1. Models learn numbers as standard deviations from the mean:
-    the loss of others may be so large that nothing is learnt.
+    Models learn numbers as standard deviations from the mean: the loss of others may be so large
+    that nothing is learnt.
     """
-    ranges = [(len(each), each.min(), each.max()) for each in parts() if len(each)]
-    count, lows, highs = zip(*ranges, strict=True)
-    mean = math.fsum(value for each in parts() for value in each.tolist()) / sum(count)
-    squares = ((value - mean) ** 2 for each in parts() for value in each.tolist())
-    variance, differ = math.fsum(squares) / sum(count), min(lows) < max(highs)
-    return Numbers(mean, math.sqrt(variance) if variance and differ else 1.0, bool(differ))
+    mean = math.fsum(numbers) / len(numbers)
+    variance = math.fsum((numbers - mean) ** 2) / len(numbers)
+    if numbers.min() == numbers.max():
+        variance = 0.0
+    return {"mean": mean, "std": math.sqrt(variance) or 1.0}
 
 
-def standardize(numbers: np.ndarray, train: Numbers, part: Numbers) -> dict[str, np.ndarray]:
-    """Columns of labels in standard deviations from the mean of the training rows, float32 (N,).
-
-    `spread` is the squared distance from the mean of this part, which r2 needs.
-    """
-    # The mean of equal numbers may differ from them in the last digit.
-    spread = ((numbers - part.mean) / train.std) ** 2 * part.differ
+def standardize(numbers: np.ndarray, known: dict[str, float]) -> dict[str, np.ndarray]:
+    """Columns for the numbers of a split, float32 (N,): see `encode`."""
+    own = describe_numbers(numbers)
+    spread = ((numbers - own["mean"]) / known["std"]) ** 2
+    if numbers.min() == numbers.max():  # the mean may differ in the last digit
+        spread = np.zeros(len(numbers))
     return {
-        "labels": ((numbers - train.mean) / train.std).astype(np.float32),
+        "labels": ((numbers - known["mean"]) / known["std"]).astype(np.float32),
+        "weight": np.ones(len(numbers), np.float32),
         "spread": spread.astype(np.float32),
     }

@@ -131,8 +131,8 @@ def read_span(
 ) -> Iterator[Row]:
     """Read the rows of a span, each with the values of the roles in `columns`, and its place.
 
-    A file that is no table has its text in the role text. Raises ValueError with file and line for
-    what cannot be read, and for a missing column.
+    A file that is no table has its text in the role text, and the name of its folder as the label.
+    Raises ValueError with file and line for what cannot be read, and for a missing column.
     """
     ending, place = file_ending(span.path), Place(span)
     read = READERS.get(ending, _read_text)
@@ -289,9 +289,12 @@ def _read_text(
 ) -> Iterator[dict]:
     if "group" in columns:
         raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
+    blank = dict.fromkeys(columns)
+    if "label" in columns:
+        blank["label"] = Path(span.path).absolute().parent.name
     with closing(_open(span)) as file:
         if not span.document:
-            yield {role: None for role in columns} | {"text": _decode(file.read(), place)}
+            yield blank | {"text": _decode(file.read(), place)}
             return
         place.number += 1
         offset = 0 if span.stop is None else file.tell()
@@ -304,7 +307,7 @@ def _read_text(
                 return
             text = _decode(block, place)
             if not text.isspace():
-                yield {role: None for role in columns} | {"text": text}
+                yield blank | {"text": text}
             offset += len(block)
             place.number += block.count(b"\n")
 

@@ -227,7 +227,7 @@ class RowMaker:
             return {"skipped": next(iter(left_out))}
         key = key_of(stored)
         hashed = side = hash_of(key)
-        if source.cfg.group_column:
+        if group is not None:
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
         elif self.group:
             side = hash_of(self.group(stored))
@@ -279,6 +279,7 @@ def load_rows(
     extensions: tuple[str, ...],
     optional: Container[str] = (),
     group: Callable[[dict], str] | None = None,
+    stratify: str = "",
     maximum_bytes: int = 0,
     plural: str = "rows",
     nothing_held: str = "all rows of {data} are equal; add others, to hold some out",
@@ -296,6 +297,7 @@ def load_rows(
     optional     roles whose column may be missing: they are None.
     group        of a stored row: rows with one group are all held out, or none. By default, and
                  where validation rows are given, the content; cfg.group_column replaces it.
+    stratify     a column: of each of its values a row is held out, and one is trained on.
     maximum_bytes  that are held out; 0: cfg.validation_rows rows.
 
     The result is the same for any number of processes. Raises ValueError for the first row that
@@ -330,9 +332,14 @@ def load_rows(
         sides = notes["side"].to_numpy().view(np.uint64)
         sizes = notes["size"].to_numpy() if maximum_bytes else np.ones(len(rows))
         maximum = maximum_bytes or max(len(train), cfg.validation_rows)
+        strata = np.zeros(len(rows), int)
+        if stratify:
+            values = pc.fill_null(rows.data.column(stratify), "")
+            strata = np.unique(values.to_numpy(), return_inverse=True)[1]
         held: set[int] = set()
         for own, source in zip(places, inputs, strict=True):
-            found = hold_out(sides[own], sizes[own], cfg.validation_fraction, maximum / len(train))
+            most = maximum / len(train)
+            found = hold_out(sides[own], sizes[own], strata[own], cfg.validation_fraction, most)
             if not found:
                 raise ValueError(f"task.data: {nothing_held.format(data=source.data)}")
             held |= found
@@ -364,9 +371,11 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
     return chosen.with_format(None)
 
 
-def hold_out(sides: np.ndarray, sizes: np.ndarray, fraction: float, maximum: float) -> set[int]:
+def hold_out(
+    sides: np.ndarray, sizes: np.ndarray, strata: np.ndarray, fraction: float, maximum: float
+) -> set[int]:
     """The hashes of the rows of a source that are held out: see `splits.hold_out`."""
-    limits = splits.extremes([(sides, np.zeros(len(sides), int))])
+    limits = splits.extremes([(sides, strata)])
     chosen = splits.is_candidate(sides, limits, fraction)
     return splits.hold_out(sides[chosen], sizes[chosen], limits, fraction, maximum)
 

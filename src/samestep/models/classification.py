@@ -152,13 +152,12 @@ def draw_images(
 # ---- Numbers -------------------------------------------------------------------------------------
 
 
-def score_errors(sums: Sums) -> dict[str, float]:
+def score_errors(sums: Sums, deviation: float) -> dict[str, float]:
     """mae and rmse in the unit of the numbers, and r2.
 
     `sums` over all rows: loss, squared errors; error, absolute errors; spread, squared distances
-    from the mean, all in standard deviations; deviation, the standard deviation; rows.
+    from the mean, all in standard deviations; rows. `deviation`: the standard deviation.
     """
-    deviation = float(sums["deviation"] / sums["rows"])
     return {
         "mae": float(sums["error"] / sums["rows"]) * deviation,
         "rmse": math.sqrt(sums["loss"] / sums["rows"]) * deviation,
@@ -167,9 +166,9 @@ def score_errors(sums: Sums) -> dict[str, float]:
     }
 
 
-def describe_errors(sums: Sums) -> str:
+def describe_errors(sums: Sums, deviation: float) -> str:
     """The errors in words, beside those of a model that always answers the mean."""
-    scores, rows = score_errors(sums), sums["rows"]
-    spread = math.sqrt(sums["spread"] / rows) * float(sums["deviation"] / rows)
+    scores = score_errors(sums, deviation)
+    spread = math.sqrt(sums["spread"] / sums["rows"]) * deviation
     line = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
     return f"{line}; of always saying the mean: {spread:,.5g} root mean square"

@@ -218,6 +218,24 @@ def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) ->
     return model
 
 
+def build_classifier(
+    auto: Any,
+    cfg: ModelConfig,
+    config: Any,
+    names: list[str],
+    head: tuple[str, ...],
+    **settings: Any,
+) -> Any:
+    """The pretrained model, with a new head for other classes than its own, or a new one of this
+    config. `names`: of the classes; `settings` of the config; `head`: see `load_model`."""
+    settings |= {"num_labels": len(names), "id2label": dict(enumerate(names))}
+    settings["label2id"] = {name: i for i, name in enumerate(names)}
+    if cfg.model_name_or_path:
+        return load_model(auto, cfg, head, ignore_mismatched_sizes=True, **settings)
+    config.update(settings)
+    return new_model(auto, config, cfg)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences progress bars and warnings of transformers, which every process would print."""

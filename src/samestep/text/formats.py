@@ -44,7 +44,6 @@ KNOWN: list[tuple[str, dict[str, str]]] = [
     ("text", {"text": "text"}),
 ]
 BYTES_A_TOKEN = 4  # about, to hold out enough where the tokens are not known yet
-SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
 # Roles whose column may be missing. No field names a column of Alpaca.
 OPTIONAL = ("tools", "instruction", "input", "output")
 
@@ -270,16 +269,10 @@ def normalize_chat(row: dict, train_on: str, names: dict) -> tuple[dict[str, str
 
 
 def texts_of(rows: datasets.Dataset) -> Iterator[str]:
-    """About 50 MB of the texts of rows, evenly spread, to train a tokenizer on."""
+    """Texts of rows, evenly spread, to train a tokenizer on."""
     names = [name for name in rows.column_names if name not in ("source", "place")]
-    size = rows.select_columns(names).data.nbytes
-    every = max(1, size // SAMPLE)
-    for start in range(0, len(rows), 1000):
-        block = rows.select_columns(names)[start : start + 1000]
-        for number, values in enumerate(zip(*block.values(), strict=True), start):
-            if number % every == 0:
-                row = dict(zip(names, values, strict=True))
-                yield from chats.chat_texts(as_chat(row)) if is_chat(row) else row.values()
+    for row in tokenizing.spread_rows(rows, names):
+        yield from chats.chat_texts(as_chat(row)) if is_chat(row) else row.values()
 
 
 def key_of(row: dict) -> str:
@@ -316,8 +309,8 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and is_chat(rows[0]))
     default = chats.CHAT_TEMPLATE if is_chat_task else ""
     texts = texts_of(rows)
-    length = cfg.context_length
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, length)
+    options = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:

@@ -1,88 +1,104 @@
-"""Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
+"""Pairs of a source and a target text: read, tokenized, shown as rows; targets are generated."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import datasets
 import torch
 
 from samestep.base.console import one_line
-from samestep.data.cache import once_per_folder
-from samestep.data.sources import require_texts
-from samestep.data.tables import TABLES, Columns, Row
-from samestep.text import row_files, tokenizing, units
-from samestep.text.units import RowKind
+from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.data import demo_data
+from samestep.data.rows import load_rows
+from samestep.data.sources import check_data_config, require_texts, split_data
+from samestep.data.tables import TABLES
+from samestep.data.views import Rows
+from samestep.models import pretrained
+from samestep.text import tokenizing
 
-PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
-# The columns of tokens; some tokenizers tell sources and targets apart by the name of the argument.
-TOKENS = {"source": ("input_ids", "text"), "target": ("labels", "text_target")}
+# Special tokens of a new tokenizer, which puts the second after a text; T5 starts targets with PAD.
+PAD, END = "<pad>", "</s>"
+# Stored texts have the names of the tokenizer's arguments: some tell targets apart by it.
+TEXTS = ("text", "text_target")
 
 
-def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
-    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
-
-    `columns`: those of "source" and "target". Validation rows keep their texts, as bytes, which the
-    report compares with generated ones. Raises ValueError for rows that cannot be used.
-    """
-    kind = RowKind(
-        TABLES,
-        lambda _: columns,
-        require_texts,
-        key=lambda row: "\0".join(row.values()),
-        texts=dict.values,
-        nothing_held="all sources of {data} are equal; add others",
-        shipped=shipped,
-        group=lambda row: row["source"],
+def check_config(cfg: Any) -> None:
+    """Raises ValueError for fields of the data and the model that do not fit each other."""
+    check_data_config(cfg, ["dates"], reads_groups=True)
+    two_columns = cfg.source_column != cfg.target_column
+    check_fields(cfg, [("target_column", two_columns, "another column than task.source_column")])
+    if not cfg.model_name_or_path:
+        check_width(cfg, cfg.num_heads, "num_heads")
+    dates = {each.data for each in split_data(cfg.data)} == {"dates"}
+    check_ignored_fields(
+        cfg, [("source_column target_column", not dates, "where task.data is dates")]
     )
-    inputs, held = units.scan(cfg, folder, kind)
-    units.learn_vocabulary(cfg, folder, inputs, held, first=[PAD, END], end=END)
-    tokenizer = load_tokenizer(cfg, folder)
-    dtype = row_files.token_dtype(tokenizer)
-    limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
-
-    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
-        arrays: row_files.Arrays = {}
-        cut: dict[str, int] = {}
-        for role, (name, argument) in TOKENS.items():
-            prefix = cfg.source_prefix if role == "source" else ""
-            texts = {argument: [prefix + row[role] for row, _ in rows]}
-            found, cut[name] = row_files.encode_texts(texts, tokenizer, limits[role])
-            arrays[name] = [ids.astype(dtype) for ids in found["input_ids"]]
-            if part == "validation":
-                arrays[role] = [np.frombuffer(row[role].encode(), np.uint8) for row, _ in rows]
-        lengths = zip(arrays["input_ids"], arrays["labels"], strict=True)
-        arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
-        return arrays, cut
-
-    names = {name: (f"{role}s", limits[role]) for role, (name, _) in TOKENS.items()}
-    return row_files.write(folder, inputs, held, encode, names)
+    pretrained.check_unread(cfg)
 
 
-def check_model(cfg: Any) -> None:
-    """Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text."""
+def normalize(row: dict) -> tuple[dict[str, str], list[str]]:
+    """A row as it is stored; raises ValueError for one without two texts."""
+    require_texts(row)
+    return {"text": row["source"], "text_target": row["target"]}, []
+
+
+def read_rows(cfg: Any) -> datasets.DatasetDict:
+    """The rows of cfg.data as splits train and validation: `text` and `text_target`. Pairs of one
+    source text are all in one split."""
+    return load_rows(
+        cfg,
+        normalize,
+        {name: datasets.Value("string") for name in TEXTS},
+        columns=lambda own: {"source": own.source_column, "target": own.target_column},
+        bundled={"dates": demo_data.date_rows},
+        extensions=TABLES,
+        group=lambda row: row["text"],
+        nothing_held="all sources of {data} are equal; add others",
+    )
+
+
+def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer.
+
+    Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text.
+    """
     tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
     config = tokenizing.config_of(cfg)
     if config and not getattr(config, "is_encoder_decoder", False):
         name = one_line(cfg.model_name_or_path, 100)
         raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
-
-
-@once_per_folder
-def load_tokenizer(cfg: Any, folder: Path) -> Any:
-    """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
-    names = ["input_ids", "attention_mask"]
-    ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}
-    tokenizer = tokenizing.load_tokenizer(cfg, folder, ("eos_token",), **ends)
+    texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
+    tokenizer = tokenizing.prepare_tokenizer(
+        cfg,
+        folder,
+        texts,
+        special={"first": [PAD, END], "end": END},
+        needs=["eos_token"],
+        pad_token=PAD,
+        eos_token=END,
+        model_input_names=["input_ids", "attention_mask"],
+    )
     tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
+    tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def test_inputs(rows: list[dict], cfg: Any, data: Path) -> list[tuple[str, dict]]:
-    """For the check of the export: the sources of rows, each with its tokens."""
-    tokenizer = load_tokenizer(cfg, data)
-    sources = [cfg.source_prefix + row["source"].tobytes().decode() for row in rows]
-    return [(each, {"input_ids": [tokenizer(each, truncation=True).input_ids]}) for each in sources]
+def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
+    """A map-style view of tokenized pairs: dicts of input_ids and labels, each (T,)."""
+    names = ["input_ids", "labels"]
+    return Rows(dataset, names, names, cfg)
+
+
+# ---- Generation and export -----------------------------------------------------------------------
+
+
+def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[str, dict]]:
+    """For the check of the export: the sources of validation rows, each with its tokens."""
+    tokenizer = tokenizing.load_tokenizer(data.folder)
+    chosen = data["validation"][: len(rows)]["text"]
+    texts = [cfg.source_prefix + text for text in chosen]
+    return [(each, {"input_ids": [tokenizer(each, truncation=True).input_ids]}) for each in texts]
 
 
 def set_generation(model: Any, cfg: Any) -> None:
@@ -107,3 +123,21 @@ def generate_texts(model: Any, batches: Iterable[dict], tokenizer: Any) -> list[
         tokens = model.generate(**inputs, do_sample=False)
         texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return texts
+
+
+def write_report(model: Any, batches: Iterable[dict], rows: Any, cfg: Any, data: Any) -> dict:
+    """BLEU and chrF of the targets that a model generates for these rows, and five of them."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    generated = generate_texts(model, batches, tokenizing.load_tokenizer(data.folder))
+    sources, targets = rows["text"], rows["text_target"]
+    # "force" silences a warning about targets that end in " .", as tokenized ones do.
+    bleu, chrf = (m.corpus_score(generated, [targets]).score for m in (BLEU(force=True), CHRF()))
+    search = "greedy search" if cfg.num_beams == 1 else f"{cfg.num_beams} beams"
+    shown = {"generation": f"BLEU {bleu:.1f}, chrF {chrf:.1f} ({len(targets):,} rows, {search})"}
+    first = zip(sources[:5], targets[:5], generated[:5], strict=True)
+    for number, (source, target, answer) in enumerate(first, 1):
+        expected = "as the target" if answer == target else f"target: {target}"
+        line = f"{one_line(source)} -> {one_line(answer)} ({one_line(expected)})"
+        shown[f"sample {number}"] = line
+    return shown

@@ -18,6 +18,7 @@ from samestep.data import columns, demo_data, sources
 from samestep.data.rows import keep, load_rows
 from samestep.data.sources import IncompleteRow, UselessRow
 from samestep.data.tables import TABLES
+from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import check_adapters
@@ -193,7 +194,7 @@ def count_equal(first: Any, second: Any) -> int:
 
 def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
     """Give all text of the pairs, for a tokenizer to be trained on."""
-    for pair in pairs:
+    for pair in tokenizing.spread_rows(pairs, [*READ]):
         parts = [pair[name] for name in ("prompt", *ANSWERS)]
         if pair["is_chat"]:
             messages = [message for part in parts for message in json.loads(part)]
@@ -210,7 +211,8 @@ def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
     tokenizing.check_lengths(cfg, "max_length")
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
     template, texts = chats.read_template(cfg), texts_of(pairs)
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, cfg.max_length)
+    options = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
@@ -291,32 +293,9 @@ def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.Dat
     return kept.remove_columns([*NOTES, "place"])
 
 
-class Pairs:
+def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized pairs: dicts of TOKENS, each a numpy array (T,)."""
-
-    def __init__(self, dataset: datasets.Dataset, cfg: Any):
-        self.dataset = dataset
-        self.columns = {name: columns.ListColumn(dataset, name) for name in TOKENS}
-        weights = {each.name: each.weight for each in sources.split_data(cfg.data)}
-        numbers = dataset.data.column("source").to_numpy()
-        self.sources = []
-        for number, name in enumerate(dataset.features["source"].names):
-            rows = int((numbers == number).sum())
-            self.sources.append(sources.Source(name, rows, weights.get(name, 1), None, 1))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return {name: column.row(i) for name, column in self.columns.items()}
-
-    def sizes(self) -> np.ndarray:
-        """Give the tokens of both sequences of each pair, int (N,)."""
-        chosen, rejected = (self.columns[f"{name}_input_ids"].lengths for name in ANSWERS)
-        return chosen + rejected
-
-    def digest(self) -> str:
-        return columns.digest(self.dataset, [*TOKENS, "source"])
+    return Rows(dataset, [*TOKENS], [f"{name}_input_ids" for name in ANSWERS], cfg)
 
 
 # ---- Report and export ---------------------------------------------------------------------------

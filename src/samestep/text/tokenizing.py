@@ -5,7 +5,8 @@ token that is a loss term and 0 for context.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
 from samestep.base.files import replace_text
 from samestep.base.workers import run_in_child
+from samestep.data.columns import ListColumn
 from samestep.data.sources import break_long_words
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
@@ -24,7 +26,10 @@ from samestep.models.pretrained import ModelConfig
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
+SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
 END_OF_TEXT = "<|endoftext|>"  # of a new language model
+AT_THE_END = {"last": [END_OF_TEXT]}
+ENDS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
 NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
@@ -62,42 +67,26 @@ def check_lengths(cfg: ModelConfig, *names: str) -> None:
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
 
-def load_tokenizer(
-    cfg: ModelConfig, folder: Path, needs: Sequence[str] = ("eos_token", "is_fast"), **options: Any
-) -> Any:
-    """The tokenizer of cfg.model_name_or_path, or the one that learn_vocabulary saved in `folder`.
-
-    A new model has the latter; `options` are arguments of PreTrainedTokenizerFast for it, such as
-    its special tokens. Where there is no pad token, the end-of-text token takes its place. Raises
-    ValueError for a tokenizer without one of `needs`, which are keys of NEEDS.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if not cfg.model_name_or_path:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
-    else:
-        tokenizer = pretrained.load(AutoTokenizer, cfg)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    for name in needs:
-        if not getattr(tokenizer, name):
-            model = one_line(cfg.model_name_or_path, 100)
-            raise ValueError(
-                f"task.model_name_or_path: the tokenizer of {model} has no {NEEDS[name]}; give "
-                "another model"
-            )
-    return tokenizer
-
-
 def prepare_tokenizer(
-    cfg: Any, folder: Path, texts: Iterable[str], template: str, default: str, length: int
+    cfg: Any,
+    folder: Path,
+    texts: Iterable[str],
+    template: str = "",
+    default: str = "",
+    *,
+    special: dict[str, Any] = AT_THE_END,
+    needs: Sequence[str] = ("eos_token", "is_fast"),
+    **options: Any,
 ) -> Any:
     """The tokenizer in `folder`, which a run that resumes keeps; else one that is saved there.
 
     That of cfg.model_name_or_path, with its own special tokens; that of the run that cfg.vocabulary
-    names; or a new one, trained on the texts, for `length` tokens. It gets the chat template, or
-    the default if it has none.
+    names; or a new one, trained on the texts, whose arguments are `options`, and for training it
+    `special`. The end-of-text token is the pad token where there is none. It gets the chat
+    template, or the default if it has none. Raises ValueError for one without one of `needs`, which
+    are keys of NEEDS.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
     if (folder / FILE).exists():
@@ -106,18 +95,59 @@ def prepare_tokenizer(
             return tokenizer
     elif kept and (kept.parent / "tokenizer_config.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(kept.parent)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    elif cfg.model_name_or_path:
+        tokenizer = pretrained.load(AutoTokenizer, cfg)
     else:
         if kept:
             replace_text(folder / FILE, kept.read_text(encoding="utf-8"))
-        elif not cfg.model_name_or_path:
+        else:
             print("Preparing data: training a tokenizer", flush=True)
-            learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
-        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        tokenizer = load_tokenizer(cfg, folder, model_max_length=length, **ends)
+            learn_vocabulary(texts, cfg.vocab_size, folder, **special)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    for name in needs:
+        if not getattr(tokenizer, name):
+            model = one_line(cfg.model_name_or_path, 100)
+            raise ValueError(
+                f"task.model_name_or_path: the tokenizer of {model} has no {NEEDS[name]}; give "
+                "another model"
+            )
     tokenizer.chat_template = template or tokenizer.chat_template or default or None
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer that prepare_data has saved in a folder; read once, so that each batch can be
+    padded by it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def spread_rows(rows: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of these columns, evenly spread over a split, of about SAMPLE bytes together: what a
+    tokenizer is trained on."""
+    chosen = rows.select_columns(names)
+    every = max(1, chosen.data.nbytes // SAMPLE)
+    for start in range(0, len(rows), 1000):
+        block = chosen[start : start + 1000]
+        for number, values in enumerate(zip(*block.values(), strict=True), start):
+            if number % every == 0:
+                yield dict(zip(block, values, strict=True))
+
+
+def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
+    """Prints the mean and the maximum number of tokens in columns of a DatasetDict. `lengths`: for
+    each column that at which rows were truncated."""
+    for split, part in rows.items():
+        for name, most in lengths.items():
+            found = ListColumn(part, name).lengths
+            text = f"{name} of {found.mean():.0f} tokens on average, {found.max():,} at most"
+            if full := int((found == most).sum()):
+                text += f"; {full:,} have {most:,}, where rows are truncated"
+            print(f"Prepared {split}: {text}", flush=True)
 
 
 def vocabulary_path(cfg: Any) -> Path | None:

@@ -1,0 +1,179 @@
+"""Texts, or pairs of texts, with labels: read, held out, tokenized, and shown as rows."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.data import demo_data, labels, sources
+from samestep.data.labels import MULTI, NUMBER, SINGLE
+from samestep.data.rows import load_rows
+from samestep.data.tables import TABLES, Columns
+from samestep.data.views import Rows
+from samestep.models import classification, pretrained
+from samestep.text import tokenizing
+
+TEXTS = ("text", "text_pair")
+TOKENS = ("input_ids", "token_type_ids")  # columns with a number for each token
+MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
+SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+# A new tokenizer puts [CLS] before a text, and [SEP] after each.
+TRAINED: dict[str, Any] = {"first": [*SPECIAL.values()], "begin": "[CLS]", "end": "[SEP]"}
+
+
+# ---- Config --------------------------------------------------------------------------------------
+
+
+def check_config(cfg: Any) -> None:
+    """Raises ValueError for fields of the data and the model that do not fit each other."""
+    sources.check_data_config(cfg, ["stdlib"], reads_groups=True)
+    data = {each.data for each in sources.split_data(cfg.data)}
+    single = cfg.problem_type == SINGLE
+    columns = labels.split_names(cfg.label_columns)
+    distinct = len({*columns} - {""}) == len(columns) > 1
+    shortest = 6 if cfg.text_pair_column else 3
+    other_column = not cfg.text_pair_column or cfg.text_pair_column != cfg.text_column
+    unless = "unless task.problem_type is"
+    rules = [
+        ("problem_type", single or "stdlib" not in data, f"{SINGLE} for task.data stdlib"),
+        ("class_weights", single or cfg.class_weights == "none", f"none, {unless} {SINGLE}"),
+        ("label_columns", cfg.problem_type == MULTI or not columns, f"empty, {unless} {MULTI}"),
+        ("label_columns", distinct or not columns, "names with commas between them, two or more"),
+        ("max_length", cfg.max_length >= shortest, f"at least {shortest}, with special tokens"),
+        ("text_pair_column", other_column, "another column than task.text_column"),
+    ]
+    check_fields(cfg, rules)
+    if not cfg.model_name_or_path:
+        # Rotary embeddings rotate pairs of dimensions.
+        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+    names = "text_column text_pair_column label_column"
+    fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
+    beside = ("label_column", not columns, "beside task.label_columns")
+    check_ignored_fields(cfg, [fixed, beside])
+    pretrained.check_unread(cfg)
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def columns_of(cfg: Any) -> Columns:
+    columns: Columns = {"text": cfg.text_column}
+    columns["label"] = labels.split_names(cfg.label_columns) or cfg.label_column
+    return columns | ({"text_pair": cfg.text_pair_column} if cfg.text_pair_column else {})
+
+
+def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[dict, list[str]]:
+    """The row with its label parsed; raises ValueError for one without a text or a label."""
+    for role, name in zip(TEXTS, ("text", "second text"), strict=True):
+        if role in row:
+            labels.require_value(name, row[role])
+            if not isinstance(row[role], str):
+                raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
+    labels.parse_row_label(row, label_columns, problem_type)
+    return row, []
+
+
+def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
+    """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
+    labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
+    kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
+    kinds[MULTI] = datasets.List(datasets.Value("string"))
+    names = [name for name in TEXTS if name in columns_of(cfg)]
+    rows = load_rows(
+        cfg,
+        partial(
+            normalize,
+            label_columns=labels.split_names(cfg.label_columns),
+            problem_type=cfg.problem_type,
+        ),
+        {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
+        columns=columns_of,
+        bundled={"stdlib": demo_data.area_rows},
+        extensions=(".txt", *TABLES),
+        group=lambda row: "\0".join(row[name] for name in names),
+        stratify="label" if cfg.problem_type == SINGLE else "",
+        nothing_held="no row of {data} can be held out: there is no second text, or each is a "
+        "class of its own (is task.label_column right?); add rows",
+    )
+    return labels.encode(rows, cfg, folder)
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer.
+
+    Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
+    pair.
+    """
+    tokenizing.check_lengths(cfg, "max_length")
+    names = [name for name in TEXTS if name in rows.column_names]
+    texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
+    options = {"model_input_names": ["input_ids", "attention_mask"], **SPECIAL}
+    options["model_max_length"] = cfg.max_length
+    tokenizer = tokenizing.prepare_tokenizer(
+        cfg, folder, texts, special=TRAINED, needs=["pad_token"], **options
+    )
+    most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
+    check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
+    if cfg.text_pair_column and special(pair=True) <= special(pair=False):
+        name = one_line(cfg.model_name_or_path, 100)
+        raise ValueError(
+            f"task.text_pair_column: the tokenizer of {name} puts nothing between two texts; put "
+            "them into one column, or give another model"
+        )
+    return tokenizer
+
+
+def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
+    """A map-style view of tokenized rows: their tokens, labels and weights."""
+    names = [name for name in dataset.column_names if name not in ("source", "place")]
+    return Rows(dataset, names, ["input_ids"], cfg)
+
+
+# ---- Scores, model and export --------------------------------------------------------------------
+
+
+def scores(sums: dict, data: Any) -> dict[str, float]:
+    """Scores of the table of classes or labels, or of the errors of numbers."""
+    if "table" in sums:
+        return classification.score_table(sums["table"])
+    return classification.score_errors(sums, labels.read(data.folder)["std"])
+
+
+def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, Any]:
+    """The same for people: the scores of each class and a picture of the confusion."""
+    if "table" in sums:
+        return classification.report_table(sums["table"], names, output)
+    std = labels.read(data.folder)["std"]
+    return {"errors": classification.describe_errors(sums, std)}
+
+
+def set_marks(model: Any, cfg: Any, data: Any) -> None:
+    """Writes what samestep predict needs into the config of the model: MARKS."""
+    for name in MARKS:  # an earlier training may have left its own
+        vars(model.config).pop(name, None)
+    if cfg.problem_type == NUMBER:
+        scale = labels.read(data.folder)
+        model.config.label_mean, model.config.label_std = scale["mean"], scale["std"]
+    if cfg.text_pair_column:
+        model.config.text_pair = True
+
+
+def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
+    """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
+    tokenizer = tokenizing.load_tokenizer(data.folder)
+    texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+    asked = [{"text": text} for text in texts if text.strip()]
+    if cfg.text_pair_column:
+        asked = [{**each, "text_pair": texts[0]} for each in asked]
+    inputs = [
+        tokenizer(**each, truncation=True, max_length=cfg.max_length, return_tensors="np")
+        for each in asked
+    ]
+    named = [{name: found[name] for name in TOKENS if name in found} for found in inputs]
+    return [*zip(asked, named, strict=True)]
