@@ -8,16 +8,19 @@ from datetime import datetime
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import reference
 from conftest import lines
+from samestep.data import demo_data
+from samestep.text import tokenizing
 from test_tasks import BY_NAME, STEPS, refusal
 
 ROWS = [(row["source"], row["target"]) for row in BY_NAME["seq2seq"].rows]
 
 
 def test_dates_are_what_their_iso_forms_say(task):
-    known = {row["source"]: row["target"] for row, _ in task.demo_data.date_rows()}
+    known = {row["source"]: row["target"] for row, _ in demo_data.date_rows()}
     assert len({*known.values()}) == len(known) == 12_000
     checked = 0
     for source, target in known.items():
@@ -44,7 +47,7 @@ def small(task, prepare):
 
 def test_rows_of_a_new_vocabulary_without_a_token_are_never_generated(task, small):
     cfg, folder, model, rows = small
-    used = len(task.pairs.load_tokenizer(cfg, folder))
+    used = len(tokenizing.load_tokenizer(folder.folder))
     assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     favoured = 1000 * torch.randn(16)  # one of the two is the likeliest token
     model.lm_head.weight.data[[used, used + 1]] = torch.stack([favoured, -favoured])
@@ -92,12 +95,17 @@ def models(task, tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
-    cfg = task.TaskConfig(max_source_length=64)
     texts = [text for row in ROWS for text in row]
-    task.tokenizing.learn_vocabulary(
+    tokenizing.learn_vocabulary(
         texts, 300, folder, first=[task.pairs.PAD, task.pairs.END], end=task.pairs.END
     )
-    tokenizer = task.pairs.load_tokenizer(cfg, folder)
+    names = ["input_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        pad_token=task.pairs.PAD,
+        eos_token=task.pairs.END,
+        model_input_names=names,
+    )
     ids = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     bart = {"d_model": 16, "max_position_embeddings": 64, "bos_token_id": 1}
@@ -123,11 +131,11 @@ def test_the_model_to_start_from_may_change_during_training(task, prepare, model
     start = shutil.copytree(models / "t5", tmp_path / "start")
     cfg, folder, _ = prepare(ROWS, max_source_length=48, model_name_or_path=str(start))
     model = task.build_model(cfg, folder)
-    vocabulary = task.pairs.load_tokenizer(cfg, folder).get_vocab()
+    vocabulary = tokenizing.load_tokenizer(folder.folder).get_vocab()
     facts = json.loads((start / "tokenizer.json").read_text())
     facts["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     (start / "tokenizer.json").write_text(json.dumps(facts))
-    task.export(model, tmp_path / "model", cfg, folder)
+    task.export(model, tmp_path / "model", folder)
     saved = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     assert saved["model"]["vocab"] == vocabulary
 
@@ -174,7 +182,7 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     assert scores["exact_match"] > 0.02  # measured: 0.82, 0.85, 0.14
     model = AutoModelForSeq2SeqLM.from_pretrained(output / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    train = [row for row in task.demo_data.date_rows()]
+    train = [row for row in demo_data.date_rows()]
     _, rows = reference.hold_out(train, 0.1, lambda row: row[0]["source"])
     sources, targets = ([row[name] for row, _ in rows[:40]] for name in ("source", "target"))
     written = []

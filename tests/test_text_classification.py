@@ -11,6 +11,9 @@ from sklearn.metrics import f1_score, r2_score
 
 import reference
 from conftest import lines
+from samestep.data import demo_data, labels
+from samestep.data import prepared as prepared_data
+from samestep.settings import contract
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
@@ -44,7 +47,7 @@ def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp
         (tmp_path / "a" / split / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / split / name / f"{i}.txt").write_text(f"text {i} of {name}")
     _, prepared, parts = prepare(tmp_path / "a")
-    assert json.loads((prepared / "names.json").read_text()) == ["neg", "pos"]
+    assert labels.read(prepared.folder)["names"] == ["neg", "pos"]
     assert sum(map(len, parts)) == 6
     (tmp_path / "a" / "test").rename(tmp_path / "a" / "train" / "pos" / "part")
     file = tmp_path / "a/train/pos/part/neg/0.txt"
@@ -54,7 +57,7 @@ def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp
 
 @pytest.mark.slow
 def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
-    rows = list(task.demo_data.area_rows())
+    rows = list(demo_data.area_rows())
     assert len({row["label"] for row, _ in rows}) == 10
     assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
     parts = reference.hold_out(rows, 0.1, lambda row: row[1], lambda row: row[0]["label"])
@@ -64,7 +67,7 @@ def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
 
 def labels_in(prepared, parts):
     """The sets of labels of all rows, training and validation."""
-    names = json.loads((prepared / "names.json").read_text())
+    names = labels.read(prepared.folder)["names"]
     rows = [row for part in parts for row in part]
     return sorted([names[i] for i in np.nonzero(row["labels"])[0]] for row in rows)
 
@@ -130,17 +133,18 @@ def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, b
     fields = {"text_column": "a", "text_pair_column": "b", "token_dropout": 0.9}
     fields |= {"model_name_or_path": str(bert)} if start == "bert" else {}
     cfg, prepared, (part, _) = prepare(path, max_length=48, **fields)
-    tokenizer = task.text_data.load_tokenizer(cfg, prepared)
+    tokenizer = kit.tokenizer(prepared)
     known = {tuple(tokenizer(a, b).input_ids): [a, b] for a, b, _ in PAIRS}
     pairs = [known[tuple(row["input_ids"].tolist())] for row in part]
     separator = tokenizer.sep_token_id
+    bound = contract.bind(task, cfg, prepared)
     for row in part:
-        ids = task.augment(row, torch.Generator().manual_seed(0))["input_ids"].tolist()
+        ids = bound.augment(row, torch.Generator().manual_seed(0))["input_ids"].tolist()
         assert ids.count(separator) == row["input_ids"].tolist().count(separator) == 2
         assert len(ids) < len(row["input_ids"])
     model = task.build_model(cfg, prepared).eval()
     assert model.config.text_pair is True
-    batch = task.collate([*part])
+    batch = task.collate([*part], prepared)
     alone = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         mine = task.logits_of(model, batch)
@@ -170,43 +174,45 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
     cfg, prepared, (_, rows) = prepare(rows, **fields)
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).eval()
-    whole = task.collate([*rows])
+    whole = task.collate([*rows], prepared)
     with torch.no_grad():
         inputs = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
         mean, logits = model(**inputs, return_dict=True).to_tuple()[:2]
     assert task.count(whole) == len(rows)
     assert task.loss_sum(model, whole).item() / len(rows) == pytest.approx(mean.item(), rel=1e-5)
 
-    halves = [task.collate([rows[i] for i in part]) for part in (range(7), range(7, len(rows)))]
+    halves = [
+        task.collate([rows[i] for i in part], prepared) for part in (range(7), range(7, len(rows)))
+    ]
     sums = [task.eval_sums(model, half) for half in halves]
     sums = {name: sum(part[name].double() for part in sums) for name in sums[0]}
-    scores = task.metrics(sums)
+    scores = task.metrics(sums, prepared)
     assert scores["loss"] == pytest.approx(mean.item(), rel=1e-5)
     truth, said = whole["labels"].double().numpy(), (logits > 0).int().numpy()
-    mean, deviation = json.loads((prepared / "scale.json").read_text())
     if kind == "regression":  # in its own unit, 2 around 1003
+        mean, deviation = labels.read(prepared.folder).values()
         truth, said = ((each * deviation + mean) for each in (truth, logits[:, 0].numpy()))
         assert min(truth) == pytest.approx(1000) and max(truth) == pytest.approx(1006)
         assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
         assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)
         assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
-        shown = task.report(model, sums, tmp_path, cfg, prepared)["errors"]
+        shown = task.report(model, sums, tmp_path, prepared)["errors"]
         assert "of always saying the mean" in shown
         return
     if kind == "single_label_classification":
         said = logits.argmax(1).numpy()
         assert scores["accuracy"] == pytest.approx((truth == said).mean())
-        assert task.report(model, sums, tmp_path, cfg, prepared)["confusion"].stat().st_size > 5000
+        assert task.report(model, sums, tmp_path, prepared)["confusion"].stat().st_size > 5000
     else:
         micro = f1_score(truth, said, average="micro", zero_division=0)
         assert scores["micro_f1"] == pytest.approx(micro)
     macro = f1_score(truth, said, average="macro", zero_division=0)
     assert scores["macro_f1"] == pytest.approx(macro)
-    text = task.report(model, sums, tmp_path, cfg, prepared)["classes"]
+    text = task.report(model, sums, tmp_path, prepared)["classes"]
     assert all(name in text for name in model.config.label2id)
 
 
-def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, prepare, tmp_path):
+def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, prepare):
     """The same loss and r2, errors in their own unit, and another identity for another scale."""
     values = np.random.default_rng(0).normal(size=40)
     found, ids = [], set()
@@ -215,18 +221,20 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, pr
         cfg, prepared, (_, held_out) = prepare(rows, problem_type="regression")
         torch.manual_seed(0)
         model = task.build_model(cfg, prepared).eval()
-        scores = task.metrics(task.eval_sums(model, task.collate([*held_out])))
+        scores = task.metrics(task.eval_sums(model, task.collate([*held_out], prepared)), prepared)
         assert model.config.label_std == pytest.approx(scale, rel=0.3)
         assert model.config.label_mean == pytest.approx(mean + scale * 0.1, abs=scale * 0.2)
         errors = [scores[name] / scale for name in ("mae", "rmse")]
         found.append([scores["loss"], scores["r2"], *errors])
-        ids |= {task.identity(cfg, prepared), task.cache.content_digest(prepared), prepared.name}
-    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(ids) == 9
+        ids |= {prepared_data.identity_of(prepared.folder), prepared.folder}
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(ids) == 6
     assert found[2] == pytest.approx(found[0], rel=1e-3)
     rows = [(text, 0.1) for text, _ in ROWS]  # equal numbers leave nothing to explain
     cfg, prepared, (train, _) = prepare(rows, problem_type="regression")
     model = task.build_model(cfg, prepared).eval()
-    assert task.metrics(task.eval_sums(model, task.collate([*train])))["r2"] == 0
+    assert (
+        task.metrics(task.eval_sums(model, task.collate([*train], prepared)), prepared)["r2"] == 0
+    )
 
 
 def test_marks_of_another_training_do_not_stay_in_the_config(task, prepare, tmp_path):
@@ -246,8 +254,8 @@ def test_marks_of_another_training_do_not_stay_in_the_config(task, prepare, tmp_
 
 
 def test_balanced_weights_give_each_class_the_same_share(task, prepare, tmp_path):
-    _, _, parts = prepare(ROWS, class_weights="balanced")
-    train, validation = (task.collate([*part]) for part in parts)
+    _, prepared, parts = prepare(ROWS, class_weights="balanced")
+    train, validation = (task.collate([*part], prepared) for part in parts)
     shares = [train["weight"][train["labels"] == i].sum().item() for i in (0, 1)]
     assert shares[0] == pytest.approx(shares[1])
     assert train["weight"].mean().item() == pytest.approx(1)
@@ -276,14 +284,10 @@ def test_areas_of_the_library_are_told_apart_and_the_exported_model_answers_so(t
     assert (learnt / "confusion.png").read_bytes()[:4] == b"\x89PNG"
     answer = pipeline("text-classification", str(learnt / "model"))
     assert answer.tokenizer.model_max_length == 64
-    texts = [row["text"] for row, _ in task.demo_data.area_rows() if row["label"] == "xml"][:8]
-    about = {"pad": 0, "labels": np.int64(0), "weight": np.float32(1)}
-    rows = [
-        {"input_ids": np.array(ids), "length": len(ids), **about}
-        for ids in answer.tokenizer(texts, truncation=True).input_ids
-    ]
+    texts = [row["text"] for row, _ in demo_data.area_rows() if row["label"] == "xml"][:8]
+    batch = answer.tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
     with torch.no_grad():
-        scores = task.logits_of(answer.model, task.collate(rows)).softmax(1)
+        scores = task.logits_of(answer.model, batch).softmax(1)
     for row, result in zip(scores, answer(texts, truncation=True, batch_size=8), strict=True):
         assert result["label"] == answer.model.config.id2label[int(row.argmax())]
         assert result["score"] == pytest.approx(row.max().item(), rel=1e-4)
@@ -351,7 +355,7 @@ def test_several_labels_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, 
 
 
 def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
-    """Its bytes are part of `identity`: runs of older projects would be refused otherwise."""
+    """Its bytes are part of the identity: runs of older projects would be refused otherwise."""
     from samestep.text import tokenizing
 
     tokenizing.learn_vocabulary(

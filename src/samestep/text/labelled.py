@@ -79,6 +79,7 @@ def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[d
 def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
     labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
+    tokenizing.check_lengths(cfg, "max_length")
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
     names = [name for name in TEXTS if name in columns_of(cfg)]
@@ -110,7 +111,6 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
     pair.
     """
-    tokenizing.check_lengths(cfg, "max_length")
     names = [name for name in TEXTS if name in rows.column_names]
     texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
     options = {"model_input_names": ["input_ids", "attention_mask"], **SPECIAL}

@@ -45,7 +45,15 @@ def normalize(row: dict) -> tuple[dict[str, str], list[str]]:
 
 def read_rows(cfg: Any) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation: `text` and `text_target`. Pairs of one
-    source text are all in one split."""
+    source text are all in one split.
+
+    Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text.
+    """
+    tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
+    config = tokenizing.config_of(cfg)
+    if config and not getattr(config, "is_encoder_decoder", False):
+        name = one_line(cfg.model_name_or_path, 100)
+        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
     return load_rows(
         cfg,
         normalize,
@@ -59,15 +67,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer.
-
-    Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text.
-    """
-    tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
-    config = tokenizing.config_of(cfg)
-    if config and not getattr(config, "is_encoder_decoder", False):
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
     tokenizer = tokenizing.prepare_tokenizer(
         cfg,
