@@ -37,20 +37,21 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
 PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
-# Prepares the data, as train.py would, and saves the order of the samples.
+# Prepares the data, as train.py would, and saves the rows and the order of the samples.
 PREPARE = """
 import sys
 import numpy as np
 import task
+import torch
 from samestep.step.order import sample_ids
-from samestep.start.startup import read_config
+from samestep.start.startup import read_config, read_data
 from train import Config
 cfg = read_config(Config, "\\n\\n")
-folder = task.prepare_data(cfg.task)
-rows = len(task.views(cfg.task, folder)[0])
-positions = np.arange(min(4000, 20 * rows // cfg.global_batch_size) * cfg.global_batch_size)
-np.save(cfg.output_dir, sample_ids(positions, rows, cfg.seed))
-print(folder.resolve())
+_, bound, (rows, _) = read_data(cfg, task)
+torch.save(bound.collate([rows[i] for i in range(len(rows))]), cfg.output_dir + "/rows.pt")
+steps = min(4000, 20 * len(rows) // cfg.global_batch_size)
+positions = np.arange(steps * cfg.global_batch_size)
+np.save(cfg.output_dir + "/order.npy", sample_ids(positions, len(rows), cfg.seed))
 """
 
 
@@ -152,15 +153,13 @@ def bake(folder: Path, **answers: str) -> Path:
 def prepare(project: Path, size: Size, folder: Path) -> Work:
     """The work of this size, with the data that the project prepares for it."""
     folder.mkdir()
-    order = folder / "order.npy"
-    command = [sys.executable, "-c", PREPARE, *work.flags(size), "--output_dir", str(order)]
+    command = [sys.executable, "-c", PREPARE, *work.flags(size), "--output_dir", str(folder)]
     printed = subprocess.run(
         command, cwd=project, env=environment(), capture_output=True, text=True
     )
     if printed.returncode:
         sys.exit(f"no data:\n{printed.stderr}")
-    data = printed.stdout.splitlines()[-1]
-    return Work(size, str(project), data, str(order), str(folder))
+    return Work(size, str(project), str(folder), str(folder))
 
 
 def count(run: Run) -> dict:
@@ -205,7 +204,7 @@ def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps:
     try:
         for peer in peers:
             output = f"{todo.output}/{peer}-{processes}"
-            todo_here = Work(todo.size, todo.project, todo.data, todo.order, output)
+            todo_here = Work(todo.size, todo.project, todo.data, output)
             runs[peer] = Run(peer, todo_here, processes, todo.size.counted)
             found[peer] = {**count(runs[peer]), "seconds": [], "cpu": []}
         check_same_work(found, todo.size.counted)
@@ -229,7 +228,7 @@ def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[lis
         say(f"start {number + 1} of {starts}")
         for name in peers:
             output = f"{todo.output}/{name}-start-{number}"
-            run = Run(name, Work(todo.size, todo.project, todo.data, todo.order, output), 1)
+            run = Run(name, Work(todo.size, todo.project, todo.data, output), 1)
             timed = run.train(3)  # a batch may be read ahead
             found[name].append([timed["started"], timed["started_cpu"]])
             run.end()

@@ -102,7 +102,7 @@ def rows_of(batch: dict) -> list[dict]:
             (counted,) = (labels[i] >= 0).nonzero(as_tuple=True)
             first, last = int(counted[0]), int(counted[-1])
             row[name] = labels[i, first : last + 1].tolist()
-            prompt = ids[i, : first + 1].tolist()
+            prompt = ids[i, :first].tolist()
             assert row.setdefault("prompt_ids", prompt) == prompt, "answers of two prompts"
         rows.append(row)
     return rows

@@ -163,7 +163,6 @@ def plain(row: Row, todo: Work) -> None:
     loader = DataLoader(
         work.build_dataset(todo),
         batch_size=row.micro_batch,
-        collate_fn=work.collate,
         pin_memory=device == "cuda",
     )
     for turn, batch in enumerate(loader, 1):
@@ -202,7 +201,6 @@ def trainer(row: Row, todo: Work) -> None:
     Trainer(
         model,
         arguments,
-        data_collator=work.collate,
         train_dataset=work.build_dataset(todo),
         optimizers=(work.build_optimizer(model), None),
     ).train()

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -80,16 +81,17 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
     if str(project) not in sys.path:
         sys.path.insert(0, str(project))
     import task
+    from samestep.start.startup import read_data
     from samestep.step import batches
 
     datasets, transforms = import_torchvision()
     found: dict[str, Callable] = {}
     for name, limit in ((KEPT, 100), (DECODED, 0)):
-        cfg = task.TaskConfig(data=str(data), image_size=SIDE, decoded_gb=limit)
-        train, _ = task.views(cfg, task.prepare_data(cfg))
-        rows = batches.SampleDataset(train, task, seed=0)
+        own = task.TaskConfig(data=str(data), image_size=SIDE, decoded_gb=limit)
+        _, bound, (train, _) = read_data(SimpleNamespace(task=own), task)
+        rows = batches.SampleDataset(train, bound, seed=0)
         sampler = batches.StepBatchSampler(batches.StepPlan(BATCH, BATCH), 0, BATCH * 100_000)
-        found[name] = iter(batches.make_loader(rows, sampler, task, workers, torch.device("cpu")))
+        found[name] = iter(batches.make_loader(rows, sampler, bound, workers, torch.device("cpu")))
     bicubic = {"interpolation": transforms.InterpolationMode.BICUBIC}
     crop = [transforms.RandomResizedCrop(SIDE, (0.8, 1.0), **bicubic)]
     middle = [transforms.Resize(256, **bicubic), transforms.CenterCrop(256)]

@@ -30,9 +30,7 @@ def plain(todo: Work) -> None:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
         sampler = DistributedSampler(dataset, shuffle=False)
-    loader = DataLoader(
-        dataset, batch_size=todo.micro_batch, sampler=sampler, collate_fn=work.collate
-    )
+    loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
     losses = []
     with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
         for step, batch in enumerate(loader, 1):
@@ -57,7 +55,7 @@ def raw_accelerate(todo: Work) -> None:
 
     accelerator = Accelerator(cpu=True)
     model, dataset = work.build_model(todo.size), work.build_dataset(todo)
-    loader = DataLoader(dataset, batch_size=todo.micro_batch, collate_fn=work.collate)
+    loader = DataLoader(dataset, batch_size=todo.micro_batch)
     optimizer = work.build_optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
@@ -101,7 +99,6 @@ def trainer(todo: Work) -> None:
     Trainer(
         model,
         arguments,
-        data_collator=work.collate,
         train_dataset=dataset,
         optimizers=(work.build_optimizer(model), None),
     ).train()
@@ -131,9 +128,7 @@ def lightning(todo: Work) -> None:
         sampler = DistributedSampler(
             dataset, num_replicas=todo.processes, rank=todo.rank, shuffle=False
         )
-    loader = DataLoader(
-        dataset, batch_size=todo.micro_batch, sampler=sampler, collate_fn=work.collate
-    )
+    loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
     lightning.Trainer(
         accelerator="cpu",
         devices=todo.processes,

@@ -35,12 +35,11 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import torch
-from torch.utils.data import DataLoader, RandomSampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler
 
 import compare
 from compare import HERE, say
@@ -227,7 +226,7 @@ class Nothing(torch.utils.data.Dataset):
     """Any number of rows, each the same."""
 
     def __init__(self, rows: int):
-        self.rows, row = rows, np.arange(LENGTH, dtype=np.uint16)
+        self.rows, row = rows, np.arange(LENGTH)
         self.row = {"input_ids": row, "labels": row}
 
     def __len__(self) -> int:
@@ -241,16 +240,18 @@ def time_batches(asked, task, prepared: str, table: str) -> dict[str, list[float
     """Milliseconds of a batch of random rows, in each round."""
     from datasets import Dataset
 
-    rows = task.TokenRows(Path(prepared), "train", [])
+    from samestep.data.prepared import load
+
+    cfg = task.TaskConfig(context_length=LENGTH)
     sources = {
-        PROJECT: (rows, task.collate),
-        RUN_CLM: (Dataset.from_file(table).with_format("torch"), default_collate),
+        PROJECT: task.views(cfg, load(Path(prepared)))[0],
+        RUN_CLM: Dataset.from_file(table).with_format("torch"),
     }
     found: dict[str, list[float]] = {name: [] for name in sources}
     loaders = {}
-    for name, (data, collate) in sources.items():
+    for name, data in sources.items():
         sampler = RandomSampler(data, num_samples=10**6 * BATCH)
-        loaders[name] = iter(DataLoader(data, BATCH, sampler=sampler, collate_fn=collate))
+        loaders[name] = iter(DataLoader(data, BATCH, sampler=sampler))
     for number in range(asked.rounds + 1):
         for name, loader in loaders.items():
             began = time.process_time()
@@ -269,13 +270,12 @@ def time_order(asked, task) -> dict[str, dict[str, list[list[float]]]]:
     places = [(rows, 0) for rows in ROWS] + [(ROWS[-1], position) for position in POSITIONS[1:]]
     found: dict[str, dict] = {"rows": {}, "positions": {}}
     plan = batches.StepPlan(BATCH, BATCH)
-    fake = SimpleNamespace(collate=task.collate, count=task.count)
     for number in range(asked.rounds + 1):
         for rows, position in places:
             began, first = time.process_time(), position // BATCH * BATCH
-            data = batches.SampleDataset(Nothing(rows), fake, seed=0)
+            data = batches.SampleDataset(Nothing(rows), task, seed=0)
             sampler = batches.StepBatchSampler(plan, first, first + 10**6 * BATCH)
-            loader = iter(batches.make_loader(data, sampler, fake, 0, torch.device("cpu")))
+            loader = iter(batches.make_loader(data, sampler, task, 0, torch.device("cpu")))
             next(loader)
             started = time.process_time()
             steps = max(asked.batches, 2 * data.order.block // BATCH)  # two blocks of positions

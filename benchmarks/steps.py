@@ -128,7 +128,7 @@ class Trained(Run):
         flags = {"micro_batch_size": MICRO_BATCH.get(size, 1)} | flags
         given = {"times": times, "seconds": seconds or [0] * len(times), "flags": flags}
         env = dict(env) | {"BENCH_TASK": json.dumps(given | {"last": last})}
-        todo = Work(todo.size, todo.project, todo.data, todo.order, self.output)
+        todo = Work(todo.size, todo.project, todo.data, self.output)
         super().__init__(name, todo, len(times), program="steps.py", **env)
 
     def weights(self) -> list:

@@ -1,15 +1,13 @@
 """The work that all peers do: the same model, samples, loss and optimizer settings.
 
 A peer gets it as a `Work`, from the environment variable BENCH_WORK. The samples are those of the
-baked project, in its order, read from the data that it has prepared. So the losses of all peers
-are the same to rounding, and clock.py checks that.
+baked project, in its order, saved as tensors. So the losses of all peers are the same to rounding,
+and clock.py checks that.
 """
 
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 # torch and transformers are imported late: what a peer does not need must not count in its start-up
 # time.
@@ -76,8 +74,7 @@ class Work:
 
     size: Size
     project: str  # folder of the baked project
-    data: str  # folder of its prepared data
-    order: str  # .npy file: the ids of its samples, in its order
+    data: str  # folder of its samples, rows.pt, and their numbers in its order, order.npy
     output: str  # folder for what the peer writes
 
     @property
@@ -105,37 +102,18 @@ class Work:
 def build_dataset(work: Work):
     """The samples in the order of training: read them from the first to the last."""
     import numpy as np
-    from torch.utils.data import Subset
+    import torch
+    from torch.utils.data import StackDataset, Subset
 
-    sys.path.append(work.project)
-    from samestep.text.token_rows import TokenRows
-
-    return Subset(TokenRows(Path(work.data), "train", []), np.load(work.order).tolist())
-
-
-def collate(rows: list[dict]) -> dict:
-    """input_ids and labels, int64 (B, context): each label is the token after its input."""
-    from samestep.text.token_rows import stack
-
-    return stack(rows)
+    rows = torch.load(f"{work.data}/rows.pt")  # input_ids and labels, int64 (N, context)
+    return Subset(StackDataset(**rows), np.load(f"{work.data}/order.npy").tolist())
 
 
 def build_model(size: Size):
-    """A module that takes a batch and returns {"loss": mean cross entropy}."""
+    """A model that takes a batch and returns {"loss": mean cross entropy}."""
     import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-    class ModelWithLoss(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids, labels):
-            logits = self.model(input_ids=input_ids).logits
-            return {
-                "loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            }
 
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -146,7 +124,7 @@ def build_model(size: Size):
         num_attention_heads=size.heads,
         max_position_embeddings=size.context,
     )
-    return ModelWithLoss(LlamaForCausalLM(config))
+    return LlamaForCausalLM(config)
 
 
 def build_optimizer(model):

@@ -49,7 +49,7 @@ def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
         found = report["steps"][processes]["small"]
         assert list(found) == PEERS
         for peer in found.values():
-            assert peer["tokens"] == 8 * 64
+            assert peer["tokens"] == 8 * 63  # the first of a sequence is not in the loss
             assert peer["gflop"] == pytest.approx(found[PLAIN]["gflop"], rel=0.01)
             losses = peer["losses"]
             assert len(losses) >= 20
@@ -136,7 +136,7 @@ def test_shares_are_measured_on_the_same_bytes(tmp_path):
 
 def test_the_formula_of_the_flops_counts_the_weights_of_the_model():
     with torch.device("meta"):
-        model = work.build_model(gpu.LARGE).model
+        model = work.build_model(gpu.LARGE)
     embeddings = model.get_input_embeddings().weight.numel()
     weights = sum(p.numel() for p in model.parameters())
     attention = 12 * 18 * 2048 * 2048

@@ -143,8 +143,8 @@ def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it_alone(tiny, quick, 
     flags = ["--output_dir", whole, *FLAGS, "--eval_only", "--exact", "true"]
     file, found = whole / "evaluation" / "metrics.json", {}
     for name, part in (("a", "range(5)"), ("b/c", "range(5, 11)")):
-        before = "import task, torch; old = task.datasets; part = torch.utils.data.Subset; "
-        before += f"task.datasets = lambda *a: (old(*a)[0], part(old(*a)[1], {part}))"
+        before = "import task, torch; old = task.views; part = torch.utils.data.Subset; "
+        before += f"task.views = lambda cfg: (old(cfg)[0], part(old(cfg)[1], {part}))"
         quick(*flags, "--accept_changes", before=before)
         found[name] = json.loads(file.read_text())
     for processes in (1, 2, 3):

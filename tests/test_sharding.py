@@ -428,10 +428,10 @@ def memory(name):
     return int(status.partition(name)[2].split()[0]) / 1e3
 
 
-def build_model(cfg, folder):
+def build_model(cfg, data):
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before.append(memory("VmRSS:"))
-    return plain_build_model(cfg, folder)
+    return plain_build_model(cfg, data)
 
 
 def loss_sum(model, batch):
