@@ -70,14 +70,6 @@ def check_commit(cfg: Any) -> None:
     )
 
 
-def read_hub_rows(
-    cfg: Any, split: str, columns: Columns, field: str, optional: Container[str] = ()
-) -> Iterator[Row]:
-    """The rows of a split, as `tables.read_rows` gives them."""
-    dataset = open_columns(cfg, split, columns, field, optional)
-    yield from read_range(dataset, columns, f"{cfg.data}, split {split}", 0, len(dataset))
-
-
 def open_columns(
     cfg: Any, split: str, columns: Columns, field: str, optional: Container[str] = ()
 ) -> Any:

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -195,7 +196,9 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
         guarded = guard(cfg)
         with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
             set_seed(0)  # an unseeded split is the same in every run
-            rows = check_rows(task.prepare_data(cfg=guarded, folder=partial))
+            given = {"cfg": guarded, "folder": partial}
+            names = inspect.signature(task.prepare_data).parameters
+            rows = check_rows(task.prepare_data(**{name: given[name] for name in names}))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
         with writes_to(cache):

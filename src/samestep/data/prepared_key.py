@@ -21,12 +21,12 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
-from samestep.data.cache import hash_file
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 
 LIBRARY = Path(__file__).parents[1]
-SHAPING = ("data/*.py", "text/*.py", "models/pretrained.py")  # the library's code that shapes rows
+# The code of the library that shapes rows.
+SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -265,3 +265,13 @@ def hash_files(files: dict[str, str]) -> dict[str, str]:
     """The SHA-256 of each file. Threads: reading and hashing release the GIL."""
     with ThreadPool(min(os.cpu_count() or 1, 16)) as pool:
         return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+
+
+def hash_file(path: str) -> str:
+    """A file's SHA-256."""
+    digest = hashlib.sha256()
+    block = bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(memoryview(block)[:size])
+    return digest.hexdigest()

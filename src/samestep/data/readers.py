@@ -127,9 +127,11 @@ class Place:
 
 
 def read_span(
-    span: Span, columns: Columns, optional: Container[str] = (), field: str = "data"
+    span: Span, columns: Columns | None, optional: Container[str] = (), field: str = "data"
 ) -> Iterator[Row]:
     """Read the rows of a span, each with the values of the roles in `columns`, and its place.
+
+    Without `columns` all are read under their own names.
 
     A file that is no table has its text in the role text, and the name of its folder as the label.
     Raises ValueError with file and line for what cannot be read, and for a missing column.
@@ -194,7 +196,7 @@ def _decode(data: bytes, place: Place) -> str:
 
 
 def _read_jsonl(
-    span: Span, columns: Columns, optional: Container[str], place: Place
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
     is_first = not span.start
     with closing(_open(span)) as file:
@@ -206,7 +208,7 @@ def _read_jsonl(
 
 
 def _read_json(
-    span: Span, columns: Columns, optional: Container[str], place: Place
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
     """The objects of a list, or of lines, since many programs name .jsonl so."""
     with closing(_open(span)) as file:
@@ -226,7 +228,7 @@ def _read_json(
         yield _select(row, columns, optional, place.number == 1)
 
 
-def _select(row: Any, columns: Columns, optional: Container[str], is_first: bool) -> dict:
+def _select(row: Any, columns: Columns | None, optional: Container[str], is_first: bool) -> dict:
     if not isinstance(row, dict):
         raise ValueError(f"not an object: {row!r:.60}")
     if is_first:  # what a later row lacks is null
@@ -235,7 +237,7 @@ def _select(row: Any, columns: Columns, optional: Container[str], is_first: bool
 
 
 def _read_csv(
-    span: Span, columns: Columns, optional: Container[str], place: Place
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
     mark, names, last = SEPARATORS[file_ending(span.path)], [], 0
     with closing(_open(span)) as file:
@@ -268,14 +270,16 @@ def _read_csv(
 
 
 def _read_parquet(
-    span: Span, columns: Columns, optional: Container[str], place: Place
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
     place.unit = "row"
     # Otherwise memory grows with the file, or with its largest group of rows.
     with ParquetFile(span.path, pre_buffer=False, buffer_size=2**20) as table:
         existing = table.schema_arrow.names
         check_columns(existing, columns, optional)
-        names = [name for name in column_names(columns) if name in existing]
+        names = existing
+        if columns is not None:
+            names = [name for name in column_names(columns) if name in existing]
         classes = class_names(Features.from_arrow_schema(table.schema_arrow))
         groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
         for batch in table.iter_batches(256, row_groups=groups, columns=names):
@@ -285,11 +289,12 @@ def _read_parquet(
 
 
 def _read_text(
-    span: Span, columns: Columns, optional: Container[str], place: Place
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
+    columns = {"text": "text", "label": "label"} if columns is None else columns
     if "group" in columns:
         raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
-    blank = dict.fromkeys(columns)
+    blank: dict[str, Any] = dict.fromkeys(columns)
     if "label" in columns:
         blank["label"] = Path(span.path).absolute().parent.name
     with closing(_open(span)) as file:
@@ -312,7 +317,7 @@ def _read_text(
             place.number += block.count(b"\n")
 
 
-READERS: dict[str, Callable[[Span, Columns, Container[str], Place], Iterator[dict]]] = {
+READERS: dict[str, Callable[[Span, Columns | None, Container[str], Place], Iterator[dict]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -51,7 +51,13 @@ def num_processes(rows: int) -> int | None:
 
 def first_columns(cfg: Any, extensions: Iterable[str]) -> list[str]:
     """Return the names of the columns of a source's first row; `cfg.data` is this source alone."""
-    return sources.read_column_names(cfg, extensions)
+    if hub.is_hub_name(cfg.data):
+        hub.check_commit(cfg)
+        return hub.load_hub_split(cfg, cfg.data_split).column_names
+    for path in sources.list_files(cfg.data, extensions):
+        for row, _ in readers.read_span(readers.spans_of(path)[0], None):
+            return [*row]
+    return []
 
 
 # ---- Inputs --------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from samestep.base.fields import (
     check_ignored_fields,
     local_path,
 )
-from samestep.data import hub, splits, tables
-from samestep.data.tables import Row
+from samestep.data import hub, splits
+from samestep.data.tables import COMPRESSIONS, TABLES, file_ending
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
 HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
@@ -195,7 +195,7 @@ def split_data(data: str) -> list[WeightedData]:
 
 # Folders, in each the names of files with their splits, and the number of others by their endings.
 Listed = list[tuple[str, dict[str, str], Counter]]
-READABLE = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+READABLE = (".txt", *TABLES, *COMPRESSIONS)
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -216,7 +216,7 @@ def walk(data: str, endings: Iterable[str], field: str) -> list[tuple[str, list[
     listed = walk_all(data, endings, field)
     if not any(names for _, names, _ in listed):
         others = sum((own for *_, own in listed), Counter())
-        packed = f" (text also compressed: {' or '.join(tables.COMPRESSIONS)})"
+        packed = f" (text also compressed: {' or '.join(COMPRESSIONS)})"
         raise ValueError(
             f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
             f"{describe_skipped(others)}; pass --task.{field} PATH, a file or folder of "
@@ -309,7 +309,7 @@ def choose_files(
     chosen, others, plain = {}, Counter(), tuple(endings)
     for name in names:
         low = name.lower()
-        if low.endswith(plain) or tables.file_ending(name) in plain:
+        if low.endswith(plain) or file_ending(name) in plain:
             chosen[name] = above or (splits.split_of(name) if low.endswith(READABLE) else "")
         else:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
@@ -355,10 +355,10 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
     for name, data in (("data", local), ("validation_data", given)):
         listed, root = walk(data, endings, name) if data else [], local_path(data, name)
         for folder, names, _ in listed:
-            text = next((n for n in names if tables.file_ending(n) == ".txt"), "")
+            text = next((n for n in names if file_ending(n) == ".txt"), "")
             if text and hasattr(cfg, "label_column") and root in Path(folder).parents:
                 class_of(Path(folder, text), root, name)
-        read = Counter(tables.file_ending(each) for _, names, _ in listed for each in names)
+        read = Counter(file_ending(each) for _, names, _ in listed for each in names)
         others = sum((own for *_, own in listed), Counter())
         if others or len(read) > 1:  # one of them may describe the data
             text = f"{one_line(data, 100)}: {list_endings(read)}{describe_skipped(others)}"
@@ -366,18 +366,6 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
-
-
-def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
-    """The columns of the data's first row."""
-    if hub.is_hub_name(cfg.data):
-        hub.check_commit(cfg)
-        return hub.load_hub_split(cfg, cfg.data_split).column_names
-    listed = walk(cfg.data, endings, "data")
-    paths = [os.path.join(folder, name) for folder, names, _ in listed for name in names]
-    # In the order of `list_files`, without a Path for each of many files.
-    found = (tables.first_columns(Path(path)) for path in sorted(paths, key=lambda p: p.split("/")))
-    return next(filter(None, found), [])
 
 
 class IncompleteRow(ValueError):
@@ -396,26 +384,6 @@ def require_texts(row: dict) -> None:
             raise IncompleteRow(f"the {role} is empty")
         if not isinstance(value, str):
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
-
-
-def valid_rows(
-    rows: Iterable[Row],
-    cfg: DataConfig,
-    field: str,
-    check_row: Callable[[dict], None],
-    left_out: Counter,
-) -> Iterator[Row]:
-    """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
-
-    With cfg.incomplete_rows skip, rows that raise IncompleteRow are left out and counted.
-    """
-    for row, place in rows:
-        try:
-            check_row(row)
-        except ValueError as error:
-            leave_out(error, place, cfg, field, left_out)
-        else:
-            yield row, place
 
 
 def leave_out(

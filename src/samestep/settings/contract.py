@@ -21,8 +21,6 @@ import torch
 Batch = dict[str, Any]  # of tensors
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
 RESERVED = ("step", "samples", "eval_loss", "event")
-# Of tasks whose prepare_data names no `folder`: it returns `data` itself, in each process.
-BY_FOLDER = ("identity", "digest")
 LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
 
 
@@ -183,7 +181,7 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
     found = SimpleNamespace()
     if hasattr(task, "UNIT"):
         found.UNIT = task.UNIT
-    for name in [*REQUIRED, *OPTIONAL, *BY_FOLDER]:
+    for name in [*REQUIRED, *OPTIONAL]:
         function = getattr(task, name, None)
         if name == "rows_depend" and isinstance(function, bool):  # a value will do
             found.rows_depend = functools.partial(bool, function)

@@ -27,7 +27,6 @@ from pydantic_core import to_jsonable_python
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.checkpoint import checkpoints
-from samestep.data.cache import digest_of
 from samestep.processes import consistency, ranks, shutdown
 from samestep.processes.device import use_cpu
 from samestep.processes.ranks import UserError
@@ -41,7 +40,6 @@ from samestep.step.order import first_mixture, hash64, next_mixture
 
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
-VOCABULARY = "tokenizer.json"  # of a run that has learnt one, and of its prepared data
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 # Fields, and what each does not go with; the first is named first.
@@ -366,19 +364,10 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
 
 def prepare_data(settings: Any, task: Any, run: Path | None) -> Any:
     """What task.prepare_data returned."""
-    if "folder" in inspect.signature(task.prepare_data).parameters:
-        from samestep.data import prepared  # datasets, which other tasks need not
+    from samestep.data import prepared  # datasets, which a task without prepare_data need not
 
-        kept = run / IDENTITY if run else None
-        return prepared.prepare(task, settings, kept if kept and kept.is_dir() else None)
-    data = task.prepare_data(settings)
-    learnt = learnt_vocabulary(settings, data)
-    own = run / VOCABULARY if run else Path()
-    if not learnt or not own.is_file() or learnt.read_bytes() == own.read_bytes():
-        return data
-    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
-    settings.vocabulary = str(run)
-    return task.prepare_data(settings)
+    kept = run / IDENTITY if run else None
+    return prepared.prepare(task, settings, kept if kept and kept.is_dir() else None)
 
 
 def run_of(cfg: Any) -> Path | None:
@@ -388,13 +377,6 @@ def run_of(cfg: Any) -> Path | None:
         output = Path(cfg.resume).resolve().parent.parent
     there = cfg.resume != "never" and any((output / "checkpoints").glob("step-*"))
     return output if there else None
-
-
-def learnt_vocabulary(settings: Any, data: Any) -> Path | None:
-    """The file of the vocabulary that the task has learnt from its data, if it has learnt one."""
-    if getattr(settings, "vocabulary", None) == "" and isinstance(data, Path):
-        return next(data.glob(VOCABULARY), None)
-    return None
 
 
 def digest_view(view: Any) -> str:
@@ -449,13 +431,12 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
     digests = [digest_view(each) for each in views]
-    known = task.digest() if hasattr(task, "digest") else digest_of(data)
-    entries = {"samples": len(views[0]), "fingerprint": known or digests[0] or fingerprints[0]}
+    entries = {"samples": len(views[0]), "fingerprint": digests[0] or fingerprints[0]}
     entries["validation"] = digests[1] or fingerprints[1]
     sources = contract.list_sources(views[0], training=True)
     if len(sources) > 1 or any(each.shards is not None for each in sources):
         entries["sources"] = "; ".join(map(describe_source, sources))
-    identity = task.identity() if hasattr(task, "identity") else ""
+    identity = ""
     if hasattr(data, "folder"):
         from samestep.data import prepared
 

@@ -19,7 +19,7 @@ import torch
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import demo_data, sources, tables
-from samestep.data.rows import load_rows
+from samestep.data.rows import first_columns, load_rows
 from samestep.data.sources import check_data_config
 from samestep.data.tables import TABLES
 from samestep.models import pretrained
@@ -158,7 +158,7 @@ def recognize_format(cfg: Any) -> RowFormat:
     if kind in ("text", "prompt", *named):
         columns = {role: fields[role] for role in kinds if kinds[role] == kind}
     else:
-        names = sources.read_column_names(cfg, extensions_of(cfg))
+        names = first_columns(cfg, extensions_of(cfg))
         formats = [each for each in KNOWN if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1].values()} <= {*names}]
         if not fitting:

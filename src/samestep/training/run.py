@@ -15,7 +15,7 @@ from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start import hardware_file
-from samestep.start.startup import IDENTITY, RunStart, agree_on_start, learnt_vocabulary
+from samestep.start.startup import IDENTITY, RunStart, agree_on_start
 from samestep.step import batches, deepspeed, exact, sharding
 
 
@@ -99,8 +99,6 @@ class Run:
     def keep_identity(self) -> None:
         """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
         data = self.start.data
-        if learnt := learnt_vocabulary(self.cfg.task, data):
-            files.replace_text(self.output / learnt.name, learnt.read_text(encoding="utf-8"))
         if hasattr(data, "folder") and self.start.manifest["identity"]:
             from samestep.data import prepared
 
