@@ -25,6 +25,13 @@ BLOCK = 1000  # rows that are hashed at once: documents may have a megabyte
 DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
 
 
+def values_of(dataset: Any, name: str) -> np.ndarray:
+    """A column of numbers (N,), in the order that the dataset gives its rows."""
+    values = dataset.data.column(name).to_numpy()
+    indices = dataset._indices
+    return values if indices is None else values[indices.column(0).to_numpy()]
+
+
 class ListColumn:
     """A column of lists of numbers, such as token ids: each row a numpy view, without a copy.
 

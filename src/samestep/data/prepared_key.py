@@ -26,7 +26,12 @@ from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 
 LIBRARY = Path(__file__).parents[1]
-SHAPING = ("data/*.py", "text/*.py", "models/pretrained.py")  # the library's code that shapes rows
+SHAPING = (
+    "data/*.py",
+    "images/*.py",
+    "text/*.py",
+    "models/pretrained.py",
+)  # the library's code that shapes rows
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

@@ -1,4 +1,4 @@
-"""Rows of text as a `datasets.DatasetDict` with the splits train and validation.
+"""Rows of texts or images as a `datasets.DatasetDict` with the splits train and validation.
 
 `datasets` reads them in several processes into Arrow files, by readers.py. What is wrong with a row
 travels in a column, so that the error is that of the first wrong row, with any number of processes.
@@ -172,6 +172,7 @@ class RowMaker:
     normalize: Normalize
     features: dict[str, Any]
     group: Callable[[dict], str] | None
+    key: Callable[[dict], str]
 
     @property
     def names(self) -> list[str]:
@@ -225,13 +226,14 @@ class RowMaker:
             left_out: Counter = Counter()
             sources.leave_out(error, place, source.cfg, source.field, left_out)
             return {"skipped": next(iter(left_out))}
-        key = key_of(stored)
+        key = self.key(stored)
         hashed = side = hash_of(key)
         if source.cfg.group_column:
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
         elif self.group:
             side = hash_of(self.group(stored))
-        notes = {"hash": hashed, "side": side, "size": len(key.encode())}
+        size = len(key.encode()) + len(stored.get("bytes") or b"")
+        notes = {"hash": hashed, "side": side, "size": size}
         return stored | notes | {"remarks": "\n".join(remarks)}
 
 
@@ -279,6 +281,8 @@ def load_rows(
     extensions: tuple[str, ...],
     optional: Container[str] = (),
     group: Callable[[dict], str] | None = None,
+    stratify: str = "",
+    key: Callable[[dict], str] = key_of,
     maximum_bytes: int = 0,
     plural: str = "rows",
     nothing_held: str = "all rows of {data} are equal; add others, to hold some out",
@@ -296,13 +300,15 @@ def load_rows(
     optional     roles whose column may be missing: they are None.
     group        of a stored row: rows with one group are all held out, or none. By default, and
                  where validation rows are given, the content; cfg.group_column replaces it.
+    stratify     a column: of each of its values a row is held out, and one is trained on.
+    key          of a stored row: text that equal rows have in common, by default all of it.
     maximum_bytes  that are held out; 0: cfg.validation_rows rows.
 
     The result is the same for any number of processes. Raises ValueError for the first row that
     cannot be used, and where there is none to train on or to hold out.
     """
     inputs = inputs_of(cfg, columns, bundled, extensions, optional)
-    rows = read_all(RowMaker(inputs, normalize, features, group))
+    rows = read_all(RowMaker(inputs, normalize, features, group, key))
     notes = {name: rows.data.column(name) for name in NOTES}
     is_skipped = pc.not_equal(notes["skipped"], "")
     left_out: Counter = Counter()
@@ -330,9 +336,14 @@ def load_rows(
         sides = notes["side"].to_numpy().view(np.uint64)
         sizes = notes["size"].to_numpy() if maximum_bytes else np.ones(len(rows))
         maximum = maximum_bytes or max(len(train), cfg.validation_rows)
+        strata = np.zeros(len(rows), int)
+        if stratify:
+            values = pc.fill_null(rows.data.column(stratify), "")
+            strata = np.unique(values.to_numpy(), return_inverse=True)[1]
         held: set[int] = set()
         for own, source in zip(places, inputs, strict=True):
-            found = hold_out(sides[own], sizes[own], cfg.validation_fraction, maximum / len(train))
+            most = maximum / len(train)
+            found = hold_out(sides[own], sizes[own], strata[own], cfg.validation_fraction, most)
             if not found:
                 raise ValueError(f"task.data: {nothing_held.format(data=source.data)}")
             held |= found
@@ -364,9 +375,11 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
     return chosen.with_format(None)
 
 
-def hold_out(sides: np.ndarray, sizes: np.ndarray, fraction: float, maximum: float) -> set[int]:
+def hold_out(
+    sides: np.ndarray, sizes: np.ndarray, strata: np.ndarray, fraction: float, maximum: float
+) -> set[int]:
     """The hashes of the rows of a source that are held out: see `splits.hold_out`."""
-    limits = splits.extremes([(sides, np.zeros(len(sides), int))])
+    limits = splits.extremes([(sides, strata)])
     chosen = splits.is_candidate(sides, limits, fraction)
     return splits.hold_out(sides[chosen], sizes[chosen], limits, fraction, maximum)
 
