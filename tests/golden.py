@@ -29,6 +29,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task
+from samestep.settings import contract
 from samestep.start import startup
 
 FOLDER = Path(__file__).resolve().with_suffix("")
@@ -99,14 +100,15 @@ def read_data(task, output):
     """
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
-        train, validation = task.views(cfg, startup.prepare_data(cfg, task, None))
+        bound = contract.bind(task, cfg, startup.prepare_data(cfg, task, None))
+        train, validation = bound.views()
     names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
     tokenizer = None
     if (output / "model" / "tokenizer.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(output / "model")
     found = {}
     for part, rows in {"train": train, "validation": validation}.items():
-        batches = [task.collate([rows[i]]) for i in range(len(rows))]
+        batches = [bound.collate([rows[i]]) for i in range(len(rows))]
         examples = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
         documents = examples
         if task.__name__ == "causal_lm":
