@@ -1,12 +1,10 @@
 """The head of a classifier to start from: its classes are found by their names."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
-from conftest import load_task
+from conftest import load_task, with_classes
 from samestep.base import pictures
 from samestep.data import labels
 from samestep.models import classification
@@ -27,15 +25,12 @@ def save(folder, names):
     return model
 
 
-def start(folder, tmp_path, names):
+def start(folder, names):
     """The model of the task for these classes, which starts from the one in the folder."""
-    prepared = tmp_path / "prepared"
-    prepared.mkdir(exist_ok=True)
-    (prepared / "labels.json").write_text(json.dumps(names))
     task = load_task("image_classification")
     cfg = task.TaskConfig(data="x", model_name_or_path=str(folder))
     torch.manual_seed(1)
-    return task.build_model(cfg, prepared)
+    return task.build_model(cfg, with_classes(names))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +42,7 @@ def start(folder, tmp_path, names):
 def test_classes_are_found_by_their_names(tmp_path, capsys, own, names, order):
     """A head without names is kept; classes that differ in case alone are different."""
     old = save(tmp_path / "old", own)
-    new = start(tmp_path / "old", tmp_path, names)
+    new = start(tmp_path / "old", names)
     assert torch.equal(new.classifier.weight, old.classifier.weight[order])
     assert new.classifier.bias.tolist() == [place + 1.0 for place in order]
     assert [*new.config.id2label.values()] == names
@@ -56,11 +51,11 @@ def test_classes_are_found_by_their_names(tmp_path, capsys, own, names, order):
 
 def test_a_head_for_other_classes_is_new(tmp_path, capsys):
     old = save(tmp_path / "old", OWN)
-    new = start(tmp_path / "old", tmp_path, ["cat", "dog", "owl"])
+    new = start(tmp_path / "old", ["cat", "dog", "owl"])
     assert new.classifier.bias.tolist() == [0, 0, 0]
     assert not torch.equal(new.classifier.weight, old.classifier.weight)
     assert "new weights for classifier: its classes have other names" in capsys.readouterr().out
-    again = start(tmp_path / "old", tmp_path, ["cat", "dog", "owl"])
+    again = start(tmp_path / "old", ["cat", "dog", "owl"])
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
 
 

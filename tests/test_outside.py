@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 import programs
-from conftest import load_task
+from conftest import load_task, prepare_task
 from programs import refused
 from samestep.images import images
 from samestep.programs import predict
@@ -242,8 +242,8 @@ def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
     rows = [{"image": named, "label": "a"}, {"image": named, "label": "b"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = task.TaskConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"^task\.data: cannot read .*a\.jsonl, line 1: ") as error:
-        task.prepare_data(config)
+    with pytest.raises(ValueError, match=r"^task\.data: .*a\.jsonl, line 1: ") as error:
+        prepare_task(task, config)
     assert "\n" not in str(error.value)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from conftest import load_task, prepare_task
 from samestep.models import attention
+from samestep.settings import contract
 from waits import host_waits
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
@@ -50,7 +51,8 @@ def made(tmp_path_factory):
         task, model, *parts = known[kind]
 
         def batch_of(ids, part=0):
-            return task.collate([parts[part][i] for i in ids])
+            bound = contract.bind(task, *make.settings[kind])
+            return bound.collate([parts[part][i] for i in ids])
 
         return task, copy.deepcopy(model), batch_of
 

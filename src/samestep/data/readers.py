@@ -1,4 +1,5 @@
-"""Rows of .jsonl, .json, .csv, .tsv, .parquet and .txt files, also compressed as .gz or .zst.
+"""Rows of .jsonl, .json, .csv, .tsv, .parquet and .txt files, also compressed as .gz or .zst; and
+the paths of images.
 
 The loaders of `datasets` change values: dates become timestamps, NA becomes null, a CSV line with a
 field too many shifts its columns. So these files are read here, a span at a time, and `datasets`
@@ -21,6 +22,7 @@ from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
 from samestep.data.hub import class_names, name_classes
+from samestep.data.sources import IMAGES
 from samestep.data.tables import (
     COMPRESSIONS,
     SEPARATORS,
@@ -30,6 +32,7 @@ from samestep.data.tables import (
     check_columns,
     column_names,
     file_ending,
+    replace_surrogates,
     select_columns,
 )
 
@@ -64,6 +67,8 @@ def spans_of(path: Path, document: int = 0) -> list[Span]:
     """
     size, ending = path.stat().st_size, file_ending(path)
     whole = Span(str(path), size=size)
+    if ending in IMAGES:
+        return [whole]
     is_packed = path.suffix.lower() in COMPRESSIONS
     if ending not in TABLES and (is_packed or size > (document or 1.5 * DOCUMENT)):
         whole = whole._replace(document=document or DOCUMENT)
@@ -140,11 +145,25 @@ def read_span(
     read = READERS.get(ending, _read_text)
     try:
         for row in read(span, columns, optional, place):
-            yield row, str(place)
+            has_image = "image" in (columns or ())
+            yield _locate_image(row, place, span) if has_image else (row, str(place))
     except MemoryError:
         raise
     except Exception as error:  # each library has its own errors for what a file holds
         raise ValueError(f"task.{field}: cannot read {place}: {_describe(error)}") from None
+
+
+def _locate_image(row: dict, place: Place, span: Span) -> Row:
+    """A row with the path of its image from here. In a table it is relative to the table."""
+    image = row["image"]
+    if isinstance(image, dict) and not image.get("bytes"):
+        image = image.get("path")
+    shown = str(place)
+    if isinstance(image, str) and image.strip():
+        if file_ending(span.path) in TABLES:
+            shown += f": {one_line(image, 100)}"
+        image = os.path.join(os.path.dirname(span.path), image)
+    return {**row, "image": image}, shown
 
 
 def _describe(error: Exception) -> str:
@@ -317,10 +336,19 @@ def _read_text(
             place.number += block.count(b"\n")
 
 
+def _read_image(
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    """The name of an image, and that of its folder as the label."""
+    path = Path(span.path)
+    yield {"image": path.name, "label": replace_surrogates(path.absolute().parent.name)}
+
+
 READERS: dict[str, Callable[[Span, Columns | None, Container[str], Place], Iterator[dict]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    **dict.fromkeys(IMAGES, _read_image),
 }

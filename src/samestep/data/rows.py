@@ -1,4 +1,4 @@
-"""Rows of text as a `datasets.DatasetDict` with the splits train and validation.
+"""Rows of texts or images as a `datasets.DatasetDict` with the splits train and validation.
 
 `datasets` reads them in several processes into Arrow files, by readers.py. What is wrong with a row
 travels in a column, so that the error is that of the first wrong row, with any number of processes.
@@ -178,6 +178,7 @@ class RowMaker:
     normalize: Normalize
     features: dict[str, Any]
     group: Callable[[dict], str] | None
+    key: Callable[[dict], str]
 
     @property
     def names(self) -> list[str]:
@@ -231,13 +232,14 @@ class RowMaker:
             left_out: Counter = Counter()
             sources.leave_out(error, place, source.cfg, source.field, left_out)
             return {"skipped": next(iter(left_out))}
-        key = key_of(stored)
+        key = self.key(stored)
         hashed = side = hash_of(key)
         if group is not None:
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
         elif self.group:
             side = hash_of(self.group(stored))
-        notes = {"hash": hashed, "side": side, "size": len(key.encode())}
+        size = len(key.encode()) + len(stored.get("bytes") or b"")
+        notes = {"hash": hashed, "side": side, "size": size}
         return stored | notes | {"remarks": "\n".join(remarks)}
 
 
@@ -286,6 +288,7 @@ def load_rows(
     optional: Container[str] = (),
     group: Callable[[dict], str] | None = None,
     stratify: str = "",
+    key: Callable[[dict], str] = key_of,
     maximum_bytes: int = 0,
     plural: str = "rows",
     nothing_held: str = "all rows of {data} are equal; add others, to hold some out",
@@ -304,13 +307,14 @@ def load_rows(
     group        of a stored row: rows with one group are all held out, or none. By default, and
                  where validation rows are given, the content; cfg.group_column replaces it.
     stratify     a column: of each of its values a row is held out, and one is trained on.
+    key          of a stored row: text that equal rows have in common, by default all of it.
     maximum_bytes  that are held out; 0: cfg.validation_rows rows.
 
     The result is the same for any number of processes. Raises ValueError for the first row that
     cannot be used, and where there is none to train on or to hold out.
     """
     inputs = inputs_of(cfg, columns, bundled, extensions, optional)
-    rows = read_all(RowMaker(inputs, normalize, features, group))
+    rows = read_all(RowMaker(inputs, normalize, features, group, key))
     notes = {name: rows.data.column(name) for name in NOTES}
     is_skipped = pc.not_equal(notes["skipped"], "")
     left_out: Counter = Counter()

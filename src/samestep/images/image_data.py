@@ -1,10 +1,11 @@
-"""Labelled images: rows of folders of classes, tables or the Hub, and how a model sees them."""
+"""How a model sees images: their size and normalization, rows of prepared data, crops and mixup."""
 
+import errno
+import functools
+import hashlib
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,208 +14,205 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.data import cache, hub, labels, sources, tables
-from samestep.data.tables import TABLES, Columns, Row
-from samestep.images.images import resize
+from samestep.data import columns
+from samestep.images.images import resize, square
 from samestep.models import classification, pretrained
 
-ENDINGS = (*TABLES, *sources.IMAGES)
+# Other errors of the operating system may pass. Decoders raise OSError without a number.
+FAULTS_OF_FILES = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
+PROCESSOR = "preprocessor_config.json"  # in the folder of prepared data, and of the exported model
+Row = dict[str, Any]
 
 
-# ---- Reading -------------------------------------------------------------------------------------
+# ---- Image processor -----------------------------------------------------------------------------
 
 
-def read_rows(
-    cfg: Any, left_out: Counter, shipped: Iterable[Row] | None = None
-) -> tuple[Iterator[Row], Iterator[Row] | None]:
-    """Rows of an image and a label, to train on and, where some are given, to evaluate on.
+def prepare_processor(cfg: Any, folder: Path) -> None:
+    """Saves the image processor in `folder`, unless that of a run that resumes is there.
 
-    They are read one by one: encoded images of all rows may not fit into memory. `shipped`: rows in
-    place of those of cfg.data. Raises ValueError for a row without an image or a class, unless
-    cfg.incomplete_rows is skip; then `left_out` counts it.
+    It crops as `images.square` does, whatever that of a pretrained model did, so that a pipeline
+    sees images as the model has seen them here. Raises ValueError for a model that says no size.
     """
-    columns: Columns = {"image": cfg.image_column, "label": cfg.label_column}
-    sources.print_skipped_files(cfg, readable_endings(cfg.data), shipped=shipped is not None)
-    on_hub, given, field = shipped is None and hub.is_hub_name(cfg.data), None, given_field(cfg)
-    if on_hub:
-        train = hub.read_hub_rows(cfg, cfg.data_split, columns, "data_split")
-    else:
-        train = shipped or read_local_rows(cfg.data, columns, "data")
-    if cfg.validation_data:
-        given = read_local_rows(cfg.validation_data, columns, field)
-    elif cfg.validation_split:
-        given = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
-    return sources.valid_rows(train, cfg, "data", check_image_row, left_out), (
-        given and sources.valid_rows(given, cfg, field, check_image_row, left_out)
-    )
-
-
-def given_field(cfg: Any) -> str:
-    """The field that names validation rows, if one does."""
-    return "validation_data" if cfg.validation_data else "validation_split"
-
-
-def check_image_row(row: dict) -> None:
-    """Turns the label into text, and the image into a path, its bytes or a Pillow image; raises
-    ValueError for anything but an image and a class."""
-    image, label = row["image"], row["label"]
-    if isinstance(image, dict):  # as the Hub has them
-        image = image.get("bytes") or image.get("path")
-    for role, value in (("image", image), ("label", label)):
-        blank = isinstance(value, (str, bytes)) and not value.strip()
-        if value is None or blank or value != value:  # pandas writes NaN for a missing value
-            raise sources.IncompleteRow(f"the {role} is empty")
-    if not isinstance(image, (str, bytes, Image.Image)):
-        raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
-    row["image"], row["label"] = image, labels.parse_class(label)
-
-
-def readable_endings(data: str) -> tuple[str, ...]:
-    """Endings of the files to read. In a folder .json is not one: tools keep notes in such files
-    beside images."""
-    is_folder = Path(data).expanduser().is_dir()
-    return tuple(each for each in ENDINGS if not (each == ".json" and is_folder))
-
-
-def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
-    """The rows of the tables at a path; without these, the images in its folders of classes."""
-    endings = readable_endings(data)
-    files = sources.list_files(data, endings, field)
-    if found := [file for file in files if tables.file_ending(file) in TABLES]:
-        for table in found:
-            yield from read_image_table(table, columns, field)
-    else:
-        yield from read_class_folders(Path(data).expanduser(), endings, field)
-
-
-def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]:
-    """The rows of a table. Paths of images are relative to its folder."""
-    for row, place in tables.read_rows(table, columns, field):
-        image = row["image"]
-        if isinstance(image, dict) and not image.get("bytes"):
-            image = image.get("path")
-        if isinstance(image, str) and image.strip():
-            place = f"{place}: {one_line(image, 100)}"
-            image = os.path.join(table.parent, image)
-        yield {**row, "image": image, "named": True}, place
-
-
-def read_class_folders(root: Path, endings: Iterable[str], field: str) -> Iterator[Row]:
-    """A row for each image; its label is the name of its folder."""
-    for folder, names, _ in sources.walk(str(root), endings, field):
-        label = sources.class_of(Path(folder, names[0]), root, field) if names else ""
-        for name in names:
-            path = os.path.join(folder, name)
-            yield {"image": path, "label": label}, one_line(path, 200)
-
-
-# ---- How a model sees them -----------------------------------------------------------------------
-
-
-@cache.once_per_folder
-def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], list[float]]:
-    """Side in pixels, mean and std of the channels, by the image processor of a pretrained model.
-
-    `folder`: that of the prepared data, or None if it is not known yet.
-    Raises ValueError for a model without one, and for a processor without a size.
-    """
-    from transformers import AutoImageProcessor
-
-    processor = pretrained.load(AutoImageProcessor, cfg).to_dict()
-    size = processor.get("crop_size" if processor.get("do_center_crop") else "size") or {}
-    side = size.get("height") or size.get("shortest_edge")
-    if not isinstance(side, int) or not 1 <= side <= 8192:
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
-    if processor.get("do_normalize"):
-        return side, processor["image_mean"], processor["image_std"]
-    return side, [0.0] * 3, [1.0] * 3
-
-
-def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
-    """How the model sees an image: its side in pixels, the mean and std of its channels, the number
-    of classes (None where nothing is prepared), and the settings of augmentation and layout."""
-    side, mean, std, classes = cfg.image_size, [0.5] * 3, [0.5] * 3, None
+    if (folder / PROCESSOR).exists():
+        return
+    side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
     if cfg.model_name_or_path:
-        side, mean, std = load_processor(cfg, prepared)
-    if prepared:
-        classes = len(json.loads((prepared / "labels.json").read_text(encoding="utf-8")))
-    names = ("min_crop", "flip", "mixup", "label_smoothing", "channels_last")
-    view = {name: getattr(cfg, name) for name in names}
-    return view | {"side": side, "mean": mean, "std": std, "classes": classes}
+        from transformers import AutoImageProcessor
+
+        own = pretrained.load(AutoImageProcessor, cfg).to_dict()
+        size = own.get("crop_size" if own.get("do_center_crop") else "size") or {}
+        side = size.get("height") or size.get("shortest_edge")
+        if not isinstance(side, int) or not 1 <= side <= 8192:
+            name = one_line(cfg.model_name_or_path, 100)
+            raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
+        mean, std = [0.0] * 3, [1.0] * 3
+        if own.get("do_normalize"):
+            mean, std = own["image_mean"], own["image_std"]
+    with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
+        from transformers import BitImageProcessor
+
+        BitImageProcessor(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            resample=Image.Resampling.BICUBIC,
+            image_mean=mean,
+            image_std=std,
+        ).save_pretrained(folder)
 
 
-def stored_side(cfg: Any, is_small: bool) -> int:
-    """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
-    side = load_view(cfg)["side"]
-    return cfg.cache_image_size or (
-        side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7)
-    )
+@functools.cache
+def read_processor(folder: Path) -> tuple[int, list[float], list[float]]:
+    """Side in pixels of what the model sees; mean and standard deviation of the channels.
+
+    It reads the file of the processor, since loading it would import transformers.
+    """
+    own = json.loads((folder / PROCESSOR).read_text(encoding="utf-8"))
+    return own["crop_size"]["height"], own["image_mean"], own["image_std"]
 
 
-def smooth(label: int, view: dict[str, Any]) -> np.ndarray:
+def stored_side(cfg: Any, folder: Path) -> int:
+    """Side in pixels of the squares of prepared data."""
+    side = read_processor(folder)[0]
+    if cfg.min_crop < 1 and cfg.data != "digits":  # which have no more to show
+        side = math.ceil(side * 8 / 7)
+    return cfg.cache_image_size or side
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+class Images(torch.utils.data.Dataset):
+    """Rows of a split: image, uint8 (side, side, 3), stored or decoded when it is used, and label.
+
+    With mixup they have the dataset, too, as `others`. Raises ValueError, which names the image,
+    where it is not the one that was prepared.
+    """
+
+    def __init__(self, dataset: Any, cfg: Any, folder: Path):
+        self.arguments = (dataset, cfg, folder)
+        self.dataset, self.cfg = dataset, cfg
+        self.side = stored_side(cfg, folder)
+        self.labels = columns.values_of(dataset, "label")
+        self.squares = None
+        if "square" in dataset.column_names:
+            self.squares = columns.ListColumn(dataset, "square")
+
+    def __reduce__(self):  # pickled, a memory map would become a copy of all images
+        return Images, self.arguments
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> Row:
+        if self.squares is None:
+            image = self.decode(i)
+        else:
+            image = self.squares.row(i).reshape(self.side, self.side, 3)
+        row = {"image": image, "label": int(self.labels[i])}
+        return row | {"others": self} if self.cfg.mixup else row
+
+    def decode(self, i: int) -> np.ndarray:
+        row = self.dataset[i]
+        problem = "it has changed, or another version of Pillow decodes it otherwise"
+        try:
+            image = row["bytes"] or os.fsdecode(row["path"])
+            pixels = square(image, self.side, self.cfg.background)
+            if hashlib.sha256(pixels.data).hexdigest() == row["digest"]:
+                return pixels
+        except Exception as error:
+            passing = isinstance(error, OSError) and error.errno not in FAULTS_OF_FILES
+            if passing or isinstance(error, MemoryError):
+                raise
+            problem = getattr(error, "strerror", None) or one_line(error)
+        hint = "put back the image that was prepared, and the same command continues"
+        raise ValueError(f"task.data: {row['place']}: {problem}; {hint}")
+
+    def digest(self) -> str:
+        """That of the squares and labels, also where the squares are not stored."""
+        return columns.digest(self.dataset, ["digest", "label"])
+
+
+def augment(row: Row, generator: torch.Generator, cfg: Any, data: Any) -> Row:
+    """A random crop, or its mirror; with mixup it is mixed with that of another image.
+
+    The label becomes a distribution, float32 (classes,), if it is smoothed or mixed.
+    """
+    side, classes = read_processor(data.folder)[0], data["train"].features["label"].num_classes
+    image, label = crop(row["image"], generator, cfg, side), row["label"]
+    if cfg.label_smoothing or cfg.mixup:
+        label = smooth(label, cfg.label_smoothing, classes)
+    if cfg.mixup:
+        others = row["others"]
+        other = others[int(torch.randint(len(others), (), generator=generator))]
+        seed = int(torch.randint(2**62, (), generator=generator))
+        share = float(np.random.default_rng(seed).beta(cfg.mixup, cfg.mixup))
+        pixels = crop(other["image"], generator, cfg, side)
+        image = (share * image + (1 - share) * pixels + 0.5).astype(np.uint8)
+        label = share * label + (1 - share) * smooth(other["label"], cfg.label_smoothing, classes)
+    return {"image": image, "label": label}
+
+
+def smooth(label: int, part: float, classes: int) -> np.ndarray:
     """A class as a distribution, float32 (classes,), of which a part is spread over all."""
-    spread = np.full(view["classes"], view["label_smoothing"] / view["classes"], np.float32)
-    spread[label] += 1 - view["label_smoothing"]
+    spread = np.full(classes, part / classes, np.float32)
+    spread[label] += 1 - part
     return spread
 
 
-def draw_other(view: dict[str, Any], generator: torch.Generator) -> tuple[tuple, float]:
-    """A row to mix an image with, and the image's own share: beta distributed, from 0 to 1."""
-    other = int(torch.randint(len(view["others"]), (), generator=generator))
-    seed = int(torch.randint(2**62, (), generator=generator))
-    share = np.random.default_rng(seed).beta(view["mixup"], view["mixup"])
-    return view["others"][other], float(share)
-
-
-def crop(image: np.ndarray, view: dict[str, Any], generator: torch.Generator) -> np.ndarray:
+def crop(image: np.ndarray, generator: torch.Generator, cfg: Any, side: int) -> np.ndarray:
     """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
     area, ratio, x, y, mirror = torch.rand(5, generator=generator).tolist()
-    if view["min_crop"] < 1:
-        root = math.sqrt(1 - area * (1 - view["min_crop"]))
+    if cfg.min_crop < 1:
+        root = math.sqrt(1 - area * (1 - cfg.min_crop))
         stretch = (4 / 3) ** (ratio - 0.5)
         width, height = (len(image) * min(1, part) for part in (root * stretch, root / stretch))
         left, top = x * (len(image) - width), y * (len(image) - height)
-        image = resize(image, view["side"], (left, top, left + width, top + height))
-    return image[:, ::-1] if view["flip"] and mirror < 0.5 else image
+        image = resize(image, side, (left, top, left + width, top + height))
+    return image[:, ::-1] if cfg.flip and mirror < 0.5 else image
 
 
-def question(row: tuple, batch: dict) -> tuple[Any, dict]:
-    """For the check of the export: the square of a row as the model sees it, and its pixel values,
-    out of the batch of this row alone."""
-    image = Image.fromarray(resize(row[0], row[2]["side"]))
-    return image, {"pixel_values": batch["pixel_values"]}
+def pixel_values(rows: list[Row], cfg: Any, data: Any) -> torch.Tensor:
+    """What the model sees, normalized: float32 (B, 3, side, side)."""
+    side, *scale = read_processor(data.folder)
+    squares = [row["image"] for row in rows]
+    squares = [each if len(each) == side else resize(each, side) for each in squares]
+    pixels = torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
+    layout = torch.channels_last if cfg.channels_last else torch.contiguous_format
+    pixels = pixels.contiguous(memory_format=layout).float()  # moved while they are bytes
+    mean, std = (torch.tensor(each)[:, None, None] for each in scale)
+    return pixels.div_(255).sub_(mean).div_(std)
 
 
-def draw_samples(
-    model: Any, dataset: Any, collate: Callable[[list], dict], names: list[str], path: Path
-) -> Path:
-    """Sixteen of 256 rows with the model's answers, wrong ones first."""
-    chosen = np.random.default_rng(0).permutation(len(dataset))[:256]  # rows may be sorted by class
-    rows, answers = [dataset[i] for i in chosen], []
-    for start in range(0, len(rows), 16):
-        part = rows[start : start + 16]
-        pixels = collate(part)["pixel_values"].to(model.device)
+# ---- What the trained model is asked -------------------------------------------------------------
+
+
+def report(model: Any, sums: dict, output: Path, cfg: Any, data: Any) -> dict[str, Any]:
+    """The scores of each class, a figure of the confusion, and some images with their answers."""
+    from samestep.base.pictures import try_picture
+
+    names = data["train"].features["label"].names
+    shown = classification.report_table(sums["table"], names, output)
+    drawn = try_picture(draw_samples, model, names, cfg, data, output / "samples.png")
+    return shown | {"samples": drawn}
+
+
+def draw_samples(model: Any, names: list[str], cfg: Any, data: Any, path: Path) -> Path:
+    """Sixteen of 256 validation images with the model's answers, wrong ones first."""
+    rows = Images(data["validation"], cfg, data.folder)
+    chosen = np.random.default_rng(0).permutation(len(rows))[:256]  # rows may be sorted by class
+    answers = []
+    for start in range(0, len(chosen), 16):
+        part = [rows[i] for i in chosen[start : start + 16].tolist()]
+        pixels = pixel_values(part, cfg, data).to(model.device)
         guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
         pairs = zip(part, guesses, strict=True)
-        answers += [(image, label, guess) for (image, label, _), guess in pairs]
-    return classification.draw_images(answers, names, len(dataset), path)
+        answers += [(row["image"], row["label"], guess) for row, guess in pairs]
+    return classification.draw_images(answers, names, len(rows), path)
 
 
-def save_processor(view: dict[str, Any], output: Path) -> None:
-    """Saves the image processor that pipeline("image-classification", output) loads.
-
-    It crops as `images.square` does, whatever that of a pretrained model did, so that a pipeline
-    sees images as the model has seen them here.
-    """
-    from transformers import BitImageProcessor
-    from transformers.image_utils import PILImageResampling
-
-    processor = BitImageProcessor(
-        size={"shortest_edge": view["side"]},
-        crop_size={"height": view["side"], "width": view["side"]},
-        resample=PILImageResampling.BICUBIC,
-        image_mean=view["mean"],
-        image_std=view["std"],
-    )
-    processor.save_pretrained(output)
+def test_inputs(rows: list[Row], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
+    """Test inputs of the export: images as the model sees them, and their pixel values."""
+    side = read_processor(data.folder)[0]
+    images = [Image.fromarray(resize(row["image"], side)) for row in rows]
+    values = [{"pixel_values": pixel_values([row], cfg, data)} for row in rows]
+    return [*zip(images, values, strict=True)]

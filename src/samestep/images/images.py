@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
+from samestep.base.console import one_line
+
 # Pillow opens many more formats, EPS by starting Ghostscript.
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
@@ -64,9 +66,19 @@ def open_for_square(image: Any, side: int) -> Any:
     return image
 
 
+def upright(image: Any) -> tuple[Any, str]:
+    """A Pillow image turned as its EXIF block says, and what is wrong with the block, if anything:
+    then it stays as it is. Raises what the decoder raises."""
+    image.load()  # the block of some formats is behind the pixels
+    try:
+        return ImageOps.exif_transpose(image), ""
+    except Exception as error:  # Pillow raises SyntaxError, struct.error and others for it
+        return image, one_line(error)
+
+
 def square(image: Any, side: int, background: str = "white") -> np.ndarray:
     """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels."""
-    image = flatten(ImageOps.exif_transpose(open_for_square(image, side)), background)
+    image = flatten(upright(open_for_square(image, side))[0], background)
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
 
 

@@ -19,10 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from PIL import ImageOps
-
 from samestep.base.console import escaped, one_line, protect_output
-from samestep.images.images import flatten, open_image
+from samestep.images.images import flatten, open_image, upright
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 from samestep.training.from_outside import CLASSES
@@ -73,7 +71,11 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     asked: Any = given
     if pipe.task == "image-classification":  # given a path, it would fetch URLs
         with open_image(given) as image:
-            asked = ImageOps.exif_transpose(image)
+            asked, problem = upright(image)
+        if problem:
+            print_problem(
+                f"{one_line(given, 100)}: not turned, its EXIF block is broken: {problem}"
+            )
         if getattr(config, "background", None):  # as in training
             asked = flatten(asked, config.background)
     elif getattr(config, "text_pair", False):
@@ -112,7 +114,7 @@ def predict(arguments: argparse.Namespace) -> int:
         except Exception as error:
             code = 2
             told = f"no answer to {one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
-            print(f"samestep predict: {told}", file=sys.stderr)
+            print_problem(told)
         if arguments.json:
             print(json.dumps({"input": given, **answer}, allow_nan=False), flush=True)
         elif task == "text-generation" and answer:
@@ -120,6 +122,10 @@ def predict(arguments: argparse.Namespace) -> int:
         else:
             print(f"{one_line(given, 100)}: {show(**answer)}" if answer else "", flush=True)
     return code
+
+
+def print_problem(text: str) -> None:
+    print(f"samestep predict: {text}", file=sys.stderr)
 
 
 def show(text: str = "", value: float | None = None, classes: list | tuple = ()) -> str:

@@ -1,1 +1,1 @@
-"""Texts to tokens: units of a file, pairs, chats, packed rows."""
+"""Texts to tokens: formats of rows, chats, pairs, labels, packed sequences."""

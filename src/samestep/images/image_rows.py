@@ -1,0 +1,300 @@
+"""Labelled images as a `datasets.DatasetDict`: read from folders of classes, tables or the Hub,
+held out by the content of their files, and decoded once.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.compute as pc
+import pyarrow.parquet
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields, check_ignored_fields, local_path
+from samestep.base.files import read_json_object, replace_text
+from samestep.data import demo_data, hub, labels, readers, sources, tables
+from samestep.data.rows import keep, load_rows
+from samestep.data.tables import TABLES
+from samestep.images import image_data, images
+from samestep.models import pretrained
+
+BUNDLED = "digits"
+FIELDS = "image_column label_column unreadable_images background incomplete_rows"
+SKIP = "--task.unreadable_images skip leaves"
+SHOWN = 10  # images that are named where many cannot be decoded
+COLUMNS = {
+    "path": datasets.Value("binary"),  # as the file system has it: a name may be no text
+    "bytes": datasets.Value("large_binary"),  # of an image inside a table or of the Hub
+    "digest": datasets.Value("string"),  # SHA-256 of the file, and once decoded of the square
+    "label": datasets.Value("string"),
+}
+
+
+# ---- Config --------------------------------------------------------------------------------------
+
+
+def check_config(cfg: Any) -> None:
+    """Raises ValueError for fields that exclude each other, before anything is read."""
+    sources.check_data_config(cfg, [BUNDLED])
+    is_bundled = cfg.data == BUNDLED
+    is_new = not cfg.model_name_or_path
+    is_vit = cfg.architecture == "vit"
+    unit = cfg.num_heads if is_vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
+    patch = cfg.patch_size if is_vit and is_new else 1
+    patches = (cfg.image_size // patch) ** 2
+    rules = [
+        ("data", len(sources.split_data(cfg.data)) == 1, "one folder, file or dataset"),
+        ("validation_data", not (is_bundled and cfg.validation_data), "empty for digits"),
+        ("background", images.is_color(cfg.background), "a color, as white or '#ffffff'"),
+        ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
+        ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
+        ("stages", len(cfg.stages or "four") == 4, "four numbers, as [3, 4, 6, 3]"),
+    ]
+    if is_vit and is_new:
+        rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
+    check_fields(cfg, rules)
+    dropping = cfg.architecture in ("vit", "resnet")
+    ignored = [
+        ("dropout", dropping, "unless architecture is vit or resnet"),
+        ("stages", not is_vit, "unless architecture is resnet or resnet_batchnorm"),
+        (FIELDS, not is_bundled, "where task.data is digits"),
+    ]
+    check_ignored_fields(cfg, ignored)
+    pretrained.check_unread(cfg)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def local_data(cfg: Any) -> dict[str, str]:
+    """The fields that name local files or folders, with their values."""
+    found = {"validation_data": cfg.validation_data} if cfg.validation_data else {}
+    if cfg.data == BUNDLED or hub.is_hub_name(cfg.data):
+        return found
+    return {"data": cfg.data, **found}
+
+
+def extensions_of(cfg: Any) -> tuple[str, ...]:
+    """Extensions of the files that have the rows: of tables; in a folder without one, of images.
+
+    In a folder .json is none: tools keep notes in such files beside images.
+    """
+    for field, data in local_data(cfg).items():
+        if Path(data).expanduser().is_dir():
+            found = tuple(each for each in TABLES if each != ".json")
+            listed = sources.walk_all(data, found, field)
+            return found if any(names for _, names, _ in listed) else sources.IMAGES
+    return (*TABLES, *sources.IMAGES)
+
+
+def named_files(cfg: Any) -> list[str]:
+    """The images that tables name: data is prepared again where one has changed."""
+    found: dict[str, None] = {}
+    endings = [each for each in extensions_of(cfg) if each in TABLES]
+    for field, data in local_data(cfg).items():
+        for folder, names, _ in sources.walk_all(data, endings, field) if endings else ():
+            paths = [Path(folder, name) for name in names]
+            named = [path for path in paths if not holds_images(path, cfg.image_column)]
+            for span in (span for path in named for span in readers.spans_of(path)):
+                for row, _ in readers.read_span(span, {"image": cfg.image_column}, (), field):
+                    if isinstance(row["image"], str) and os.path.isfile(row["image"]):
+                        found[row["image"]] = None
+    return [*found]
+
+
+def holds_images(table: Path, column: str) -> bool:
+    """Whether this is a .parquet file with the images inside."""
+    if tables.file_ending(table) == ".parquet":
+        # Reading the rows says what is wrong.
+        with contextlib.suppress(pyarrow.ArrowException, OSError, KeyError):
+            kind = pyarrow.parquet.read_schema(table).field(column).type
+            return not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+    return False
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def normalize(row: dict, skip: bool) -> tuple[dict[str, Any], list[str]]:
+    """The path or the bytes of an image, a digest of its file, and the name of its class.
+
+    Raises IncompleteRow for a row without an image or a class, UselessRow for a file that is no
+    image, where `skip` says so, and otherwise ValueError.
+    """
+    image = row["image"]
+    if isinstance(image, dict):  # as the Hub has them
+        image = image.get("bytes") or image.get("path")
+    labels.require_value("image", image)
+    labels.require_value("label", row["label"])
+    if not isinstance(image, str | bytes):
+        raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
+    label = labels.parse_class(row["label"])
+    try:
+        with images.open_image(image):
+            content = Path(image).read_bytes() if isinstance(image, str) else image
+    except Exception as error:  # each decoder has its own
+        if skip:
+            raise sources.UselessRow("unreadable") from None
+        raise ValueError(f"{one_line(error)}; {SKIP} such images out") from None
+    stored: dict[str, Any] = {"digest": hashlib.sha256(content).hexdigest(), "label": label}
+    stored |= {"path": os.fsencode(image)} if isinstance(image, str) else {"bytes": image}
+    return stored, []
+
+
+def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, Any]]:
+    """The columns of COLUMNS as splits train and validation, and how `map` decodes them.
+
+    Of each class an image is held out, and one is trained on. The image processor and the names of
+    the classes are saved in `folder`; a run that resumes finds its own there.
+    """
+    image_data.prepare_processor(cfg, folder)
+    extensions = extensions_of(cfg)
+    for field, data in local_data(cfg).items():
+        for path, names, _ in sources.walk(data, extensions, field):
+            if names and extensions == sources.IMAGES:
+                sources.class_of(Path(path, names[0]), Path(data).expanduser(), field)
+    rows = load_rows(
+        cfg,
+        partial(normalize, skip=cfg.unreadable_images == "skip"),
+        COLUMNS,
+        columns=lambda own: {"image": own.image_column, "label": own.label_column},
+        bundled={BUNDLED: demo_data.digit_rows},
+        extensions=extensions,
+        stratify="label",
+        key=itemgetter("digest"),
+        plural="images",
+        nothing_held="no image of {data} can be held out to evaluate on, since each class has one; "
+        "add others, or give --task.validation_data PATH",
+    )
+    number_classes(rows, cfg, folder)
+    return rows, decode_options(rows, cfg, image_data.stored_side(cfg, folder))
+
+
+def number_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> None:
+    """Makes `label` the number of a class; the classes are sorted by their names.
+
+    Raises ValueError for one class alone, and for a class without training images.
+    """
+    saved = folder / "labels.json"
+    names = read_json_object(saved).get("names") or sorted(rows["train"].unique("label"))
+    if len(names) < 2:
+        data, only = one_line(cfg.data, 100), one_line(names[0], 60)
+        raise ValueError(f"task.data: {data} has one class, {only}; give at least two classes")
+    replace_text(saved, json.dumps({"names": names}))
+    for split, part in rows.items():
+        column = part.data.column("label")
+        numbers = pc.index_in(column, value_set=pyarrow.array(names, column.type))
+        if numbers.null_count:
+            row = part[pc.index(numbers.is_null(), True).as_py()]
+            some = one_line(", ".join(names[:20]), 200) + (", ..." if len(names) > 20 else "")
+            raise ValueError(
+                f"task.{field_of(split, cfg)}: {row['place']}: class "
+                f"{one_line(repr(row['label']), 60)} is not in the training data, which has {some}"
+            )
+        feature = datasets.ClassLabel(names=names)
+        numbers = numbers.to_numpy().astype(np.int64)
+        part = part.remove_columns(["label", "source"])
+        rows[split] = part.add_column("label", numbers, feature=feature)
+
+
+def field_of(split: str, cfg: Any) -> str:
+    """The field that names the rows of a split."""
+    if split == "train" or not (cfg.validation_data or cfg.validation_split):
+        return "data"
+    return "validation_data" if cfg.validation_data else "validation_split"
+
+
+# ---- Squares -------------------------------------------------------------------------------------
+
+
+def decode_options(rows: datasets.DatasetDict, cfg: Any, side: int) -> dict[str, Any]:
+    """Options of `map` for `decode`: with the squares, if they take at most cfg.decoded_gb.
+
+    Raises ValueError if the disk has no room for them.
+    """
+    count = sum(map(len, rows.values()))
+    size = count * side * side * 3
+    text = f"{count:,} images of {one_line(cfg.data, 100)}; {size / 1e6:,.1f} MB of squares"
+    stored = size <= cfg.decoded_gb * 1e9
+    features = dict(rows["train"].features)
+    features |= {"problem": datasets.Value("string"), "is_transparent": datasets.Value("bool")}
+    removed: list[str] = []
+    if not stored:
+        text += (
+            f" are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded whenever they are used"
+        )
+    elif 2 * size > shutil.disk_usage(local_path(cfg.cache_dir, "cache_dir")).free:
+        reason = f"{os.strerror(errno.ENOSPC)}: {text}, for a while twice"
+        hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
+        raise ValueError(f"task.cache_dir: {reason}; {hint}")
+    else:
+        removed = ["path", "bytes"]
+        features["square"] = datasets.List(datasets.Value("uint8"), length=side * side * 3)
+    print(f"Preparing data: {text}", flush=True)
+    return {
+        "fn_kwargs": {"side": side, "background": cfg.background, "stored": stored},
+        "remove_columns": removed,
+        "features": datasets.Features({n: f for n, f in features.items() if n not in removed}),
+    }
+
+
+def decode(batch: dict[str, list], side: int, background: str, stored: bool) -> dict[str, list]:
+    """Squares of images, for `map`: the middle of each, uint8 (side * side * 3,); their digests,
+    which are the same where `stored` leaves the squares out; and what is wrong with an image."""
+    found: dict[str, list] = {"digest": [], "problem": [], "is_transparent": [], "square": []}
+    for path, content in zip(batch["path"], batch["bytes"], strict=True):
+        pixels = np.zeros((side, side, 3), np.uint8)
+        is_clear, problem = False, ""
+        try:
+            image = images.open_for_square(content or os.fsdecode(path), side)
+            pixels = images.square(image, side, background)
+            is_clear = images.is_transparent(image)
+        except MemoryError:
+            raise
+        except Exception as error:  # each decoder has its own
+            problem = one_line(error)
+        found["digest"].append(hashlib.sha256(pixels.data).hexdigest())
+        found["problem"].append(problem)
+        found["is_transparent"].append(is_clear)
+        found["square"].append(pixels.reshape(-1))
+    if not stored:
+        del found["square"]
+    return found
+
+
+def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
+    """The rows whose images could be decoded.
+
+    Raises ValueError for the first that could not, unless cfg.unreadable_images is skip.
+    """
+    count = sum(map(len, rows.values()))
+    problems = {split: part.data.column("problem") for split, part in rows.items()}
+    bad = {s: np.flatnonzero(pc.not_equal(each, "").to_numpy()) for s, each in problems.items()}
+    number = sum(map(len, bad.values()))
+    clear = sum(pc.sum(part.data.column("is_transparent")).as_py() for part in rows.values())
+    for split, part in rows.items():
+        for i in bad[split][:SHOWN].tolist():
+            text = f"{part[i]['place']}: {problems[split][i]}"
+            if cfg.unreadable_images == "refuse":
+                raise ValueError(
+                    f"task.{field_of(split, cfg)}: {text}; of {count:,} images {number:,} cannot "
+                    f"be decoded; {SKIP} them out"
+                )
+            print(f"Preparing data: left out: {text}", flush=True)
+        if len(bad[split]):
+            part = keep(part, np.setdiff1d(np.arange(len(part)), bad[split]))
+        rows[split] = part.remove_columns(["problem", "is_transparent"])
+    if clear:
+        text = f"{clear:,} of {count - number:,} images are transparent: put on {cfg.background}"
+        print(f"Preparing data: {text}", flush=True)
+    return rows

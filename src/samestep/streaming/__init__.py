@@ -1,1 +1,0 @@
-"""Data sets in shards that are read while training."""
