@@ -199,7 +199,13 @@ def test_every_room_has_a_limit():
 
 @pytest.mark.parametrize(
     "task, most",
-    [("causal_lm", MAX_NAMES), ("preference", MAX_NAMES), ("image_classification", 20)],
+    [
+        ("causal_lm", MAX_NAMES),
+        ("preference", MAX_NAMES),
+        ("image_classification", 20),
+        ("seq2seq", 20),
+        ("text_classification", 20),
+    ],
 )
 def test_a_task_uses_few_names_of_the_library(task, most):
     """A reader looks up each of them. `python tests/library_names.py` prints those of all tasks."""
@@ -227,12 +233,12 @@ def loss_sum(model, batch):
     from samestep.models.attention import restored
 
     total = next_token.loss_sum(model, batch).sum() + loss.loss_sum(model, batch)
-    use(known.quiet, data.cache.prepare, restored, samestep.base.fields.SHAPE, torch.next_token.x)
+    use(known.quiet, data.columns.digest, restored, samestep.base.fields.SHAPE, torch.next_token.x)
     return total * next_token.loss_sum.__name__.next_token
 """
     assert library_names(source) == [
         "base.fields.SHAPE",
-        "data.cache.prepare",
+        "data.columns.digest",
         "data.sources.DataConfig",
         "models.attention.restored",
         "models.next_token.loss_sum",
