@@ -56,7 +56,7 @@ class Rows(torch.utils.data.Dataset):
 
     def sizes(self) -> np.ndarray:
         """The size of each row, int (N,)."""
-        return sum(self.lists[name].lengths for name in self.sized)
+        return np.sum([self.lists[name].lengths for name in self.sized], axis=0)
 
     def digest(self) -> str:
         shown = {*self.names, "source"} & {*self.dataset.column_names}

@@ -113,10 +113,15 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """
     names = [name for name in TEXTS if name in rows.column_names]
     texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
-    options = {"model_input_names": ["input_ids", "attention_mask"], **SPECIAL}
-    options["model_max_length"] = cfg.max_length
     tokenizer = tokenizing.prepare_tokenizer(
-        cfg, folder, texts, special=TRAINED, needs=["pad_token"], **options
+        cfg,
+        folder,
+        texts,
+        special=TRAINED,
+        needs=["pad_token"],
+        model_input_names=["input_ids", "attention_mask"],
+        model_max_length=cfg.max_length,
+        **SPECIAL,
     )
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
