@@ -227,7 +227,7 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_anoth
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
     for template in ("", "{{ messages }}\n", "{{ messages }}\n", "{{ tools }}"):
-        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template, "", 8)
+        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template)
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
         before = AutoTokenizer.from_pretrained(tmp_path / "made").chat_template

@@ -1,22 +1,26 @@
-"""Usual edits of a language model's task, each as its owner would make it: tests/edits/NN.patch.
+"""Usual edits of a task, each as its owner would make it: tests/edits/NN.patch.
 
 Each takes few lines, and keeps the promises: one process and two train the same, and a run that is
 killed ends with the same bytes.
 """
 
+import io
 import json
 import shutil
 import subprocess
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import ROOT, BakedProject, bake, digest, lines
 from test_cookbook import recipes
 
-EDITS = sorted((ROOT / "tests" / "edits").glob("*.patch"))
-LINES = {"01": 5, "02": 4, "03": 8, "06": 10, "09": 15}  # that an edit may add
+# Lines that an edit may add.
+LINES = {"01": 5, "02": 4, "03": 8, "04": 6, "05": 4, "06": 10, "07": 12, "09": 15}
 FLAGS = {
     "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
     "03": ["--task.packing", "best_fit"],
@@ -87,7 +91,7 @@ def flags_of(more=()):
 
 def check_promises(project, folder, more, killed):
     """One process and two train the same; a killed run ends with the same bytes."""
-    flags = flags_of(more)
+    flags = more if "--max_steps" in more else flags_of(more)
     project.train(1, *flags, "--output_dir", folder / "one")
     project.train(2, *flags, "--output_dir", folder / "two", "--micro_batch_size", 2)
     for key in ("loss", "eval_loss"):
@@ -102,6 +106,69 @@ def check_promises(project, folder, more, killed):
         assert digest(half / last) == digest(folder / "one" / last)
         weights = "model/model.safetensors"
         assert (half / weights).read_bytes() == (folder / "one" / weights).read_bytes()
+
+
+def write_pairs(folder):
+    rows = [(f"a {a} is here", f"there is a {b} {i}", a == b) for i, (a, b) in enumerate(PAIRS)]
+    names = ("text", "pair", "label")
+    table = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
+    (folder / "mine.jsonl").write_text("\n".join(table))
+    return ["--task.text_pair_column", "pair", "--task.vocab_size", 300, "--task.hidden_size", 16]
+
+
+def write_images(folder):
+    """A Parquet file with the bytes of images."""
+    rows, random = [], np.random.default_rng(0)
+    for i in range(60):
+        file = io.BytesIO()
+        pixels = random.integers(0, 120, (12, 12, 3)) + [120 * (i % 3 == c) for c in range(3)]
+        Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": "rgb"[i % 3]})
+    (folder / "mine.jsonl").mkdir()
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "mine.jsonl" / "rows.parquet"
+    )
+    return ["--task.image_size", 8, "--task.hidden_size", 32, "--task.num_layers", 1]
+
+
+def write_table(folder):
+    random = np.random.default_rng(0)
+    lines = [
+        "age,height,y",
+        *(f"{a},{b},{a - b}" for a, b in random.normal(size=(100, 2)).round(3)),
+    ]
+    (folder / "mine.jsonl").write_text("\n".join(lines))
+    return []
+
+
+PAIRS = [(WORDS[i % 17], WORDS[i * (1 + i % 2) % 17]) for i in range(80)]
+OTHER_TASKS = {
+    "04": ("text_classification", write_pairs),
+    "05": ("image_classification", write_images),
+    "07": ("plain_module", write_table),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("04", marks=pytest.mark.slow), "05", "07"])
+def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
+    task, write = OTHER_TASKS[name]
+    patch = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
+    assert added_lines(patch) <= LINES[name]
+    if task == "plain_module":
+        base = bake(tmp_path, task="causal_lm", tracker="none")
+        shutil.copy(ROOT / "templates" / "examples" / "plain_module.py", base.path / "task.py")
+        recipe = base.path / "configs" / "train" / "default.yaml"
+        recipe.write_text(recipe.read_text().partition("\ntask:")[0] + "\n")
+    else:
+        base = bake(tmp_path, task=task, tracker="none")
+    project = apply(base, patch, tmp_path / "project")
+    flags = [*STEPS, *write(project.path)]
+    check_promises(project, tmp_path, flags, killed=True)
+    last = lines(tmp_path / "one", "eval_loss")[-1]
+    if name == "04":
+        assert -1 <= last["matthews"] <= 1 and last["matthews"] != last["accuracy"]
+    if name == "07":
+        assert last["eval_loss"] < lines(tmp_path / "one", "eval_loss")[0]["eval_loss"]
 
 
 @pytest.mark.slow
