@@ -4,6 +4,7 @@ it answers to bad input.
 
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -17,7 +18,7 @@ from sklearn import metrics
 from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, prepare_task, with_classes, write_table
-from samestep.data import hub, labels
+from samestep.data import columns, hub, labels, prepared
 from samestep.images import images
 from samestep.settings import contract
 from test_tasks import COLORS, STEPS, check_two_processes_and_a_lost_half, picture, refusal
@@ -167,7 +168,9 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
     for background in ("white", "navy"):
         cfg, prepared, parts = prepare(tmp_path / "icons", background=background)
         printed = capsys.readouterr().out
-        assert f"Preparing data: 10 of 19 images are transparent: put on {background}\n" in printed
+        assert (
+            f"Preparing data: 10 of 19 images may be transparent: put on {background}\n" in printed
+        )
         found |= {prepared.folder, *digests(parts)}
         assert task.build_model(cfg, prepared).config.to_dict()["background"] == background
     assert len(found) in (5, 6)  # icons may all be on one side
@@ -240,6 +243,32 @@ def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path, kind):
             prepare(data)
 
 
+def test_a_run_that_resumes_keeps_its_classes(task, config, prepare, tmp_path):
+    root = folders(tmp_path / "a")
+    _, first, _ = prepare(root)
+    kept = tmp_path / "identity"
+    kept.mkdir()
+    prepared.copy_identity(first.folder, kept)
+    for i in range(8, 12):
+        picture(COLORS["red"], i).save(root / "red" / f"{i}.png")
+    grown = prepared.prepare(task, config(root), kept)
+    assert names_of(grown) == names_of(first) and sum(map(len, grown.values())) == 28
+    assert prepared.identity_of(grown.folder) == prepared.identity_of(first.folder)
+    (root / "red").rename(root / "a new one")
+    with pytest.raises(ValueError, match="class 'a new one' is not in the run that resumes, which"):
+        prepared.prepare(task, config(root), kept)
+
+
+def test_any_number_of_processes_prepares_the_same(task, prepare, tmp_path, monkeypatch):
+    data = folders(tmp_path / "a", 80)
+    found = []
+    for cores in ({0}, {0, 1}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        _, first, parts = prepare(data, cache_dir=str(tmp_path / f"{len(cores)}"))
+        found.append([digests(parts), *(columns.digest(first[n]) for n in sorted(first))])
+    assert found[0] == found[1]
+
+
 def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config, prepare, tmp_path):
     root, rows = folders(tmp_path / "a"), folders(tmp_path / "b")
     for path in [*(root / "red").iterdir(), *(root / "blue").iterdir()]:
@@ -273,7 +302,7 @@ def test_rows_are_the_same_decoded_and_from_the_files(prepare, tmp_path, capsys,
     if kind == "parquet of bytes":
         shutil.rmtree(tmp_path / "images")  # the table has them
     _, decoded, after = prepare(data, decoded_gb=0, **fields)
-    assert "are more than task.decoded_gb, 0: decoded whenever they" in capsys.readouterr().out
+    assert "are more than task.decoded_gb, 0: decoded when they" in capsys.readouterr().out
     assert decoded.folder != kept.folder and "square" not in decoded["train"].column_names
     assert digests(before) == digests(after)
     for parts in (after, pickle.loads(pickle.dumps(after))):

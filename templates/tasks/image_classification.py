@@ -122,7 +122,9 @@ def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     return train, image_data.Images(data["validation"], cfg, data.folder)
 
 
-augment = image_data.augment  # a random crop, perhaps mirrored, or mixed with that of another
+def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data: Any) -> dict:
+    """A random crop, perhaps mirrored; with mixup it is mixed with that of another image."""
+    return image_data.augment(row, generator, cfg, data)
 
 
 def collate(rows: list[dict], cfg: TaskConfig, data: Any) -> Batch:

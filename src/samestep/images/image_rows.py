@@ -140,15 +140,16 @@ def normalize(row: dict, skip: bool) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
     label = labels.parse_class(row["label"])
     try:
-        with images.open_image(image):
+        with images.open_image(image) as opened:
             content = Path(image).read_bytes() if isinstance(image, str) else image
+            remarks = ["transparent"] if opened.has_transparency_data else []
     except Exception as error:  # each decoder has its own
         if skip:
             raise sources.UselessRow("unreadable") from None
         raise ValueError(f"{one_line(error)}; {SKIP} such images out") from None
     stored: dict[str, Any] = {"digest": hashlib.sha256(content).hexdigest(), "label": label}
     stored |= {"path": os.fsencode(image)} if isinstance(image, str) else {"bytes": image}
-    return stored, []
+    return stored, remarks
 
 
 def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, Any]]:
@@ -173,15 +174,16 @@ def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, A
         stratify="label",
         key=itemgetter("digest"),
         plural="images",
+        remark_line="{number:,} of {rows:,} images may be {remark}: put on " + cfg.background,
         nothing_held="no image of {data} can be held out to evaluate on, since each class has one; "
         "add others, or give --task.validation_data PATH",
     )
-    number_classes(rows, cfg, folder)
-    return rows, decode_options(rows, cfg, image_data.stored_side(cfg, folder))
+    classes = datasets.ClassLabel(names=name_classes(rows, cfg, folder))
+    return rows, decode_options(rows, classes, cfg, image_data.stored_side(cfg, folder))
 
 
-def number_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> None:
-    """Makes `label` the number of a class; the classes are sorted by their names.
+def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> list[str]:
+    """The names of the classes, sorted, or those in the `folder` of a run that resumes.
 
     Raises ValueError for one class alone, and for a class without training images.
     """
@@ -190,21 +192,15 @@ def number_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> None:
     if len(names) < 2:
         data, only = one_line(cfg.data, 100), one_line(names[0], 60)
         raise ValueError(f"task.data: {data} has one class, {only}; give at least two classes")
-    replace_text(saved, json.dumps({"names": names}))
     for split, part in rows.items():
-        column = part.data.column("label")
-        numbers = pc.index_in(column, value_set=pyarrow.array(names, column.type))
-        if numbers.null_count:
-            row = part[pc.index(numbers.is_null(), True).as_py()]
-            some = one_line(", ".join(names[:20]), 200) + (", ..." if len(names) > 20 else "")
-            raise ValueError(
-                f"task.{field_of(split, cfg)}: {row['place']}: class "
-                f"{one_line(repr(row['label']), 60)} is not in the training data, which has {some}"
-            )
-        feature = datasets.ClassLabel(names=names)
-        numbers = numbers.to_numpy().astype(np.int64)
-        part = part.remove_columns(["label", "source"])
-        rows[split] = part.add_column("label", numbers, feature=feature)
+        if unknown := {*part.unique("label")} - {*names}:
+            row = part[part["label"][:].index(min(unknown))]
+            shown, some = one_line(repr(row["label"]), 60), one_line(", ".join(names), 200)
+            owner = "run that resumes" if split == "train" else "training data"
+            text = f"class {shown} is not in the {owner}, which has {some}"
+            raise ValueError(f"task.{field_of(split, cfg)}: {row['place']}: {text}")
+    replace_text(saved, json.dumps({"names": names}))
+    return names
 
 
 def field_of(split: str, cfg: Any) -> str:
@@ -217,30 +213,29 @@ def field_of(split: str, cfg: Any) -> str:
 # ---- Squares -------------------------------------------------------------------------------------
 
 
-def decode_options(rows: datasets.DatasetDict, cfg: Any, side: int) -> dict[str, Any]:
-    """Options of `map` for `decode`: with the squares, if they take at most cfg.decoded_gb.
+def decode_options(
+    rows: datasets.DatasetDict, classes: datasets.ClassLabel, cfg: Any, side: int
+) -> dict[str, Any]:
+    """Options of `map` for `decode`: squares are stored if they take at most cfg.decoded_gb.
 
     Raises ValueError if the disk has no room for them.
     """
     count = sum(map(len, rows.values()))
     size = count * side * side * 3
-    text = f"{count:,} images of {one_line(cfg.data, 100)}; {size / 1e6:,.1f} MB of squares"
     stored = size <= cfg.decoded_gb * 1e9
     features = dict(rows["train"].features)
-    features |= {"problem": datasets.Value("string"), "is_transparent": datasets.Value("bool")}
-    removed: list[str] = []
-    if not stored:
-        text += (
-            f" are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded whenever they are used"
-        )
-    elif 2 * size > shutil.disk_usage(local_path(cfg.cache_dir, "cache_dir")).free:
-        reason = f"{os.strerror(errno.ENOSPC)}: {text}, for a while twice"
-        hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
-        raise ValueError(f"task.cache_dir: {reason}; {hint}")
-    else:
-        removed = ["path", "bytes"]
+    features |= {"label": classes, "problem": datasets.Value("string")}
+    text = f"{count:,} images of {one_line(cfg.data, 100)}; {size / 1e6:,.1f} MB of squares"
+    removed = ["source"]
+    if stored:
+        removed += ["path", "bytes"]
         features["square"] = datasets.List(datasets.Value("uint8"), length=side * side * 3)
+    else:
+        text += f" are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded when they are used"
     print(f"Preparing data: {text}", flush=True)
+    if stored and 2 * size > shutil.disk_usage(local_path(cfg.cache_dir, "cache_dir")).free:
+        hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
+        raise ValueError(f"task.cache_dir: {os.strerror(errno.ENOSPC)} to write them twice; {hint}")
     return {
         "fn_kwargs": {"side": side, "background": cfg.background, "stored": stored},
         "remove_columns": removed,
@@ -251,21 +246,17 @@ def decode_options(rows: datasets.DatasetDict, cfg: Any, side: int) -> dict[str,
 def decode(batch: dict[str, list], side: int, background: str, stored: bool) -> dict[str, list]:
     """Squares of images, for `map`: the middle of each, uint8 (side * side * 3,); their digests,
     which are the same where `stored` leaves the squares out; and what is wrong with an image."""
-    found: dict[str, list] = {"digest": [], "problem": [], "is_transparent": [], "square": []}
+    found: dict[str, list] = {"digest": [], "problem": [], "square": []}
     for path, content in zip(batch["path"], batch["bytes"], strict=True):
-        pixels = np.zeros((side, side, 3), np.uint8)
-        is_clear, problem = False, ""
+        pixels, problem = np.zeros((side, side, 3), np.uint8), ""
         try:
-            image = images.open_for_square(content or os.fsdecode(path), side)
-            pixels = images.square(image, side, background)
-            is_clear = images.is_transparent(image)
+            pixels = images.square(content or os.fsdecode(path), side, background)
         except MemoryError:
             raise
         except Exception as error:  # each decoder has its own
             problem = one_line(error)
         found["digest"].append(hashlib.sha256(pixels.data).hexdigest())
         found["problem"].append(problem)
-        found["is_transparent"].append(is_clear)
         found["square"].append(pixels.reshape(-1))
     if not stored:
         del found["square"]
@@ -278,23 +269,16 @@ def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
     Raises ValueError for the first that could not, unless cfg.unreadable_images is skip.
     """
     count = sum(map(len, rows.values()))
-    problems = {split: part.data.column("problem") for split, part in rows.items()}
-    bad = {s: np.flatnonzero(pc.not_equal(each, "").to_numpy()) for s, each in problems.items()}
-    number = sum(map(len, bad.values()))
-    clear = sum(pc.sum(part.data.column("is_transparent")).as_py() for part in rows.values())
+    good = {s: pc.equal(part.data.column("problem"), "").to_numpy() for s, part in rows.items()}
+    number = count - sum(each.sum() for each in good.values())
     for split, part in rows.items():
-        for i in bad[split][:SHOWN].tolist():
-            text = f"{part[i]['place']}: {problems[split][i]}"
+        for i in np.flatnonzero(~good[split])[:SHOWN].tolist():
+            text = f"{part[i]['place']}: {part[i]['problem']}"
             if cfg.unreadable_images == "refuse":
-                raise ValueError(
-                    f"task.{field_of(split, cfg)}: {text}; of {count:,} images {number:,} cannot "
-                    f"be decoded; {SKIP} them out"
-                )
+                text += f"; of {count:,} images {number:,} cannot be decoded; {SKIP} them out"
+                raise ValueError(f"task.{field_of(split, cfg)}: {text}")
             print(f"Preparing data: left out: {text}", flush=True)
-        if len(bad[split]):
-            part = keep(part, np.setdiff1d(np.arange(len(part)), bad[split]))
-        rows[split] = part.remove_columns(["problem", "is_transparent"])
-    if clear:
-        text = f"{clear:,} of {count - number:,} images are transparent: put on {cfg.background}"
-        print(f"Preparing data: {text}", flush=True)
+        if not good[split].all():
+            part = keep(part, np.flatnonzero(good[split]))
+        rows[split] = part.remove_columns("problem")
     return rows

@@ -36,14 +36,9 @@ def open_image(source: str | Path | bytes) -> Any:
     return image
 
 
-def is_transparent(image: Any) -> bool:
-    """Whether the background shows through some pixels of a Pillow image."""
-    return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
-
-
 def flatten(image: Any, background: str) -> Any:
     """A Pillow image in RGB; the background shows where it is transparent."""
-    if not is_transparent(image):
+    if not image.has_transparency_data:
         return image.convert("RGB")
     ground = Image.new("RGBA", image.size, background)
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
@@ -58,14 +53,6 @@ def is_color(text: str) -> bool:
     return len(color) == 3 and max(color) <= 255
 
 
-def open_for_square(image: Any, side: int) -> Any:
-    """A Pillow image of a path, of bytes, or itself; large enough for a square."""
-    if not isinstance(image, Image.Image):
-        image = open_image(image)
-        image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-    return image
-
-
 def upright(image: Any) -> tuple[Any, str]:
     """A Pillow image turned as its EXIF block says, and what is wrong with the block, if anything:
     then it stays as it is. Raises what the decoder raises."""
@@ -77,8 +64,14 @@ def upright(image: Any) -> tuple[Any, str]:
 
 
 def square(image: Any, side: int, background: str = "white") -> np.ndarray:
-    """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels."""
-    image = flatten(upright(open_for_square(image, side))[0], background)
+    """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels.
+
+    `image`: a path, bytes, or a Pillow image.
+    """
+    if not isinstance(image, Image.Image):
+        image = open_image(image)
+        image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+    image = flatten(upright(image)[0], background)
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
 
 

@@ -73,9 +73,8 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         with open_image(given) as image:
             asked, problem = upright(image)
         if problem:
-            print_problem(
-                f"{one_line(given, 100)}: not turned, its EXIF block is broken: {problem}"
-            )
+            told = f"{one_line(given, 100)} is not turned: broken EXIF block: {problem}"
+            print(f"samestep predict: {told}", file=sys.stderr)
         if getattr(config, "background", None):  # as in training
             asked = flatten(asked, config.background)
     elif getattr(config, "text_pair", False):
@@ -114,7 +113,7 @@ def predict(arguments: argparse.Namespace) -> int:
         except Exception as error:
             code = 2
             told = f"no answer to {one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
-            print_problem(told)
+            print(f"samestep predict: {told}", file=sys.stderr)
         if arguments.json:
             print(json.dumps({"input": given, **answer}, allow_nan=False), flush=True)
         elif task == "text-generation" and answer:
@@ -122,10 +121,6 @@ def predict(arguments: argparse.Namespace) -> int:
         else:
             print(f"{one_line(given, 100)}: {show(**answer)}" if answer else "", flush=True)
     return code
-
-
-def print_problem(text: str) -> None:
-    print(f"samestep predict: {text}", file=sys.stderr)
 
 
 def show(text: str = "", value: float | None = None, classes: list | tuple = ()) -> str:
