@@ -1,4 +1,4 @@
-"""Which row each position of a run takes: permutations, mixtures, windows of shards."""
+"""Which row each position of a run takes: permutations, mixtures."""
 
 import hashlib
 import itertools
@@ -23,14 +23,11 @@ class Source(NamedTuple):
     name: str
     rows: int
     weight: int = 1
-    shards: np.ndarray | None = None
-    window: int = 1
 
 
 MIXED = [
-    Source("a", 1000, 3), Source("b", 500_000, 1, np.full(500, 1000), 8), Source("c", 1, 1),
-    Source("d", 40, 2, np.arange(1, 9) + np.array([4, 0, 0, 0, 0, 0, 0, 0]), 2),
-    Source("e", 6, 1, np.array([1, 2, 3]), 3),
+    Source("a", 1000, 3), Source("b", 500_000, 1), Source("c", 1, 1), Source("d", 40, 2),
+    Source("e", 6, 1),
 ]  # fmt: skip
 
 
@@ -53,7 +50,7 @@ def test_the_order_is_that_of_older_versions():
         for values in (one.ids(range(first, first + 20_000)), one.ids(range(first, first + 500))):
             found.update(values.tobytes())
         found.update(one.passes(range(first, first + 500)).tobytes())
-    assert found.hexdigest()[:16] == "ead98140bf06b4b0"
+    assert found.hexdigest()[:16] == "d099f8056fd38303"
     assert one.count(8 * 10**15) == [n * 10**15 for n in (3, 1, 1, 2, 1)]
     rows = batches.SampleDataset(range(37), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
@@ -101,8 +98,7 @@ def test_each_source_goes_on_where_it_stood_when_weights_change():
         ({"a": 2, "b": 1}, 50), ({"a": 1, "b": 30}, 33), ({"b": 3}, 10), ({"b": 3}, 5),
         ({"c": 1, "a": 5, "b": 2}, 91), ({"b": 2, "c": 1, "a": 5}, 8300), ({"x/a": 1, "c": 7}, 40),
     ]:  # fmt: skip
-        shards = {"c": np.array([9, 1, 10, 20])}
-        sources = [Source(n, rows[n], w, shards.get(n), 2) for n, w in weights.items()]
+        sources = [Source(n, rows[n], w) for n, w in weights.items()]
         record = json.loads(json.dumps(order.next_mixture(record, samples, weights)))
         assert order.next_mixture(record, samples + 3, weights) == record
         total = sum(rows[n] for n in weights)
@@ -122,7 +118,7 @@ def test_each_source_goes_on_where_it_stood_when_weights_change():
         counted = dict(zip(weights, one.count(samples), strict=True))
         assert all(counted[n] == len(given[n[-1]][0]) for n in weights)
     for name, seed in (("a", 0), ("b", 1), ("c", 2)):  # as if it had been the only one
-        source = [Source("all", rows[name], 1, shards.get(name), 2)]
+        source = [Source("all", rows[name], 1)]
         alone = order.SampleOrder(rows[name], order.hash64(5, seed)[0], source)
         places = range(len(given[name][0]))
         assert given[name] == (alone.ids(places).tolist(), alone.passes(places).tolist())
@@ -172,38 +168,11 @@ def test_random_numbers_of_a_row_belong_to_the_pass_over_its_source():
     assert len(drawn) == 40 and len({*drawn}) == 40
 
 
-# ---- Shards in windows ---------------------------------------------------------------------------
-
-SHARDS = [
-    ([4] * 12, 3), ([5, 3, 0, 4, 9, 1, 1, 0, 7, 2, 2], 4), ([1] * 100, 7), ([30, 1, 1, 1, 1], 1),
-    ([0, 0, 5, 0, 0, 6], 1), ([0] * 50_000 + [3, 0, 4], 1), (np.full(1000, 97), 64),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("shards, window", SHARDS, ids=lambda value: str(value)[:20])
-def test_a_pass_over_shards_takes_each_row_once_window_by_window(shards, window):
-    shards = np.array(shards)
-    size, names = int(shards.sum()), np.repeat(np.arange(len(shards)), shards)
-    one = order.SampleOrder(size, 3, [Source("all", size, 1, shards, window)])
-    orders = set()
-    for epoch in (0, 1, 2, 10**9):
-        ids = one.ids(range(epoch * size, (epoch + 1) * size))
-        assert sorted(ids.tolist()) == list(range(size))
-        orders.add(tuple(ids.tolist()))
-        laid = order.WindowedOrder(shards, window, 3)
-        laid.ids(np.array([epoch * size], np.uint64))
-        touched = [{*names[part]} for part in np.split(ids, laid.window_ends[:-1])]
-        assert len(touched) == -(-np.count_nonzero(shards) // window)
-        assert all(len(each) <= window for each in touched)
-        assert sum(map(len, touched)) == np.count_nonzero(shards)  # none in two windows
-    assert len(orders) == 4
-
-
 # ---- Any position, as fast as any other ----------------------------------------------------------
 
 
 def test_the_work_grows_neither_with_the_rows_nor_with_the_position(monkeypatch):
-    """Counted: hashed numbers a block. For shards one table a pass comes on top."""
+    """Counted: hashed numbers a block."""
     hashed, counts, hash64 = [], [], order.hash64
 
     def counting(*words):
@@ -212,9 +181,8 @@ def test_the_work_grows_neither_with_the_rows_nor_with_the_position(monkeypatch)
         return result
 
     monkeypatch.setattr(order, "hash64", counting)
-    for size, sharded in itertools.product((10**4, 10**9), (False, True)):
-        half = np.full(50, size // 100) if sharded else None
-        sources = [Source("a", size // 2, 2, half, 10), Source("b", size - size // 2, 1)]
+    for size in (10**4, 10**9):
+        sources = [Source("a", size // 2, 2), Source("b", size - size // 2, 1)]
         one = order.SampleOrder(size, 0, sources)
         for first in (0, 10**6, 10**9, 10**12):
             hashed.clear()
@@ -253,8 +221,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
         ([Source("a", 10)], "they have 10 rows together, but the dataset has 12"),
         ([Source("a", 6), Source("a", 6)], "of task.views: 2 are called 'a'; give each another"),
         ([Source("a", 12), Source("b", 0)], "b has no rows to train on; leave it out"),
-        ([Source("a", 12, 1.5)], "of task.views: 'a' needs whole numbers: rows from 0, a weight"),
-        ([Source("a", 12, 1, np.array([13, -1]))], "of task.views: 'a' needs whole numbers: rows"),
+        ([Source("a", 12, 1.5)], "of task.views: 'a' needs whole numbers: rows from 0, and"),
         ([Source("a", 6, 99_999), Source("b", 6, 2)], "are too fine; their sum is above 100,000"),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import numpy as np
 from pydantic import Field
 
 from samestep.base.console import one_line
@@ -47,8 +46,6 @@ class Source(NamedTuple):
     name: str
     rows: int
     weight: int
-    shards: np.ndarray | None  # rows of each shard; None: all rows are shuffled together
-    window: int  # shards whose rows are shuffled together
 
 
 @dataclass

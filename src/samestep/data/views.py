@@ -22,7 +22,7 @@ def count_sources(dataset: Any, data: str) -> list[Source]:
     counts = np.bincount(numbers)
     names = getattr(dataset.features["source"], "names", None) or ["data"]
     found = zip(names, counts.tolist(), strict=False)  # the last may have no rows here
-    return [Source(name, rows, weights.get(name, 1), None, 1) for name, rows in found]
+    return [Source(name, rows, weights.get(name, 1)) for name, rows in found]
 
 
 class Rows(torch.utils.data.Dataset):

@@ -36,13 +36,6 @@ class Source(Protocol):
     weight: int
     """Its share of the training samples is weight / the sum of all weights."""
 
-    shards: np.ndarray | None
-    """Number of rows of each shard, an int array, for rows that are best read shard by shard. None:
-    all rows are shuffled together."""
-
-    window: int
-    """Number of shards whose rows are shuffled together."""
-
 
 class Task(Protocol):
     """The functions of task.py. Mistakes that the user can correct raise ValueError with one line.
@@ -81,9 +74,8 @@ class Task(Protocol):
         must be the same in every process and every run; Python, NumPy and torch are seeded before.
         A view may have `sources`, a list of Source; `sizes()`, the length of each row, int (N,);
         and `digest()`, a text for all its rows: without it those of datasets.Dataset count by their
-        values, and of others 64 rows. One that fetches rows from afar may have a number `ahead`:
-        with each batch its fetch([i, j, ...]) gets the rows that come so many samples later. A row
-        that cannot be read raises ValueError, or ConnectionError if that may pass."""
+        values, and of others 64 rows. A row that cannot be read raises ValueError, or
+        ConnectionError if that may pass."""
 
     def collate(self, rows: list) -> Mapping:
         """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), or to lists
@@ -240,13 +232,11 @@ def list_sources(dataset: Any, training: bool) -> list[Source]:
     if not known or not all(hasattr(each, field) for each in sources for field in fields):
         return []  # an attribute with another meaning
     for each in sources:
-        shards = np.asarray([each.rows] if each.shards is None else each.shards)
-        numbers = np.array([each.rows, each.weight - 1, each.window - 1, *shards.flat])
-        whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
-        if not whole or shards.ndim != 1 or shards.sum() != each.rows:
+        numbers = np.array([each.rows, each.weight - 1])
+        if numbers.dtype.kind not in "iu" or numbers.min() < 0:
             raise ValueError(
-                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, a weight "
-                "and a window from 1, and shards, an int array, that add up to the rows"
+                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, and a "
+                "weight from 1"
             )
         if training and not each.rows:
             raise ValueError(

@@ -36,7 +36,7 @@ from samestep.settings.mesh import Layout, layout_of, this_layout
 from samestep.settings.run_config import DDPConfig
 from samestep.step import batches
 from samestep.step.batches import StepPlan
-from samestep.step.order import first_mixture, hash64, next_mixture
+from samestep.step.order import first_mixture, next_mixture
 
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
@@ -418,11 +418,7 @@ def versions() -> dict[str, str]:
 
 def describe_source(source: contract.Source) -> str:
     """What of a source determines the order of the samples, for manifests."""
-    text = f"{source.name}: weight {source.weight}, {source.rows} rows"
-    if source.shards is None:
-        return text
-    sizes = hash64(source.shards, range(len(source.shards))).sum()
-    return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
+    return f"{source.name}: weight {source.weight}, {source.rows} rows"
 
 
 def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
@@ -434,7 +430,7 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
     entries = {"samples": len(views[0]), "fingerprint": digests[0] or fingerprints[0]}
     entries["validation"] = digests[1] or fingerprints[1]
     sources = contract.list_sources(views[0], training=True)
-    if len(sources) > 1 or any(each.shards is not None for each in sources):
+    if len(sources) > 1:
         entries["sources"] = "; ".join(map(describe_source, sources))
     identity = ""
     if hasattr(data, "folder"):

@@ -254,11 +254,9 @@ class SampleDataset(torch.utils.data.Dataset):
         self.dataset, self.seed = dataset, seed
         self.sources = contract.list_sources(dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
-        make = functools.partial(SampleOrder, len(dataset), seed, self.sources, mixture)
-        self.order = None if seed is None else make()
-        self.ahead = getattr(dataset, "ahead", 0)
-        if self.order and self.ahead:  # an order keeps the tables of its last call
-            self.later = make()
+        self.order = None
+        if seed is not None:
+            self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
         sizes = getattr(dataset, "sizes", None)
         self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
         if self.sizes is not None and self.sizes.shape != (len(dataset),):
@@ -299,8 +297,6 @@ class SampleDataset(torch.utils.data.Dataset):
         ids = self.ids(positions)
         places = [max(i, 0) for i in ids]
         with as_user_error():
-            if self.order and self.ahead:
-                self.dataset.fetch(self.later.ids(np.asarray(positions) + self.ahead).tolist())
             if hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
                 rows = self.dataset.__getitems__(places)
             else:
@@ -356,8 +352,7 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int]]]:
 
 def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]:
     """16 hex digits for the data: the number of rows, and types, shapes and bytes of the task's
-    batch of 64 evenly spread rows, of the first shard where there are shards; and samples of these
-    to try the task on, see `choose_few`.
+    batch of 64 evenly spread rows; and samples of these to try the task on, see `choose_few`.
 
     Raises ValueError if a row, or what `augment` makes of one for training, is another the next
     time.
@@ -371,10 +366,7 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
         return digest.hexdigest()[:16]
 
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
-    size, shards = len(dataset), rows.sources and rows.sources[0].shards
-    if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
-        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
-    ids = sorted({i * (size - 1) // 63 for i in range(64)})
+    ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     digest = hash_batch(samples)
     if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):

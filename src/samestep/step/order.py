@@ -2,16 +2,14 @@
 
 Any position is found at once. The positions go round the sources of the data, in proportion to
 their weights. Each source passes over its rows again and again, each pass in a permutation of its
-own. Rows in shards that should be read one after the other: the shards are permuted, cut into
-windows, and the rows of each window permuted.
+own.
 
 Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
 
-import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,46 +66,6 @@ def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
     """Sample ids at these positions, for one source of `size` rows: int64, shape of positions."""
     passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
     return permute(places, size, hash64(seed, passes)).astype(np.int64)
-
-
-class WindowedOrder:
-    """The order of a source whose rows lie in shards; for the arguments see contract.Source.
-
-    In each pass windows have equal numbers of shards, at most `window`.
-    """
-
-    def __init__(self, shards: np.ndarray, window: int, seed: int):
-        shards, self.seed = np.asarray(shards, np.int64), seed
-        starts = np.cumsum(shards) - shards
-        self.shards, self.starts = shards[shards > 0], starts[shards > 0]  # size and first row
-        self.rows, count = int(shards.sum()), len(self.shards)
-        self.windows = -(-count // window)
-        self.last_shards = np.arange(1, self.windows + 1) * count // self.windows - 1  # of each
-        self.passes = None  # those of the tables: the passes of the last call
-
-    def ids(self, places: np.ndarray) -> np.ndarray:
-        """The row at each place of the order of this source: int64, shape of places (N,)."""
-        passes, places = np.divmod(places.astype(np.int64), self.rows)
-        passes, turns = np.unique(passes, return_inverse=True)
-        if not np.array_equal(passes, self.passes):  # tables of these passes, one after the other
-            self.passes, count = passes, len(self.shards)
-            order = sample_ids(passes[:, None] * count + np.arange(count), count, self.seed)
-            ends = np.cumsum(self.shards[order].ravel()).reshape(order.shape)
-            self.order, self.shard_ends = order.ravel(), ends.ravel()
-            self.window_ends = ends[:, self.last_shards].ravel()
-        places += turns * self.rows  # as if the passes followed each other
-
-        # Permute the places within their windows.
-        number = np.searchsorted(self.window_ends, places, "right")
-        first = np.append(0, self.window_ends)[number]
-        keys = hash64(self.seed, passes[turns], number % self.windows)
-        size = self.window_ends[number] - first
-        places = first + permute(places - first, size, keys).astype(np.int64)
-
-        # Find their shards.
-        number = np.searchsorted(self.shard_ends, places, "right")
-        before = np.append(0, self.shard_ends)[number]
-        return self.starts[self.order[number]] + places - before
 
 
 def mix(weights: Sequence[int]) -> np.ndarray:
@@ -221,13 +179,7 @@ class SampleOrder:
         seeds = [seed if n < 0 else int(hash64(seed, n)[0]) for n in numbers]
         self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
-        self.orders: list[Callable] = []
-        for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
-            shards = None if each is None else each.shards
-            if shards is None or np.count_nonzero(shards) <= each.window:
-                self.orders.append(functools.partial(sample_ids, size=size, seed=own_seed))
-            else:
-                self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
+        self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
         self.blocks: dict[int, np.ndarray] = {}  # the ids of the newest two
 
     def passes(self, positions: Any) -> np.ndarray:
@@ -257,7 +209,7 @@ class SampleOrder:
         positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)
         ids = np.empty(self.block, np.int64)
         sources, places = self.mixture.locate(positions)
-        for source, (first, order) in enumerate(zip(self.firsts, self.orders, strict=True)):
+        for source, (first, size, seed) in enumerate(self.orders):
             own = sources == source
-            ids[own] = first + order(places[own])
+            ids[own] = first + sample_ids(places[own], size, seed)
         return ids

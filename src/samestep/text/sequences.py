@@ -143,7 +143,7 @@ class Sequences(torch.utils.data.Dataset):
                 self.check_size(name, own)
             bounds = self.find_bounds(own) if len(own) else np.zeros(1, np.int64)
             self.bounds.append(bounds)
-            self.sources.append(Source(name, len(bounds) - 1, weights.get(name, 1), None, 1))
+            self.sources.append(Source(name, len(bounds) - 1, weights.get(name, 1)))
         self.ends = np.cumsum([len(each) - 1 for each in self.bounds]).tolist()
         self.tables = {}
         if vocabulary is not None:
