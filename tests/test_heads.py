@@ -1,5 +1,9 @@
 """The head of a classifier to start from: its classes are found by their names."""
 
+from decimal import Decimal
+
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -62,16 +66,26 @@ def test_a_head_for_other_classes_is_new(tmp_path, capsys):
 def test_numbers_as_classes_are_told():
     for count, told in ((30, True), (10, False)):
         names = [str(n) for n in range(count)]
-        counts = labels.Counter(dict.fromkeys(names, 2))
-        _, warning = labels.describe_labels(counts, 2 * count, names, labels.SINGLE)
-        assert ("--task.problem_type regression" in warning) == told
+        rows = datasets.Dataset.from_dict({"label": 3 * names, "place": 3 * names})
+        lines = labels.describe_labels(rows, np.full(count, 3), names, labels.SINGLE)
+        assert ("--task.problem_type regression" in "".join(lines)) == told
+
+
+def test_classes_with_few_rows_are_named_with_their_first_place():
+    """A 7 among names is rather a mistake."""
+    values = ["neg", "pos"] * 1000 + ["7"]
+    places = [f"line {number}" for number in range(len(values))]
+    rows = datasets.Dataset.from_dict({"label": values, "place": places})
+    counts = np.array([1, 1000, 1000])
+    _, line = labels.describe_labels(rows, counts, ["7", "neg", "pos"], labels.SINGLE)
+    assert line == "1 of 3 classes have few rows: 7 (1, the first: line 2000)"
 
 
 def test_decimals_are_numbers():
-    assert labels.parse_label(labels.Decimal("3.50"), labels.NUMBER) == 3.5
-    assert labels.parse_label(labels.Decimal("3.0"), labels.SINGLE) == "3"
+    assert labels.parse_label(Decimal("3.50"), labels.NUMBER) == 3.5
+    assert labels.parse_label(Decimal("3.0"), labels.SINGLE) == "3"
     with pytest.raises(ValueError, match="not a finite number"):
-        labels.parse_label(labels.Decimal("NaN"), labels.NUMBER)
+        labels.parse_label(Decimal("NaN"), labels.NUMBER)
 
 
 def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):

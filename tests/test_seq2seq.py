@@ -135,7 +135,7 @@ def test_the_model_to_start_from_may_change_during_training(task, prepare, model
     facts = json.loads((start / "tokenizer.json").read_text())
     facts["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     (start / "tokenizer.json").write_text(json.dumps(facts))
-    task.export(model, tmp_path / "model", folder)
+    task.export(model, tmp_path / "model", cfg, folder)
     saved = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     assert saved["model"]["vocab"] == vocabulary
 

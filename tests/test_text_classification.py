@@ -196,19 +196,19 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
         assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
         assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)
         assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
-        shown = task.report(model, sums, tmp_path, prepared)["errors"]
+        shown = task.report(model, sums, tmp_path, cfg, prepared)["errors"]
         assert "of always saying the mean" in shown
         return
     if kind == "single_label_classification":
         said = logits.argmax(1).numpy()
         assert scores["accuracy"] == pytest.approx((truth == said).mean())
-        assert task.report(model, sums, tmp_path, prepared)["confusion"].stat().st_size > 5000
+        assert task.report(model, sums, tmp_path, cfg, prepared)["confusion"].stat().st_size > 5000
     else:
         micro = f1_score(truth, said, average="micro", zero_division=0)
         assert scores["micro_f1"] == pytest.approx(micro)
     macro = f1_score(truth, said, average="macro", zero_division=0)
     assert scores["macro_f1"] == pytest.approx(macro)
-    text = task.report(model, sums, tmp_path, prepared)["classes"]
+    text = task.report(model, sums, tmp_path, cfg, prepared)["classes"]
     assert all(name in text for name in model.config.label2id)
 
 

@@ -218,7 +218,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) ->
 test_inputs = pairs.test_inputs  # that the check of the export gives to both models
 
 
-def export(model: Any, output: Path, data: Any) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, data: Any) -> None:
     """Saves files that AutoModelForSeq2SeqLM and AutoTokenizer load."""
     from transformers import AutoTokenizer
 

@@ -218,7 +218,7 @@ def metrics(sums: Batch, data: Any) -> dict[str, float]:
     return {"loss": float(sums["loss"] / sums["rows"]), **labelled.scores(sums, data)}
 
 
-def report(model: Any, sums: Batch, output: Path, data: Any) -> dict:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict:
     """The scores of each class and a picture of the confusion; or the errors of numbers."""
     return labelled.report(sums, [*model.config.id2label.values()], output, data)
 
