@@ -183,7 +183,8 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     model = AutoModelForSeq2SeqLM.from_pretrained(output / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     train = [row for row in demo_data.date_rows()]
-    _, rows = reference.hold_out(train, 0.1, lambda row: row[0]["source"])
+    _, held = reference.hold_out(train, 0.1, lambda row: row[0]["source"])
+    rows = [row for row in train if row in held[:1000]]
     sources, targets = ([row[name] for row, _ in rows[:40]] for name in ("source", "target"))
     written = []
     for source in sources:
