@@ -15,10 +15,11 @@ import torch
 from pydantic import Field
 
 from samestep.base.fields import EXPORT, MODEL, ROUNDING, SHAPE
-from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
+from samestep.streaming import text_streams
+from samestep.streaming.text_streams import StreamConfig
 from samestep.text import formats, sequences
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -35,7 +36,7 @@ Size = Annotated[int, Field(ge=1, le=65_536)]
 
 
 @dataclass
-class TaskConfig(DataConfig, LoraFields, ModelConfig):
+class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     data: str | list[dict[str, int | str]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of such files,
     or a dataset on the Hub. Or bundled texts: manual (of Python and its library, 1.7 MB), pydoc (of
@@ -92,7 +93,7 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
 
-check_config = formats.check_config  # fields that do not fit each other
+check_config = text_streams.check_config  # fields that do not fit each other
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ check_config = formats.check_config  # fields that do not fit each other
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
-    rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
+    rows = text_streams.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
     packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
@@ -119,11 +120,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     return tokens
 
 
-def views(cfg: TaskConfig, data: Any) -> tuple[sequences.Sequences, sequences.Sequences]:
-    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
-    `unigram_loss` of their tokens."""
-    train = sequences.Sequences(data["train"], cfg)
-    return train, sequences.Sequences(data["validation"], cfg, data["vocabulary"])
+views = text_streams.views  # rows {input_ids, labels}: sequences of context_length tokens
 
 
 # input_ids and labels, int64 (B, context_length): labels are the inputs, or -100. Packed documents

@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
+from samestep.data import shards
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 
@@ -40,6 +41,8 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
         fields["data"] = [each.data for each in split_data(fields["data"])]
     if isinstance(cfg, pretrained.ModelConfig):
         fields["revision"] = pretrained.commit_of(cfg)
+    if getattr(cfg, "streaming", False):
+        fields["shards"] = [shards.describe(each) for each in shards.split_shards(cfg)]
     return short_hash([to_jsonable_python(fields), code_of(task, cfg), library_code(), identity])
 
 
@@ -185,6 +188,8 @@ def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
     for field, value in read_fields(cfg).items():
         if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
             continue  # its weights shape no rows
+        if getattr(cfg, "streaming", False) and field in ("data", "validation_data"):
+            continue  # the list of shards is in the key
         texts = list(texts_in(to_jsonable_python(value)))
         if field == "data" and isinstance(cfg, DataConfig):
             texts = [each.data for each in split_data(value)]

@@ -182,7 +182,11 @@ def _open(span: Span) -> io.BufferedReader:
     that some programs write."""
     path = span.path
     compression = COMPRESSIONS.get(os.path.splitext(path.lower())[1])
-    if not compression:
+    if "://" in path:
+        file = open_url(path)
+        if compression:
+            file = io.BufferedReader(pyarrow.CompressedInputStream(file, compression), 2**16)
+    elif not compression:
         file = open(path, "rb")  # noqa: SIM115
     elif not os.path.getsize(path):  # pyarrow takes it for no rows
         raise ValueError("it has 0 bytes: it is truncated")
@@ -194,6 +198,13 @@ def _open(span: Span) -> io.BufferedReader:
     elif file.peek(3)[:3] == codecs.BOM_UTF8:
         file.read(3)
     return file
+
+
+def open_url(path: str) -> Any:
+    """A file of a store, by fsspec."""
+    import fsspec
+
+    return io.BufferedReader(fsspec.open(path, "rb").open(), 2**20)
 
 
 def _lines(file: io.BufferedReader, span: Span, place: Place) -> Iterator[bytes]:
@@ -293,7 +304,8 @@ def _read_parquet(
 ) -> Iterator[dict]:
     place.unit = "row"
     # Otherwise memory grows with the file, or with its largest group of rows.
-    with ParquetFile(span.path, pre_buffer=False, buffer_size=2**20) as table:
+    content: Any = open_url(span.path) if "://" in span.path else span.path
+    with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
         existing = table.schema_arrow.names
         check_columns(existing, columns, optional)
         names = existing

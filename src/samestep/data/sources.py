@@ -89,11 +89,13 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
     group_column. Makes a list in `data` a text.
     """
     cfg.data = data_as_text(cfg.data)
+    streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
     for _, own in by_source(cfg):
         for name in ("data", "validation_data"):
-            if "://" in getattr(own, name):
+            if "://" in getattr(own, name) and not streaming:
+                hint = "; --task.streaming true reads shards there" * (streaming is not None)
                 url = one_line(getattr(own, name), 100)
-                raise ValueError(f"task.{name}: {url} is a URL: download the data first")
+                raise ValueError(f"task.{name}: {url} is a URL: download the data first{hint}")
         rules = [("data", own.data, "a path, or a name"), ("cache_dir", own.cache_dir, "a folder")]
         check_fields(own, rules)
         local_path(own.cache_dir, "cache_dir")

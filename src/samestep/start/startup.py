@@ -200,6 +200,8 @@ class RunStart:
         elif resume_point.checkpoint:
             start = f"goes on from {resume_point.checkpoint}"
         samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
+        if batches.is_stream(self.views[0]):
+            samples = f"{self.cfg.global_batch_size} samples of a stream"
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
         remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
         return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
@@ -340,6 +342,18 @@ def check_rows(rows: Any, task: Any, parts: int) -> None:
             f"{labels} labels; give a context_length that {parts} divides, or use fsdp2.yaml"
         )
     task.check_context_parallel()
+
+
+def check_stream(cfg: Any, rows: Any) -> None:
+    """Raises ValueError for fields that need rows whose number is known."""
+    rules = [("num_epochs", cfg.num_epochs, "max_steps in its place")]
+    rules += [(n, getattr(cfg, n) == "epoch", "steps") for n in ("eval_every", "save_every")]
+    rules += [("device_shares", cfg.device_shares == "auto", "equal, or a list of shares")]
+    for name, is_given, wanted in rules:
+        if is_given:
+            value = getattr(cfg, name)
+            raise ValueError(f"{name} is {value}; a stream has no end that is known: give {wanted}")
+    rows.begin(cfg.seed, cfg.global_batch_size)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -493,6 +507,8 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
         data, bound, views = read_data(cfg, task, run_of(cfg))
         if layout.cp > 1:  # each process takes a part from the front and one from the back
             check_rows(views[0], bound, 2 * layout.cp)
+        if batches.is_stream(views[0]):
+            check_stream(cfg, views[0])
         # Even if all rows count: reading a few finds rows that cannot be read.
         read = [batches.read_few(each, bound, each is views[0]) for each in views]
         fingerprints, few = map(list, zip(*read, strict=True))

@@ -241,7 +241,8 @@ class SampleDataset(torch.utils.data.Dataset):
 
     With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
     the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
-    and a position past the end gives (-1, first row).
+    and a position past the end gives (-1, first row). A stream (streaming/lanes.py) gives the ids
+    of its samples itself.
     """
 
     def __init__(
@@ -254,8 +255,8 @@ class SampleDataset(torch.utils.data.Dataset):
         self.dataset, self.seed = dataset, seed
         self.sources = contract.list_sources(dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
-        self.order = None
-        if seed is not None:
+        self.order, self.is_stream = None, is_stream(dataset)
+        if seed is not None and not self.is_stream:
             self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
         sizes = getattr(dataset, "sizes", None)
         self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
@@ -294,30 +295,39 @@ class SampleDataset(torch.utils.data.Dataset):
         return np.asarray(positions)[order].tolist()
 
     def __getitems__(self, positions: list[int]) -> list[tuple]:
-        ids = self.ids(positions)
+        ids = [] if self.is_stream else self.ids(positions)
         places = [max(i, 0) for i in ids]
         with as_user_error():
-            if hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
+            if self.is_stream:
+                ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
+            elif hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
                 rows = self.dataset.__getitems__(places)
             else:
                 rows = [self.dataset[i] for i in places]
         if self.augment:
-            seeds = hash64(self.seed, self.order.passes(positions), ids).view(np.int64).tolist()
+            passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
+            seeds = hash64(self.seed, passes, ids).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
         return list(zip(ids, rows, strict=True))
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether rows are read from shards while the model trains."""
+    return hasattr(dataset, "lanes")
+
+
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
-) -> tuple[Batch, tuple[int, int]]:
-    """The task's batch of these (id, row) pairs, and (items in the loss, hash of the ids)."""
+) -> tuple[Batch, tuple[int, int], np.ndarray]:
+    """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
     batch = contract.plain_batch(collate([row for _, row in samples]))
     ids = np.array([i for i, _ in samples])
-    return batch, (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))
+    numbers = (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))
+    return batch, numbers, ids
 
 
-def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple[int, int]]]:
+def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple[int, int], np.ndarray]]:
     """`collate_samples` with the functions of a task, for a DataLoader."""
     return functools.partial(collate_samples, task.collate, task.count)
 
@@ -331,6 +341,10 @@ def make_loader(
 ) -> DataLoader:
     """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
     workers = count_workers(num_workers, task, device)
+    if rows.is_stream and isinstance(sampler, StepBatchSampler):
+        # So that a lane is always read by the same worker.
+        while workers and len(sampler.plan.run()) % workers:
+            workers -= 1
     return DataLoader(
         rows,
         batch_sampler=sampler,
@@ -344,7 +358,7 @@ def make_loader(
     )
 
 
-def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int]]]:
+def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.ndarray]]:
     """Its batches. A signal does not end the worker processes that it starts."""
     with signals_blocked():
         return iter(loader)
@@ -366,7 +380,8 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
         return digest.hexdigest()[:16]
 
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
-    ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
+    last = 63 if rows.is_stream else len(dataset) - 1
+    ids = sorted({i * last // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     digest = hash_batch(samples)
     if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):
@@ -396,7 +411,7 @@ def choose_few(samples: list[tuple], collate: Callable) -> list[tuple]:
     """The shortest of these samples with items in the loss, two others, and the longest."""
     sized = []
     for sample in samples:
-        batch, (items, _) = collate([sample])
+        batch, (items, _), _ = collate([sample])
         if items:
             sized.append((sum(each.numel() for each in contract.tensors_of(batch)), sample))
     sized.sort(key=lambda each: each[0])

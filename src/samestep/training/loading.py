@@ -27,6 +27,9 @@ class TrainLoader:
     def __init__(self, run: Run, data: Any, eval_loader: "EvalLoader"):
         self.run, self.eval_loader, self.plan = run, eval_loader, run.plan
         self.rows = SampleDataset(data, run.task, run.cfg.seed, run.resume_point.mixture)
+        if self.rows.is_stream:
+            lanes = run.resume_point.saved.get("lanes")
+            data.begin(run.cfg.seed, run.plan.samples, run.first_sample, lanes)
         end = run.samples(run.last_step)
         self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
         self.loader = batches.make_loader(
@@ -37,7 +40,7 @@ class TrainLoader:
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
         self.reassigned: dict = {}  # for the log, if later steps are assigned anew
         self.left = run.last_step - run.first_step  # steps to fetch
-        self.window: list[tuple[Batch, tuple]] = []  # this process's part of the next step
+        self.window: list[tuple] = []  # this process's part of the next step
         self.exchange: PendingSum | None = None
 
     def prefetch(self) -> None:
@@ -49,13 +52,13 @@ class TrainLoader:
             window, problem = catch(self.read_window)
             self.window = window or []
             self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
-            counts = np.sum([numbers for _, numbers in self.window] or [(0, 0)], axis=0)
+            counts = np.sum([numbers for _, numbers, _ in self.window] or [(0, 0)], axis=0)
             counts *= self.run.ranks.layout.leads  # its replica counts once
             times = self.balancer.own_time() if self.balancer else []
             stop, problem = self.run.stop.requested(), problem or self.run.problem
             self.exchange = PendingSum(self.run.ranks, [*counts, stop, *times], problem)
 
-    def read_window(self) -> list[tuple[Batch, tuple]]:
+    def read_window(self) -> list[tuple]:
         """This process's micro-batches of the next step."""
         if self.reassigned:  # drops what worker processes have read ahead
             self.sampler.plan = self.balancer.plan
@@ -70,7 +73,9 @@ class TrainLoader:
         """
         exchange, self.exchange = self.exchange, None
         num_items, ids_hash, _, *times = exchange.result()
-        self.plan, window = self.sampler.plan, [batch for batch, _ in self.window]
+        self.plan, window = self.sampler.plan, [batch for batch, *_ in self.window]
+        if self.rows.is_stream:
+            self.run.lanes = self.last_of_lanes()
         inputs = [each.get("input_ids") for each in window if isinstance(each, dict)]
         tokens = sum(each.numel() for each in inputs if each is not None)
         self.run.meter.add(num_items, ids_hash, tokens * self.run.ranks.layout.leads)
@@ -78,6 +83,17 @@ class TrainLoader:
         if self.reassigned:  # new shares, used from the next step on
             self.eval_loader.sampler.step_plan = self.balancer.plan
         return list(zip(self.plan.run(), window, strict=True)), num_items
+
+    def last_of_lanes(self) -> dict[int, tuple[int, int]]:
+        """Of each lane of a stream that this process has read: the last sample of the step, as its
+        place in the step and its id."""
+        found = {}
+        share = self.plan.samples // self.rows.dataset.lanes
+        for number, (*_, ids) in zip(self.plan.run(), self.window, strict=True):
+            places = self.plan.positions(range(self.plan.samples), number)
+            for place, sample in zip(places, ids.tolist(), strict=True):
+                found[place // share] = (place, sample)
+        return found
 
     def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""

@@ -60,10 +60,14 @@ class RunLog:
         loss, grad_norm, notes, reason = self.monitor.read()
         for note in notes:
             end = run.samples(note["step"])
-            ids = rows.ids(range(end - run.cfg.global_batch_size, end))
-            self.lines.write({**note, "sample_ids": ids})
+            if not rows.is_stream:
+                ids = rows.ids(range(end - run.cfg.global_batch_size, end))
+                note = {**note, "sample_ids": ids}
+            self.lines.write(note)
         samples = run.samples(self.step)
-        line = {"samples": samples, "epoch": samples / len(rows), **rows.count_samples(samples)}
+        line = {"samples": samples, **rows.count_samples(samples)}
+        if not rows.is_stream:
+            line["epoch"] = samples / len(rows)
         line |= {"loss": loss, "lr": self.lr, "grad_norm": grad_norm}
         self.note(**line, **run.meter.read())
         if run.meter.straggler:

@@ -34,6 +34,7 @@ class Run:
             self.last_step = max(self.first_step, self.resume_point.max_steps)
         self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
+        self.lanes: dict[int, tuple[int, int]] = {}  # of a stream: see TrainLoader.last_of_lanes
         self.asked: Any = []  # what the trained model answered: see ending.py
 
     def samples(self, step: int) -> int:

@@ -12,7 +12,7 @@ from samestep.base.console import print_on_main
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
-from samestep.step import deepspeed
+from samestep.step import batches, deepspeed
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 
@@ -68,6 +68,11 @@ class Saver:
             self.add_scores(found)
             return
         numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
+        if batches.is_stream(run.start.views[0]):
+            last: dict[int, tuple[int, int]] = {}
+            for own in self.ranks.gather(run.lanes):
+                last |= {lane: max(each, last.get(lane, each)) for lane, each in own.items()}
+            numbers["lanes"] = [last[lane][1] for lane in sorted(last)]
         began = time.perf_counter()
         with run.meter.paused():
             self.commit({**run.start.manifest, "step": step, **numbers, **found})

@@ -1,0 +1,113 @@
+"""Shards: files that are read while the model trains, on a disk or in a store.
+
+Whole shards are held out, by the hash of their names.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.base.console import one_line, without_credentials
+from samestep.base.fields import check_fields, local_path
+from samestep.data import hub, sources, splits
+from samestep.data.tables import TABLES, file_ending
+
+EXTENSIONS = (".txt", *TABLES)
+TAGS = ("ETag", "etag", "sha256", "md5Hash")  # names that stores give a digest
+ENDS = 65_536  # bytes from both ends of a local shard that are compared
+
+
+class Shard(NamedTuple):
+    path: str
+    name: str  # below the folder or URL
+    size: int  # in bytes
+    tag: str  # what a store says of the content, or a digest of both ends
+
+
+def check_streaming(cfg: Any, bundled: Any) -> None:
+    """Raises ValueError for data that cannot be streamed."""
+    rules = [("data", "," not in cfg.data, "one folder or URL of shards")]
+    for name in ("data", "validation_data"):  # URLs are stored and shown
+        url = getattr(cfg, name)
+        text = "a URL without credentials: give them as the package of the store takes them"
+        rules.append((name, without_credentials(url) == url, text))
+    check_fields(cfg, rules)
+    if cfg.data in bundled or hub.is_hub_name(cfg.data):
+        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
+        raise ValueError(
+            f"task.streaming: {one_line(cfg.data, 60)} is not a folder or URL of shards; of a data "
+            f"set on the Hub give the URL of its files, {one_line(example, 100)}"
+        )
+
+
+def list_shards(data: str, field: str = "data") -> list[Shard]:
+    """The shards of a folder or URL, in the order of their names. Raises ValueError."""
+    if "://" in data:
+        found = list_store(data, field)
+    else:
+        root = local_path(data, field)
+        found = []
+        for path in sources.list_files(data, EXTENSIONS, field):
+            name = path.relative_to(root).as_posix() if root.is_dir() else path.name
+            found.append(Shard(str(path), name, path.stat().st_size, digest_ends(path)))
+    if not found:
+        kinds = ", ".join(EXTENSIONS)
+        raise ValueError(f"task.{field}: there is no shard at {one_line(data, 100)}, of {kinds}")
+    return found
+
+
+def list_store(url: str, field: str) -> list[Shard]:
+    """The shards below a URL, by fsspec."""
+    import fsspec
+
+    try:
+        store, root = fsspec.core.url_to_fs(url)
+        files = store.find(root, detail=True)
+    except Exception as error:  # each store has its own
+        raise ValueError(f"task.{field}: cannot list {one_line(url)}: {one_line(error)}") from None
+    found = []
+    for path, about in sorted(files.items()):
+        if file_ending(path) in EXTENSIONS:
+            known = [str(about[each]) for each in TAGS if each in about]
+            tag = known[0] if known else ""
+            name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
+            found.append(Shard(store.unstrip_protocol(path), name, about["size"], tag))
+    return found
+
+
+def digest_ends(path: Path) -> str:
+    """A digest of the first and the last bytes of a file."""
+    with open(path, "rb") as file:
+        content = file.read(ENDS)
+        file.seek(max(path.stat().st_size - ENDS, 0))
+        return hashlib.sha256(content + file.read()).hexdigest()[:16]
+
+
+def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
+    """The shards to train on, and those to evaluate on: those of cfg.validation_data; those that
+    are named so; or those that are held out, about cfg.validation_fraction, and at least one."""
+    found = list_shards(cfg.data)
+    if cfg.validation_data:
+        return found, list_shards(cfg.validation_data, "validation_data")
+    named = [splits.split_of(each.name) for each in found]
+    if "validation" in named:
+        train = [each for each, split in zip(found, named, strict=True) if split in ("train", "")]
+        given = [each for each, s in zip(found, named, strict=True) if s == "validation"]
+        return train, given
+    hashes = {each: hashlib.sha256(each.name.encode()).digest() for each in found}
+    ordered = sorted(found, key=lambda each: hashes[each])
+    limit = int(cfg.validation_fraction * 2**64)
+    held = [each for each in ordered if int.from_bytes(hashes[each][:8], "big") < limit]
+    held = (held or ordered[:1])[: len(found) - 1]
+    if not held:
+        raise ValueError(
+            f"task.data: {one_line(cfg.data, 100)} is one shard, and one is held out; cut it, or "
+            "give --task.validation_data PATH"
+        )
+    return [each for each in found if each not in held], held
+
+
+def describe(shards: list[Shard]) -> str:
+    """A digest of names, sizes and tags."""
+    lines = [f"{each.name} {each.size} {each.tag}\n" for each in shards]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

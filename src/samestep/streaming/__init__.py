@@ -1,0 +1,1 @@
+"""Rows that are read from shards while the model trains."""

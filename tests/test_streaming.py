@@ -1,0 +1,280 @@
+"""Streams: the same samples on any number of processes, from wherever a run resumes."""
+
+import gzip
+import json
+import shutil
+import types
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from conftest import bake, digest, lines, load_task, prepare_task
+from samestep.data import shards
+from samestep.step import batches
+from samestep.streaming import lanes
+from samestep.text import tokenizing
+
+WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
+SHARDS, STEP, LANES = 9, 24, 4
+FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size": 300}
+
+
+def texts_of(number):
+    """The texts of a shard, of any number."""
+    draw = np.random.default_rng(number)
+    return [" ".join(draw.choice(WORDS, draw.integers(3, 60))) for _ in range(150 + 40 * number)]
+
+
+def write_shards(folder, kind, count=SHARDS):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        texts = texts_of(number)
+        path = folder / f"part-{number:03}.{kind}"
+        if kind == "parquet":
+            table = pyarrow.table({"text": texts})
+            pyarrow.parquet.write_table(table, path, row_group_size=64)
+        elif kind == "jsonl.gz":
+            content = "".join(json.dumps({"text": each}) + "\n" for each in texts)
+            path.write_bytes(gzip.compress(content.encode()))
+        else:
+            path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    return folder
+
+
+class Numbers(lanes.Stream):
+    """Samples that are numbers: shard s has 10 s + i for i below s + 3, three to a block."""
+
+    def blocks(self, shard):
+        first, size = 10 * int(shard), int(shard) + 3
+        return (list(range(first + i, first + min(i + 3, size))) for i in range(0, size, 3))
+
+    def samples(self, block):
+        return block
+
+
+def numbers(first=0, last=None, count=LANES):
+    stream = Numbers([str(n) for n in range(7)], count)
+    stream.begin(5, 12, first, last)
+    return stream
+
+
+def last_of(found, position):
+    """The last sample of each lane before a position, which begins a step."""
+    share = 12 // LANES
+    return [found[position - 12 + (lane + 1) * share - 1][0] for lane in range(LANES)]
+
+
+def test_an_epoch_has_each_sample_once_and_another_order_next():
+    stream = numbers(count=1)
+    total = sum(n + 3 for n in range(7))
+    epochs = [stream.__getitems__([*range(e * total, (e + 1) * total)]) for e in range(3)]
+    rows = [[row for _, row in each] for each in epochs]
+    assert sorted(rows[0]) == sorted(rows[1]) == sorted(rows[2]) and len({*rows[0]}) == total
+    assert rows[0] != rows[1] != rows[2]
+    ids = [i for each in epochs for i, _ in each]
+    assert len({*ids}) == 3 * total
+    assert [lanes.unpack_id(i)[0] for i in ids] == [e for e in range(3) for _ in range(total)]
+
+
+def test_lanes_go_on_after_any_step():
+    whole = numbers().__getitems__([*range(600)])
+    for step in range(1, 50, 7):
+        resumed = numbers(12 * step, last_of(whole, 12 * step))
+        assert resumed.__getitems__([*range(12 * step, 600)]) == whole[12 * step :]
+
+
+def test_any_part_of_a_step_is_read_alone():
+    whole = numbers().__getitems__([*range(240)])
+    for part in ([0, 5], [5, 12], [3, 4]):
+        own = [p for p in range(240) if part[0] <= p % 12 < part[1]]
+        assert numbers().__getitems__(own) == [whole[p] for p in own]
+    again = numbers()
+    again.__getitems__([100])
+    assert again.__getitems__([7]) == [whole[7]]  # from the beginning
+
+
+@pytest.mark.parametrize(
+    "count, step, said",
+    [
+        (8, 16, "task.lanes is 8, and 7 shards are to be trained on; give at most 7"),
+        (5, 12, "task.lanes is 5, which does not divide global_batch_size, 12; give 4"),
+    ],
+)
+def test_lanes_that_do_not_fit(count, step, said):
+    with pytest.raises(ValueError) as error:
+        Numbers([str(n) for n in range(7)], count).begin(0, step)
+    assert said in str(error.value)
+
+
+def test_an_id_that_is_too_large_is_refused():
+    assert lanes.unpack_id(lanes.pack_id(3, 70_000, 9, 65_535)) == [3, 70_000, 9, 65_535]
+    assert lanes.pack_id(511, 2**18 - 1, 2**20 - 1, 2**16 - 1) == 2**63 - 1
+    with pytest.raises(ValueError, match="at most 65,536 for each place"):
+        lanes.pack_id(0, 0, 0, 65_536)
+
+
+# ---- Texts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def task():
+    return load_task("causal_lm")
+
+
+def prepared(task, folder, data, **fields):
+    cache = str(folder / "cache")
+    cfg = task.TaskConfig(data=str(data), cache_dir=cache, **{**FIELDS, **fields})
+    data = prepare_task(task, cfg)
+    return cfg, data, task.views(cfg, data)
+
+
+def hashes(stream, cut, workers, steps, first=0, last=None):
+    """The ids of each step by a process, which computes the micro-batches `cut` of 3 samples."""
+    rows = batches.SampleDataset(stream, None, 5)
+    stream.begin(5, STEP, first * STEP, last)
+    found = [[] for _ in range(steps)]
+    plan = batches.StepPlan(STEP, 3, cut[0], cut[1])
+    sampler = batches.StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
+    loader = batches.make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
+    for number, (_, _, ids) in enumerate(loader):
+        found[number // len(plan.run())] += ids.tolist()
+    return found
+
+
+def collate(rows):
+    return {"input_ids": torch.stack([torch.from_numpy(row["input_ids"]) for row in rows])}
+
+
+def count_rows(batch):
+    return len(batch["input_ids"])
+
+
+TASK = types.SimpleNamespace(collate=collate, count=count_rows)
+CUTS = {"1": (8,), "2": (4, 4), "3": (3, 3, 2), "5/3": (5, 3)}
+
+
+def steps_of(stream, cut, workers, steps, first=0, last=None):
+    parts = [
+        hashes(stream, (CUTS[cut], rank), workers, steps, first, last)
+        for rank in range(len(CUTS[cut]))
+    ]
+    return [sum(own, []) for own in zip(*parts, strict=True)]
+
+
+def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
+    """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
+    found = []
+    for kind in ("parquet", "jsonl.gz"):
+        data = write_shards(tmp_path / kind, kind)
+        _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
+        assert len(validation) > 10
+        for cut, workers in [("1", 0), ("2", 0), ("3", 0), ("5/3", 0), ("2", 2), ("1", 2)]:
+            found.append(steps_of(stream, cut, workers, 30))
+        whole = found[-1]
+        share = STEP // LANES
+        last = [whole[16][(lane + 1) * share - 1] for lane in range(LANES)]
+        for cut, workers in (("3", 0), ("2", 2)):
+            found.append(whole[:17] + steps_of(stream, cut, workers, 13, 17, last))
+    # Shards of both kinds have the same texts, under other names: those that are held out differ.
+    for half in (found[: len(found) // 2], found[len(found) // 2 :]):
+        assert all(each == half[0] for each in half)
+    places = {tuple(lanes.unpack_id(i)[1:3]) for step in found[0] for i in step}
+    assert len({shard for shard, _ in places}) >= LANES
+
+
+def test_sequences_are_those_of_the_texts(task, tmp_path):
+    data = write_shards(tmp_path / "data", "jsonl", 3)
+    cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
+    tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
+    (shard, *_), held = shards.split_shards(cfg)
+    assert len(held) == 1
+    number = int(shard.name[5:8])
+    blocks = [*stream.blocks(shard.path)]
+    assert [text for block in blocks for text in block] == texts_of(number)
+    rows = [row for block in blocks for row in stream.samples(block)]
+    ids = np.concatenate([row["input_ids"] for row in rows])
+    assert (ids == np.concatenate([row["labels"] for row in rows])).all()
+    assert tokenizer.decode(ids[:200]).startswith(texts_of(number)[0] + "<|endoftext|>")
+
+
+def test_a_store(task, tmp_path):
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    data = write_shards(tmp_path / "data", "parquet", 4)
+    store.put(str(data), "/texts", recursive=True)
+    local = prepared(task, tmp_path / "a", data, lanes=2)[2][0]
+    remote = prepared(task, tmp_path / "b", "memory://texts", lanes=2)[2][0]
+    for stream in (local, remote):
+        stream.begin(1, 4)
+    own, theirs = (stream.__getitems__([*range(40)]) for stream in (local, remote))
+    assert [i for i, _ in own] == [i for i, _ in theirs]
+    for (_, mine), (_, other) in zip(own, theirs, strict=True):
+        assert (mine["input_ids"] == other["input_ids"]).all()
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+FLAGS = ["--task.streaming", "true", "--task.lanes", LANES, "--task.context_length", 16]
+FLAGS += ["--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_heads", 2]
+FLAGS += ["--task.num_layers", 1, "--max_steps", 9, "--log_every", 1, "--eval_every", 0]
+FLAGS += ["--save_every", 3, "--global_batch_size", 24, "--micro_batch_size", 6, "--exact", "true"]
+FLAGS += ["--warmup_steps", 2, "--keep_checkpoints", 0, "--check_export", "false"]
+LAST = "checkpoints/step-00000009"
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A project with shards, and an uninterrupted run of one process."""
+    project = bake(tmp_path_factory.mktemp("streams"), task="causal_lm", tracker="none")
+    write_shards(project.path / "texts", "parquet")
+    project.train(1, *FLAGS, "--task.data", "texts", "--output_dir", "runs/whole")
+    return project
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
+    """With exact the same bytes, also on another number of processes."""
+    whole, output = streamed.path / "runs" / "whole", tmp_path / "run"
+    (output / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints/step-00000003", output / "checkpoints/step-00000003")
+    flags = [*FLAGS, "--task.data", "texts", "--output_dir", output, "--num_workers", 1]
+    streamed.train(processes, *flags)
+    keys = ("samples", "loss", "batch_hash")
+    found, wanted = ([[e[k] for k in keys] for e in lines(run, "loss")] for run in (output, whole))
+    assert found == wanted[3:] and "epoch" not in lines(output, "loss")[0]
+    assert lines(output, "eval_loss") == lines(whole, "eval_loss")
+    weights = "model/model.safetensors"
+    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
+    if processes == 1:
+        assert digest(output / LAST) == digest(whole / LAST)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--task.lanes", 5], "task.lanes is 5, which does not divide global_batch_size, 24"),
+        (["--eval_every", "epoch"], "eval_every is epoch; a stream has no end that is known"),
+        (["--task.lanes", 12], "task.lanes is 12, and 7 shards are to be trained on"),
+        (["--task.packing", "best_fit"], "task.packing is 'best_fit' but must be stream while"),
+        (["--device_shares", "auto"], "device_shares"),
+    ],
+)
+def test_what_does_not_go_with_a_stream(streamed, tmp_path, flags, said):
+    flags = [*FLAGS, "--exact", "false", "--task.data", "texts", *flags]
+    printed = streamed.train(1, *flags, "--check", "--output_dir", tmp_path / "x", codes=[2])
+    assert said in printed and "Traceback" not in printed
+
+
+def test_other_shards_are_another_run(streamed, tmp_path):
+    shutil.copytree(streamed.path / "runs" / "whole", tmp_path / "run")
+    shutil.copytree(streamed.path / "texts", tmp_path / "texts")
+    path = next((tmp_path / "texts").glob("*-003*"))
+    table = pyarrow.parquet.read_table(path).slice(1)
+    pyarrow.parquet.write_table(table, path, row_group_size=64)
+    flags = [*FLAGS, "--max_steps", 12, "--output_dir", tmp_path / "run"]
+    printed = streamed.train(1, *flags, "--task.data", tmp_path / "texts", "--check", codes=[2])
+    assert "data fingerprint" in printed or "data" in printed
