@@ -65,7 +65,7 @@ class RunLog:
                 note = {**note, "sample_ids": ids}
             self.lines.write(note)
         samples = run.samples(self.step)
-        line = {"samples": samples, **rows.count_samples(samples)}
+        line: dict[str, float] = {"samples": samples, **rows.count_samples(samples)}
         if not rows.is_stream:
             line["epoch"] = samples / len(rows)
         line |= {"loss": loss, "lr": self.lr, "grad_norm": grad_norm}
