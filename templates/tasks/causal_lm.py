@@ -120,7 +120,10 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     return tokens
 
 
-views = text_streams.views  # rows {input_ids, labels}: sequences of context_length tokens
+def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
+    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
+    `unigram_loss` of their tokens."""
+    return text_streams.views(cfg, data)
 
 
 # input_ids and labels, int64 (B, context_length): labels are the inputs, or -100. Packed documents
