@@ -202,6 +202,16 @@ def test_fields_of_the_model_do_not_count(texts):
     assert "prepare_data sets task.dropout, which is marked as the model's" in refused(texts)
 
 
+def test_a_file_of_the_same_size_and_time_counts_by_its_content(texts):
+    assert prepares(texts) == 1
+    file = texts.path / "texts.jsonl"
+    copy = texts.path / "copy"
+    copy.write_text(file.read_text().replace("red", "big"))
+    os.utime(copy, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    os.replace(copy, file)
+    assert prepares(texts) == 1
+
+
 @pytest.mark.slow
 def test_files_count_by_content(texts):
     file = texts.path / "texts.jsonl"
