@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import ROOT, BakedProject, bake, digest, lines
+from conftest import ROOT, SOURCE, BakedProject, bake, digest, lines
 from test_cookbook import recipes
 
 # Lines that an edit may add.
@@ -170,6 +170,15 @@ def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
         assert -1 <= last["matthews"] <= 1 and last["matthews"] != last["accuracy"]
     if name == "07":
         assert last["eval_loss"] < lines(tmp_path / "one", "eval_loss")[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_page_of_tasks_shows_the_edit(name):
+    text = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
+    hunks = [hunk.split("\n")[1:] for hunk in text.split("\n@@")[1:]]
+    shown = ["\n".join(line for line in hunk if line[:1] in ("+", "-")) for hunk in hunks]
+    page = (ROOT / SOURCE / "docs" / "task.md").read_text()
+    assert "```diff\n" + "\n...\n".join(shown) + "\n```" in page
 
 
 @pytest.mark.slow
