@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import bake, digest, lines, load_task, prepare_task
-from samestep.data import shards
+from samestep.data import readers, shards
 from samestep.step import batches
 from samestep.streaming import lanes
 from samestep.text import tokenizing
@@ -214,6 +214,37 @@ def test_a_store(task, tmp_path):
     assert [i for i, _ in own] == [i for i, _ in theirs]
     for (_, mine), (_, other) in zip(own, theirs, strict=True):
         assert (mine["input_ids"] == other["input_ids"]).all()
+
+
+def test_a_store_out_of_reach_is_no_mistake_of_the_user(task, tmp_path, monkeypatch):
+    import fsspec
+
+    def fail(*_, **__):
+        raise TimeoutError("no answer")
+
+    for name in ("a.jsonl", "b.parquet"):
+        monkeypatch.setattr(fsspec, "open", fail)
+        with pytest.raises(ConnectionError, match=f"cannot read s3://x/{name}: no answer"):
+            list(readers.read_span(readers.Span(f"s3://x/{name}"), {"text": "text"}))
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
+    with pytest.raises(ConnectionError, match="cannot list s3://x: no answer"):
+        shards.list_shards("s3://x")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="cannot list nothing://x: "):
+        shards.list_shards("nothing://x")
+
+
+def test_a_long_text_is_several(task, tmp_path):
+    """A block has so few sequences that their numbers fit."""
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b", "c"):
+        text = json.dumps({"text": "a tall man " * 250_000}) + "\n"
+        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
+    cfg, data, (stream, _) = prepared(task, tmp_path, tmp_path / "data", lanes=1)
+    shard = stream.shards[0]
+    blocks = [*stream.blocks(shard)]
+    assert [len(block) for block in blocks] == [1, 1, 1]
+    assert "".join(text for block in blocks for text in block) == "a tall man " * 250_000
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

@@ -33,12 +33,6 @@ ClosedUnitInterval = Annotated[float, Field(ge=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
-# Sizes of a new transformer.
-Layers = Annotated[int, Field(ge=1, le=1000)]
-Heads = Annotated[int, Field(ge=1, le=1024)]
-Width = Annotated[int, Field(ge=1, le=65_536)]
-Gigabytes = Annotated[float, Field(ge=0, le=1_000_000)]
-
 
 def check_fields(cfg: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
     """Raises ValueError for the first violated rule: (field, whether it holds, expected value)."""

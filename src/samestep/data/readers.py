@@ -139,7 +139,8 @@ def read_span(
     Without `columns` all are read under their own names.
 
     A file that is no table has its text in the role text, and the name of its folder as the label.
-    Raises ValueError with file and line for what cannot be read, and for a missing column.
+    Raises ValueError with file and line for what cannot be read, and for a missing column; and
+    ConnectionError for a store out of reach.
     """
     ending, place = file_ending(span.path), Place(span)
     read = READERS.get(ending, _read_text)
@@ -150,7 +151,10 @@ def read_span(
     except MemoryError:
         raise
     except Exception as error:  # each library has its own errors for what a file holds
-        raise ValueError(f"task.{field}: cannot read {place}: {_describe(error)}") from None
+        text = f"task.{field}: cannot read {place}: {_describe(error)}"
+        if "://" in span.path and not isinstance(error, ValueError | csv.Error):
+            raise ConnectionError(text) from None
+        raise ValueError(text) from None
 
 
 def _locate_image(row: dict, place: Place, span: Span) -> Row:

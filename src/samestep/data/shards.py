@@ -64,7 +64,10 @@ def list_store(url: str, field: str) -> list[Shard]:
         store, root = fsspec.core.url_to_fs(url)
         files = store.find(root, detail=True)
     except Exception as error:  # each store has its own
-        raise ValueError(f"task.{field}: cannot list {one_line(url)}: {one_line(error)}") from None
+        text = f"task.{field}: cannot list {one_line(url)}: {one_line(error)}"
+        if isinstance(error, ValueError | ImportError | FileNotFoundError):
+            raise ValueError(text) from None
+        raise ConnectionError(text) from None  # it may pass
     found = []
     for path, about in sorted(files.items()):
         if file_ending(path) in EXTENSIONS:

@@ -23,12 +23,6 @@ SHOWN = 30  # most classes in a text or a picture: those with the most mistakes
 # ---- Classes -------------------------------------------------------------------------------------
 
 
-def class_settings(names: list[str]) -> dict[str, Any]:
-    """Settings of a model's config for these classes."""
-    ids = {name: i for i, name in enumerate(names)}
-    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": ids}
-
-
 def count_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The table of a batch, float32: logits (B, C); labels, classes (B,), or 0 and 1 (B, C).
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, readers, shards, sources
-from samestep.data.readers import Span
+from samestep.data.readers import DOCUMENT, Span
 from samestep.data.shards import Shard
 from samestep.streaming.lanes import Stream
 from samestep.text import formats, sequences, tokenizing
@@ -100,15 +100,19 @@ def read_texts(chosen: list[Shard], most: int, cfg: Any, field: str) -> list[str
 
 
 def texts_of(path: str, cfg: Any, field: str = "data") -> Iterator[str]:
-    """The texts of a shard. Raises ValueError for a row without one, unless it may be skipped."""
-    span = Span(path, document=readers.DOCUMENT)
+    """The texts of a shard; those of more than DOCUMENT characters are several.
+
+    Raises ValueError for a row without one, unless it may be skipped.
+    """
+    span = Span(path, document=DOCUMENT)
     for row, place in readers.read_span(span, {"text": cfg.text_column}, field=field):
         try:
             sources.require_texts(row)
         except ValueError as error:
             sources.leave_out(error, place, cfg, field, Counter())
         else:
-            yield row["text"]
+            text = row["text"]
+            yield from (text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT))
 
 
 # ---- While the model trains ----------------------------------------------------------------------
