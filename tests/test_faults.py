@@ -51,6 +51,20 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_process(
     assert all(tensor.isfinite().all() for tensor in final.values())
 
 
+def test_a_step_without_items_in_the_loss_changes_nothing(tiny, tmp_path):
+    """No weight decays, and it counts as skipped."""
+    flags = ["--task.silent", 1, "--save_every", 1, "--max_skipped_steps", 3, "--log_every", 1]
+    printed = tiny.train(2, *flags, "--output_dir", tmp_path, "--check_export", "false", codes=[2])
+    assert "no item is in the loss in 3 steps in a row, up to step 3" in printed
+    events = lines(tmp_path, "event")
+    assert [(each["step"], each["event"], each["items"]) for each in events] == [
+        (step, "skipped", 0) for step in (1, 2, 3)
+    ]
+    one, two = (read_checkpoint(checkpoint(tmp_path, step)) for step in (1, 2))
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
 def test_the_same_steps_are_skipped_by_any_optimizer(tiny, tmp_path):
     """SGD knows no found_inf, so its gradients are taken away."""
     project = type(tiny)(shutil.copytree(tiny.path, tmp_path / "project"))

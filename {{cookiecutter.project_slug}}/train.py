@@ -261,10 +261,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         # Prefetch the next step while the device computes this one.
         train_loader.prefetch()
 
-        # Update the weights, unless the gradient is not finite.
+        # Update the weights, unless the gradient is not finite, or no item was in the loss.
         gradients.reduce()
         norm = gradients.clip(cfg.max_grad_norm)
-        skip_unless_finite(optimizer, norm)
+        skip_unless_finite(optimizer, norm, num_items)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -290,7 +290,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         losses = pipeline.gradients(micro_batches, num_items)
         train_loader.prefetch()
         norm = pipeline.clip(cfg.max_grad_norm)
-        skip_unless_finite(optimizer, norm)
+        skip_unless_finite(optimizer, norm, num_items)
         optimizer.step()
         optimizer.zero_grad()
         log.add(num_items, losses, norm, lr)

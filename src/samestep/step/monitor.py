@@ -1,4 +1,4 @@
-"""Skips steps whose loss or gradient is not finite.
+"""Skips steps whose loss or gradient is not finite, and those without items in the loss.
 
 Numbers stay on the device until a line of metrics is due, so that other steps do not wait for it.
 """
@@ -16,8 +16,11 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from samestep.processes.ranks import Ranks
 
 
-def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
-    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
+def skip_unless_finite(
+    optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
+) -> None:
+    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
+    item was in the loss: weights would decay.
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
     norm and removes the gradients, without which an optimizer changes neither weights nor moments.
@@ -25,6 +28,8 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it has skipped the step in `backward`
         return
     inner = optimizer.optimizer
+    if not num_items:
+        norm = norm * math.nan
     if not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
@@ -99,18 +104,19 @@ class StepMonitor:
         for step, num_items, loss, norm in zip(steps, counts, sums, norms, strict=True):
             if math.isfinite(loss):
                 total, total_items = total + loss, total_items + num_items
-            if math.isfinite(loss + norm):
+            if num_items and math.isfinite(loss + norm):
                 self.skipped = 0
-            elif not (math.isfinite(loss) and lowered):
+            elif not (num_items and math.isfinite(loss) and lowered):
                 numbers = {"skipped_loss": loss / max(num_items, 1), "skipped_norm": norm}
+                numbers["items"] = num_items
+                what = "loss or gradient was not finite" if num_items else "no item is in the loss"
                 notes.append({"step": step, "event": "skipped", **numbers})
                 self.skipped += 1
                 if self.skipped == self.max_skipped_steps:
                     reason = (
-                        f"loss or gradient was not finite in {self.skipped} steps in a row, up to "
-                        f"step {step}; these steps did not change the weights. metrics.jsonl names "
-                        "their samples: check the data, or continue with --accept_changes and "
-                        "another learning_rate"
+                        f"{what} in {self.skipped} steps in a row, up to step {step}; these steps "
+                        "did not change the weights. metrics.jsonl names their samples: check the "
+                        "data, or continue with --accept_changes and another learning_rate"
                     )
         return total / total_items if total_items else math.nan, norm, notes, reason
 
