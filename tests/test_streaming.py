@@ -109,6 +109,21 @@ def test_lanes_that_do_not_fit(count, step, said):
     assert said in str(error.value)
 
 
+def test_a_lane_without_samples_ends_also_after_shards_have_changed():
+    class Empty(Numbers):
+        def samples(self, block):
+            return []
+
+    for last in (None, [lanes.pack_id(3, 70, 0, 0)]):
+        stream = Empty(["0", "1"], 1)
+        stream.begin(0, 4, 0, last)
+        with pytest.raises(ValueError, match="the shards of lane 0 hold no sample to train on"):
+            stream.__getitems__([0])
+    stream = Numbers(["0", "1"], 1)
+    stream.begin(0, 4, 0, [lanes.pack_id(3, 70, 0, 0)])  # a shard that is gone: the next epoch
+    assert lanes.unpack_id(stream.__getitems__([0])[0][0])[0] == 4
+
+
 def test_an_id_that_is_too_large_is_refused():
     assert lanes.unpack_id(lanes.pack_id(3, 70_000, 9, 65_535)) == [3, 70_000, 9, 65_535]
     assert lanes.pack_id(511, 2**18 - 1, 2**20 - 1, 2**16 - 1) == 2**63 - 1

@@ -119,7 +119,7 @@ class Stream(torch.utils.data.Dataset):
         if self.last:
             epoch, *resumed = unpack_id(self.last[lane])
         while True:
-            count = 0
+            count, is_whole = 0, resumed is None
             for shard in self.assigned(lane, epoch):
                 if resumed and shard != resumed[0]:
                     continue
@@ -128,9 +128,9 @@ class Stream(torch.utils.data.Dataset):
                 for sample in self.read_shard(epoch, shard, first_block, taken):
                     count += 1
                     yield sample
-            if not count and not self.last:
+            if is_whole and not count:
                 raise ValueError(f"task.data: the shards of lane {lane} hold no sample to train on")
-            epoch += 1
+            epoch, resumed = epoch + 1, None
 
     def assigned(self, lane: int, epoch: int) -> list[int]:
         """The numbers of the shards of a lane in an epoch."""
