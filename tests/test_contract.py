@@ -164,7 +164,7 @@ def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
         watch.add(step, terms, range(1), [total * one], step * one)
     loss, norm, notes, reason = watch.read()
-    assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3]
+    assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3, 4]
     watch.add(5, 2, range(1), [torch.nan * one], one)
     assert str(watch.read()[0]) == "nan"
     watch.add(6, 2, range(1), [5 * one], one)
