@@ -231,6 +231,28 @@ def test_a_store(task, tmp_path):
         assert (mine["input_ids"] == other["input_ids"]).all()
 
 
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_shards_are_known_by_their_names(task, tmp_path, place):
+    """Those for validation are evaluated on, those for a test are never read."""
+    import fsspec
+
+    for names, wanted in [
+        ("train-0 train-1 validation-0 test-0", (["train-0", "train-1"], ["validation-0"])),
+        ("a b test-0", (["a"], ["b"])),
+    ]:
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        for name in names.split():
+            (folder / f"{name}.jsonl").write_text('{"text": "x"}\n')
+        data = str(folder)
+        if place == "memory":
+            data = f"memory://{folder.name}"
+            fsspec.filesystem("memory").put(str(folder), f"/{folder.name}", recursive=True)
+        cfg = task.TaskConfig(data=data, streaming=True, validation_fraction=0.01)
+        parts = [[each.name.removesuffix(".jsonl") for each in p] for p in shards.split_shards(cfg)]
+        assert sorted(map(sorted, parts)) == sorted(wanted) and "test-0" not in sum(parts, [])
+
+
 def test_a_store_out_of_reach_is_no_mistake_of_the_user(task, tmp_path, monkeypatch):
     import fsspec
 

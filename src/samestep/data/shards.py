@@ -13,7 +13,9 @@ from samestep.data import hub, sources, splits
 from samestep.data.tables import TABLES, file_ending
 
 EXTENSIONS = (".txt", *TABLES)
-TAGS = ("ETag", "etag", "sha256", "md5Hash")  # names that stores give a digest
+# Names that stores give a digest of a file, or else a time.
+TAGS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "LastModified", "last_modified", "updated")
+TAGS += ("created", "mtime")
 ENDS = 65_536  # bytes from both ends of a local shard that are compared
 
 
@@ -47,7 +49,8 @@ def list_shards(data: str, field: str = "data") -> list[Shard]:
     else:
         root = local_path(data, field)
         found = []
-        for path in sources.list_files(data, EXTENSIONS, field):
+        listed = sources.walk_all(data, EXTENSIONS, field)
+        for path in sorted(Path(folder, each) for folder, names, _ in listed for each in names):
             name = path.relative_to(root).as_posix() if root.is_dir() else path.name
             found.append(Shard(str(path), name, path.stat().st_size, digest_ends(path)))
     if not found:
@@ -89,14 +92,13 @@ def digest_ends(path: Path) -> str:
 def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
     """The shards to train on, and those to evaluate on: those of cfg.validation_data; those that
     are named so; or those that are held out, about cfg.validation_fraction, and at least one."""
-    found = list_shards(cfg.data)
+    found, given = choose_shards(list_shards(cfg.data), "data", cfg.data)
     if cfg.validation_data:
-        return found, list_shards(cfg.validation_data, "validation_data")
-    named = [splits.split_of(each.name) for each in found]
-    if "validation" in named:
-        train = [each for each, split in zip(found, named, strict=True) if split in ("train", "")]
-        given = [each for each, s in zip(found, named, strict=True) if s == "validation"]
-        return train, given
+        more = list_shards(cfg.validation_data, "validation_data")
+        rest, named = choose_shards(more, "data", cfg.validation_data)
+        return found, named or rest
+    if given:
+        return found, given
     hashes = {each: hashlib.sha256(each.name.encode()).digest() for each in found}
     ordered = sorted(found, key=lambda each: hashes[each])
     limit = int(cfg.validation_fraction * 2**64)
@@ -108,6 +110,20 @@ def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
             "give --task.validation_data PATH"
         )
     return [each for each in found if each not in held], held
+
+
+def choose_shards(found: list[Shard], field: str, data: str) -> tuple[list[Shard], list[Shard]]:
+    """Those to train on by their names, and those for validation; those for a test are neither."""
+    named = [splits.split_of(each.name) for each in found]
+    counts = splits.count(named)
+    if not counts:
+        return found, []
+    train = splits.choose(counts, field, data)
+    parts = [
+        [each for each, split in zip(found, named, strict=True) if split == wanted]
+        for wanted in (train, "validation")
+    ]
+    return parts[0], parts[1]
 
 
 def describe(shards: list[Shard]) -> str:
