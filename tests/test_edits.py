@@ -122,7 +122,7 @@ def write_images(folder):
     rows, random = [], np.random.default_rng(0)
     for i in range(60):
         file = io.BytesIO()
-        pixels = random.integers(0, 120, (12, 12, 3)) + [120 * (i % 3 == c) for c in range(3)]
+        pixels = random.integers(0, 120, (12, 12, 3)) + [120 if i % 3 == c else 0 for c in range(3)]
         Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
         rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": "rgb"[i % 3]})
     (folder / "mine.jsonl").mkdir()

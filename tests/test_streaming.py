@@ -54,6 +54,9 @@ class Numbers(lanes.Stream):
     def samples(self, block):
         return block
 
+    def digest(self):
+        return " ".join(self.shards)
+
 
 def numbers(first=0, last=None, count=LANES):
     stream = Numbers([str(n) for n in range(7)], count)
@@ -265,10 +268,10 @@ def test_a_store_out_of_reach_is_no_mistake_of_the_user(task, tmp_path, monkeypa
             list(readers.read_span(readers.Span(f"s3://x/{name}"), {"text": "text"}))
     monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
     with pytest.raises(ConnectionError, match="cannot list s3://x: no answer"):
-        shards.list_shards("s3://x")
+        shards.list_shards("s3://x", "data")
     monkeypatch.undo()
     with pytest.raises(ValueError, match="cannot list nothing://x: "):
-        shards.list_shards("nothing://x")
+        shards.list_shards("nothing://x", "data")
 
 
 def test_a_long_text_is_several(task, tmp_path):
@@ -328,13 +331,26 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
         (["--eval_every", "epoch"], "eval_every is epoch; a stream has no end that is known"),
         (["--task.lanes", 12], "task.lanes is 12, and 7 shards are to be trained on"),
         (["--task.packing", "best_fit"], "task.packing is 'best_fit' but must be stream while"),
-        (["--device_shares", "auto"], "device_shares"),
+        (
+            ["--device_shares", "auto"],
+            "device_shares is auto; lanes of a stream stay",
+        ),
+        (["--task.cache_dir", "texts/cache"], "lies in task.data: give another"),
     ],
 )
 def test_what_does_not_go_with_a_stream(streamed, tmp_path, flags, said):
     flags = [*FLAGS, "--exact", "false", "--task.data", "texts", *flags]
     printed = streamed.train(1, *flags, "--check", "--output_dir", tmp_path / "x", codes=[2])
     assert said in printed and "Traceback" not in printed
+
+
+def test_what_is_printed_of_a_stream_is_no_number_of_samples(streamed):
+    """In a line of prepare, and on the card of the model."""
+    flags = ["--task.streaming", "true", "--task.lanes", LANES, "--task.data", "texts"]
+    printed = streamed.run("python", "-m", "samestep", "prepare", *flags).stdout
+    assert "a stream of 7 shards to train on, " in printed and f"{1 << 50:,}" not in printed
+    card = (streamed.path / "runs" / "whole" / "model" / "README.md").read_text()
+    assert "samples of a stream, from" in card and f"{1 << 50:,}" not in card
 
 
 def test_other_shards_are_another_run(streamed, tmp_path):
@@ -345,4 +361,4 @@ def test_other_shards_are_another_run(streamed, tmp_path):
     pyarrow.parquet.write_table(table, path, row_group_size=64)
     flags = [*FLAGS, "--max_steps", 12, "--output_dir", tmp_path / "run"]
     printed = streamed.train(1, *flags, "--task.data", tmp_path / "texts", "--check", codes=[2])
-    assert "data fingerprint" in printed or "data" in printed
+    assert "data fingerprint: " in printed

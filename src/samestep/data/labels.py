@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from samestep.base.console import one_line
 from samestep.base.files import read_json_object, replace_text
 from samestep.data import columns
-from samestep.data.sources import IncompleteRow
+from samestep.data.sources import IncompleteRow, field_of
 
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
 LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
@@ -197,16 +197,17 @@ def number_labels(
     """`labels` and `weight` of a split. Raises ValueError for a label that is not in `names`."""
     found, lengths = label_lists(rows)
     unique, places = np.unique(found, return_inverse=True)
+    known = {name: number for number, name in enumerate(names)}
     for name in unique:
-        if name not in names:
+        if name not in known:
             row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
-            some = one_line(", ".join(names[:20]), 200) + ", ..." * (len(names) > 20)
-            field = "validation_data" if split == "validation" and cfg.validation_data else "data"
+            some = one_line(", ".join(names), 200)
+            owner = "run that resumes" if split == "train" else "training data"
             raise ValueError(
-                f"task.{field}: {rows[row]['place']}: class {one_line(repr(name), 60)} is not in "
-                f"the training data, which has {some}"
+                f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
+                f"{one_line(repr(name), 60)} is not in the {owner}, which has {some}"
             )
-    numbers = np.array([names.index(name) for name in unique], int)[places]
+    numbers = np.array([known[name] for name in unique], int)[places]
     labels = numbers
     if cfg.problem_type == MULTI:
         labels = np.zeros((len(rows), len(names)), np.float32)
@@ -259,7 +260,7 @@ def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
     """Mean and standard deviation; that of equal numbers is 1.
 
     Models learn numbers as standard deviations from the mean: the loss of others may be so large
-    that nothing is learnt.
+    that nothing is trained.
     """
     mean = math.fsum(numbers) / len(numbers)
     variance = math.fsum((numbers - mean) ** 2) / len(numbers)

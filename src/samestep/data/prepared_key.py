@@ -188,8 +188,6 @@ def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
     for field, value in read_fields(cfg).items():
         if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
             continue  # its weights shape no rows
-        if getattr(cfg, "streaming", False) and field in ("data", "validation_data"):
-            continue  # the list of shards is in the key
         texts = list(texts_in(to_jsonable_python(value)))
         if field == "data" and isinstance(cfg, DataConfig):
             texts = [each.data for each in split_data(value)]
@@ -198,6 +196,8 @@ def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
             # A separator such as "." or "/" is no folder.
             if re.search(r"\w", text) and "://" not in text and os.path.exists(path):
                 roots[f"{field}/{text}"] = path
+    # Of a stream the list of shards is in the key.
+    listed = ("data", "validation_data") if getattr(cfg, "streaming", False) else ()
     cache = cache_of(cfg).resolve()
     found: dict[str, str] = {}
     for name, path in roots.items():
@@ -207,7 +207,8 @@ def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
             field = name.partition("/")[0]
             shown = one_line(cache, 100)
             raise ValueError(f"task.cache_dir: {shown} lies in task.{field}: give another")
-        found |= {f"{name}/{below}": file for below, file in files_below(path)}
+        if name.partition("/")[0] not in listed:
+            found |= {f"{name}/{below}": file for below, file in files_below(path)}
     if isinstance(cfg, pretrained.ModelConfig):
         found |= {f"model/{path.name}": str(path) for path in pretrained.used_files(cfg)}
     return found

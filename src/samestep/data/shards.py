@@ -3,9 +3,12 @@
 Whole shards are held out, by the hash of their names.
 """
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import check_fields, local_path
@@ -42,7 +45,7 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
         )
 
 
-def list_shards(data: str, field: str = "data") -> list[Shard]:
+def list_shards(data: str, field: str) -> list[Shard]:
     """The shards of a folder or URL, in the order of their names. Raises ValueError."""
     if "://" in data:
         found = list_store(data, field)
@@ -92,38 +95,41 @@ def digest_ends(path: Path) -> str:
 def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
     """The shards to train on, and those to evaluate on: those of cfg.validation_data; those that
     are named so; or those that are held out, about cfg.validation_fraction, and at least one."""
-    found, given = choose_shards(list_shards(cfg.data), "data", cfg.data)
-    if cfg.validation_data:
-        more = list_shards(cfg.validation_data, "validation_data")
-        rest, named = choose_shards(more, "data", cfg.validation_data)
-        return found, named or rest
-    if given:
-        return found, given
-    hashes = {each: hashlib.sha256(each.name.encode()).digest() for each in found}
-    ordered = sorted(found, key=lambda each: hashes[each])
-    limit = int(cfg.validation_fraction * 2**64)
-    held = [each for each in ordered if int.from_bytes(hashes[each][:8], "big") < limit]
-    held = (held or ordered[:1])[: len(found) - 1]
-    if not held:
+    return split_once(cfg.data, cfg.validation_data, cfg.validation_fraction)
+
+
+@functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
+def split_once(data: str, validation_data: str, fraction: float) -> tuple[list[Shard], list[Shard]]:
+    every = list_shards(data, "data")
+    train = choose_shards(every, "data", data)
+    if validation_data:
+        more = list_shards(validation_data, "validation_data")
+        return train, choose_shards(more, "validation_data", validation_data)
+    rest = [each for each in every if each not in train]
+    if given := [each for each in rest if splits.split_of(each.name) == "validation"]:
+        return train, given
+    digests = [hashlib.sha256(each.name.encode()).digest() for each in train]
+    hashes = np.array([int.from_bytes(each[:8], "big") for each in digests], np.uint64)
+    limits = splits.extremes([(hashes, np.zeros(len(hashes), int))])
+    chosen = splits.hold_out(hashes, np.ones(len(hashes)), limits, fraction, len(hashes))
+    if not chosen:
         raise ValueError(
-            f"task.data: {one_line(cfg.data, 100)} is one shard, and one is held out; cut it, or "
-            "give --task.validation_data PATH"
+            f"task.data: {one_line(data, 100)} is one shard, and one is held out; cut it, or give "
+            "--task.validation_data PATH"
         )
-    return [each for each in found if each not in held], held
+    is_held = splits.is_in(hashes, chosen)
+    held = [each for each, own in zip(train, is_held, strict=True) if own]
+    return [each for each in train if each not in held], held
 
 
-def choose_shards(found: list[Shard], field: str, data: str) -> tuple[list[Shard], list[Shard]]:
-    """Those to train on by their names, and those for validation; those for a test are neither."""
+def choose_shards(found: list[Shard], field: str, data: str) -> list[Shard]:
+    """Of shards that their names divide, those that a field means: see `splits`."""
     named = [splits.split_of(each.name) for each in found]
     counts = splits.count(named)
     if not counts:
-        return found, []
-    train = splits.choose(counts, field, data)
-    parts = [
-        [each for each, split in zip(found, named, strict=True) if split == wanted]
-        for wanted in (train, "validation")
-    ]
-    return parts[0], parts[1]
+        return found
+    wanted = splits.choose(counts, field, data)
+    return [each for each, split in zip(found, named, strict=True) if split == wanted]
 
 
 def describe(shards: list[Shard]) -> str:

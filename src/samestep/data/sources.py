@@ -365,6 +365,13 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
+def field_of(split: str, cfg: DataConfig) -> str:
+    """The field that names the rows of a split."""
+    if split == "train" or not (cfg.validation_data or cfg.validation_split):
+        return "data"
+    return "validation_data" if cfg.validation_data else "validation_split"
+
+
 class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
 

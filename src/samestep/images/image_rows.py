@@ -198,16 +198,9 @@ def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> list[str
             shown, some = one_line(repr(row["label"]), 60), one_line(", ".join(names), 200)
             owner = "run that resumes" if split == "train" else "training data"
             text = f"class {shown} is not in the {owner}, which has {some}"
-            raise ValueError(f"task.{field_of(split, cfg)}: {row['place']}: {text}")
+            raise ValueError(f"task.{sources.field_of(split, cfg)}: {row['place']}: {text}")
     replace_text(saved, json.dumps({"names": names}))
     return names
-
-
-def field_of(split: str, cfg: Any) -> str:
-    """The field that names the rows of a split."""
-    if split == "train" or not (cfg.validation_data or cfg.validation_split):
-        return "data"
-    return "validation_data" if cfg.validation_data else "validation_split"
 
 
 # ---- Squares -------------------------------------------------------------------------------------
@@ -276,7 +269,7 @@ def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
             text = f"{part[i]['place']}: {part[i]['problem']}"
             if cfg.unreadable_images == "refuse":
                 text += f"; of {count:,} images {number:,} cannot be decoded; {SKIP} them out"
-                raise ValueError(f"task.{field_of(split, cfg)}: {text}")
+                raise ValueError(f"task.{sources.field_of(split, cfg)}: {text}")
             print(f"Preparing data: left out: {text}", flush=True)
         if not good[split].all():
             part = keep(part, np.flatnonzero(good[split]))

@@ -17,6 +17,7 @@ from pathlib import Path
 from samestep.base.console import print_on_main
 from samestep.hardware.project import read_project
 from samestep.processes import shutdown
+from samestep.step.batches import is_stream
 
 
 def prepare() -> None:
@@ -32,8 +33,11 @@ def prepare() -> None:
                 f"{folder} is damaged: start again without --verify to prepare it anew"
             )
     where = f" in {folder}" if isinstance(folder, Path) else ""
-    train_rows, eval_rows = map(len, project.views)
-    print_on_main(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")
+    train, validation = project.views
+    rows = f"{len(train):,} rows to train on"
+    if is_stream(train):
+        rows = f"a stream of {len(train.shards):,} shards to train on"
+    print_on_main(f"prepared{where}: {rows}, {len(validation):,} to evaluate on")
 
 
 def main() -> None:

@@ -102,11 +102,12 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best evaluation in {run_info['steps']:,})"
     versions = ", ".join(f"{name} {number}" for name, number in run_info["versions"].items())
+    number = f", out of {data['samples']:,}" if data["samples"] else " of a stream"
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {escape_markdown(config['project'])}: {escape_markdown(final.parent.name)}",
-        f"Trained for {steps} of {config['global_batch_size']} samples, out of "
-        f"{data['samples']:,}, from {escape_markdown(source)} (data fingerprint "
+        f"Trained for {steps} of {config['global_batch_size']} samples{number}, from "
+        f"{escape_markdown(source)} (data fingerprint "
         f"{data['fingerprint']}).",
         describe_use(task, folder, str(final)) if task else "",
         "\n".join(["## Evaluation\n\n| metric | value |\n| --- | --- |", *rows]),

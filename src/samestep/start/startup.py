@@ -344,15 +344,20 @@ def check_rows(rows: Any, task: Any, parts: int) -> None:
     task.check_context_parallel()
 
 
-def check_stream(cfg: Any, rows: Any) -> None:
-    """Raises ValueError for fields that need rows whose number is known."""
+def check_stream(cfg: Any, rows: Any, layout: Layout) -> None:
+    """Raises ValueError for fields and layouts that do not go with a stream."""
     rules = [("num_epochs", cfg.num_epochs, "max_steps in its place")]
     rules += [(n, getattr(cfg, n) == "epoch", "steps") for n in ("eval_every", "save_every")]
-    rules += [("device_shares", cfg.device_shares == "auto", "equal, or a list of shares")]
     for name, is_given, wanted in rules:
         if is_given:
             value = getattr(cfg, name)
             raise ValueError(f"{name} is {value}; a stream has no end that is known: give {wanted}")
+    if cfg.device_shares == "auto":
+        raise ValueError(
+            "device_shares is auto; lanes of a stream stay with a process: give equal, or a list"
+        )
+    if layout.cp > 1:
+        raise ValueError("context parallelism cuts prepared rows; leave task.streaming out")
     rows.begin(cfg.seed, cfg.global_batch_size)
 
 
@@ -441,7 +446,8 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
     digests = [digest_view(each) for each in views]
-    entries = {"samples": len(views[0]), "fingerprint": digests[0] or fingerprints[0]}
+    samples = 0 if batches.is_stream(views[0]) else len(views[0])
+    entries = {"samples": samples, "fingerprint": digests[0] or fingerprints[0]}
     entries["validation"] = digests[1] or fingerprints[1]
     sources = contract.list_sources(views[0], training=True)
     if len(sources) > 1:
@@ -505,10 +511,10 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
             if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
         data, bound, views = read_data(cfg, task, run_of(cfg))
+        if batches.is_stream(views[0]):
+            check_stream(cfg, views[0], layout)
         if layout.cp > 1:  # each process takes a part from the front and one from the back
             check_rows(views[0], bound, 2 * layout.cp)
-        if batches.is_stream(views[0]):
-            check_stream(cfg, views[0])
         # Even if all rows count: reading a few finds rows that cannot be read.
         read = [batches.read_few(each, bound, each is views[0]) for each in views]
         fingerprints, few = map(list, zip(*read, strict=True))

@@ -8,6 +8,7 @@ A sample's id says all that a lane has to know to go on after it: epoch, shard, 
 in the permuted block.
 """
 
+import abc
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +40,8 @@ def unpack_id(sample: int) -> list[int]:
     return parts[::-1]
 
 
-class Stream(torch.utils.data.Dataset):
-    """Samples of shards, by their positions in the run. A subclass has `blocks` and `samples`.
+class Stream(abc.ABC, torch.utils.data.Dataset):
+    """Samples of shards, by their positions in the run.
 
     `lanes`: at most as many as shards; they divide the global batch size. Positions are to be read
     in ascending order: those between are skipped, and earlier ones are read from the beginning of
@@ -56,17 +57,17 @@ class Stream(torch.utils.data.Dataset):
             )
         self.begin(0, lanes)
 
+    @abc.abstractmethod
     def blocks(self, shard: str) -> Iterator[Any]:
         """The blocks of a shard, the same each time. Those that are skipped are only read."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def samples(self, block: Any) -> list:
         """The samples of a block; there may be none."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def digest(self) -> str:
         """A text for the shards."""
-        raise NotImplementedError
 
     def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
         """Sets the seed, the samples of a step, and the position from which the run goes on, where

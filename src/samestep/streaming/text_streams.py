@@ -20,7 +20,6 @@ from samestep.text import formats, sequences, tokenizing
 HEAD = 20_000_000  # bytes of text, of the beginnings of shards, that a tokenizer is trained on
 SHARDS = 16  # of whose beginnings
 SEQUENCES = 64  # of a block, at least
-BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 Lanes = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -61,7 +60,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     cfg.rows = "text"
     train, held = shards.split_shards(cfg)
     field = "validation_data" if cfg.validation_data else "data"
-    most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
+    most = formats.BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
     found = {
         "train": read_texts(train[:: -(-len(train) // SHARDS)], HEAD, cfg, "data"),
         "validation": read_texts(held, most, cfg, field),
@@ -142,7 +141,7 @@ class TextStream(Stream):
 
     def blocks(self, shard: str) -> Iterator[list[str]]:
         texts: list[str] = []
-        size, least = 0, SEQUENCES * self.cfg.context_length * BYTES_A_TOKEN
+        size, least = 0, SEQUENCES * self.cfg.context_length * formats.BYTES_A_TOKEN
         for text in texts_of(shard, self.cfg):
             texts.append(text)
             size += len(text.encode())
