@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 from pydantic import Field
 
+from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, readers, shards, sources
 from samestep.data.readers import DOCUMENT, Span
@@ -67,7 +68,11 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     }
     for split, texts in found.items():
         if not texts:
-            raise ValueError(f"task.{field}: the shards of {split} hold no text")
+            named = ", ".join(each.name for each in (train if split == "train" else held))
+            raise ValueError(
+                f"task.{field}: there is no text in {one_line(named, 200)}; remove empty ones, or "
+                "give --task.validation_data PATH"
+            )
     number = len(found["validation"])
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
