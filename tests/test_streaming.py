@@ -1,8 +1,10 @@
 """Streams: the same samples on any number of processes, from wherever a run resumes."""
 
 import gzip
+import io
 import json
 import shutil
+import tarfile
 import types
 
 import numpy as np
@@ -19,6 +21,7 @@ from samestep.text import tokenizing
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
+COLUMNS = {"text": "text"}
 FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size": 300}
 
 
@@ -39,9 +42,24 @@ def write_shards(folder, kind, count=SHARDS):
         elif kind == "jsonl.gz":
             content = "".join(json.dumps({"text": each}) + "\n" for each in texts)
             path.write_bytes(gzip.compress(content.encode()))
+        elif kind == "tar":
+            write_samples(path, texts)
         else:
             path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     return folder
+
+
+def write_samples(path, texts):
+    """A shard of a WebDataset, in which every other text is in a .json, beside other files."""
+    with tarfile.open(path, "w") as archive:
+        for number, text in enumerate(texts):
+            files = {"jpg": b"x", "txt": text.encode()}
+            if number % 2:
+                files = {"json": json.dumps({"text": text, "n": number}).encode(), "cls": b"0"}
+            for ending, content in files.items():
+                member = tarfile.TarInfo(f"./in/{number:06}.{ending}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
 
 
 class Numbers(lanes.Stream):
@@ -183,22 +201,21 @@ def steps_of(stream, cut, workers, steps, first=0, last=None):
 
 
 def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
-    """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
+    """For three kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
-    for kind in ("parquet", "jsonl.gz"):
+    every = [("1", 0), ("2", 0), ("3", 0), ("5/3", 0), ("2", 2), ("1", 2)]
+    for kind, cuts in (("parquet", every), ("jsonl.gz", every[:3]), ("tar", every[3:])):
         data = write_shards(tmp_path / kind, kind)
         _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
         assert len(validation) > 10
-        for cut, workers in [("1", 0), ("2", 0), ("3", 0), ("5/3", 0), ("2", 2), ("1", 2)]:
+        for cut, workers in cuts:
             found.append(steps_of(stream, cut, workers, 30))
         whole = found[-1]
         share = STEP // LANES
         last = [whole[16][(lane + 1) * share - 1] for lane in range(LANES)]
         for cut, workers in (("3", 0), ("2", 2)):
             found.append(whole[:17] + steps_of(stream, cut, workers, 13, 17, last))
-    # Shards of both kinds have the same texts, under other names: those that are held out differ.
-    for half in (found[: len(found) // 2], found[len(found) // 2 :]):
-        assert all(each == half[0] for each in half)
+    assert all(each == found[0] for each in found)
     places = {tuple(lanes.unpack_id(i)[1:3]) for step in found[0] for i in step}
     assert len({shard for shard, _ in places}) >= LANES
 
@@ -272,6 +289,29 @@ def test_a_store_out_of_reach_is_no_mistake_of_the_user(task, tmp_path, monkeypa
     monkeypatch.undo()
     with pytest.raises(ValueError, match="cannot list nothing://x: "):
         shards.list_shards("nothing://x", "data")
+
+
+def test_a_broken_shard_of_a_webdataset_is_named(tmp_path):
+    path = tmp_path / "part.tar"
+    write_samples(path, ["a", "b", "c"])
+    whole = path.read_bytes()
+
+    def read(content):
+        path.write_bytes(content)
+        return [row["text"] for row, _ in readers.read_span(readers.Span(str(path)), COLUMNS)]
+
+    assert read(whole) == ["a", "b", "c"]
+    for content, said in [
+        (whole[: whole.index(b'{"text": "b"') + 5], "part.tar, sample 2: unexpected end of data"),
+        (whole.replace(b'"n": 1}', b'"n": 1 '), "part.tar, sample 2: invalid JSON at column"),
+        (b"", "part.tar: empty file"),
+        (b"x" * 600, "part.tar: invalid header"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            read(content)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="sample 1: no column words among text; name the right"):
+        list(readers.read_span(readers.Span(str(path)), {"text": "words"}))
 
 
 def test_a_long_text_is_several(task, tmp_path):

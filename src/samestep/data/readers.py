@@ -1,5 +1,5 @@
-"""Rows of .jsonl, .json, .csv, .tsv, .parquet and .txt files, also compressed as .gz or .zst; and
-the paths of images.
+"""Rows of .jsonl, .json, .csv, .tsv, .parquet, .txt and .tar files, also compressed as .gz or .zst;
+and the paths of images.
 
 The loaders of `datasets` change values: dates become timestamps, NA becomes null, a CSV line with a
 field too many shifts its columns. So these files are read here, a span at a time, and `datasets`
@@ -10,7 +10,9 @@ import codecs
 import csv
 import io
 import json
+import itertools
 import os
+import tarfile
 from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -352,6 +354,33 @@ def _read_text(
             place.number += block.count(b"\n")
 
 
+def _read_tar(
+    span: Span, columns: Columns | None, optional: Container[str], place: Place
+) -> Iterator[dict]:
+    """The samples of a WebDataset: files whose names are equal up to the first dot. A row has the
+    keys of the .json, and the .txt as `text`."""
+    place.unit = "sample"
+    with closing(_open(span)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        files = (each for each in archive if each.isfile())
+        for _, own in itertools.groupby(files, lambda each: _split_name(each.name)[0]):
+            place.number += 1
+            row: dict[str, Any] = {}
+            for each in own:
+                ending = _split_name(each.name)[1].lower()
+                if ending == "json":
+                    row |= json.load(archive.extractfile(each))
+                elif ending == "txt":
+                    row["text"] = archive.extractfile(each).read().decode()
+            yield _select(row, columns, optional, place.number == 1)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """The key of a file in a WebDataset, and its ending: what follows the first dot."""
+    folder, base = os.path.split(name)
+    key, _, ending = base.partition(".")
+    return os.path.join(folder, key), ending
+
+
 def _read_image(
     span: Span, columns: Columns | None, optional: Container[str], place: Place
 ) -> Iterator[dict]:
@@ -366,5 +395,6 @@ READERS: dict[str, Callable[[Span, Columns | None, Container[str], Place], Itera
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    ".tar": _read_tar,  # as a shard of a stream
     **dict.fromkeys(IMAGES, _read_image),
 }

@@ -1,10 +1,12 @@
 """Shards: files that are read while the model trains, on a disk or in a store.
 
-Whole shards are held out, by the hash of their names.
+Whole shards are held out, by the hash of their names without the extensions: the same ones in each
+format.
 """
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +15,9 @@ import numpy as np
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import check_fields, local_path
 from samestep.data import hub, sources, splits
-from samestep.data.tables import TABLES, file_ending
+from samestep.data.tables import COMPRESSIONS, TABLES, file_ending
 
-EXTENSIONS = (".txt", *TABLES)
+EXTENSIONS = (".txt", *TABLES, ".tar")
 # Names that stores give a digest of a file, or else a time.
 TAGS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "LastModified", "last_modified", "updated")
 TAGS += ("created", "mtime")
@@ -108,7 +110,7 @@ def split_once(data: str, validation_data: str, fraction: float) -> tuple[list[S
     rest = [each for each in every if each not in train]
     if given := [each for each in rest if splits.split_of(each.name) == "validation"]:
         return train, given
-    digests = [hashlib.sha256(each.name.encode()).digest() for each in train]
+    digests = [hashlib.sha256(name_alone(each.name).encode()).digest() for each in train]
     hashes = np.array([int.from_bytes(each[:8], "big") for each in digests], np.uint64)
     limits = splits.extremes([(hashes, np.zeros(len(hashes), int))])
     chosen = splits.hold_out(hashes, np.ones(len(hashes)), limits, fraction, len(hashes))
@@ -130,6 +132,12 @@ def choose_shards(found: list[Shard], field: str, data: str) -> list[Shard]:
         return found
     wanted = splits.choose(counts, field, data)
     return [each for each, split in zip(found, named, strict=True) if split == wanted]
+
+
+def name_alone(name: str) -> str:
+    """The name of a shard without its extensions."""
+    stem, ending = os.path.splitext(name)
+    return os.path.splitext(stem)[0] if ending.lower() in COMPRESSIONS else stem
 
 
 def describe(shards: list[Shard]) -> str:
