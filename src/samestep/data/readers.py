@@ -9,8 +9,8 @@ does all else: see rows.py.
 import codecs
 import csv
 import io
-import json
 import itertools
+import json
 import os
 import tarfile
 from collections.abc import Callable, Container, Iterator
