@@ -5,6 +5,7 @@ this module counts their first steps, and then lets them wait for compare.py to 
 to go on. A prefetched batch shifts the moment, not the time between two of them.
 """
 
+import itertools
 import json
 import os
 import time
@@ -151,15 +152,17 @@ def control(commands, answers, counted: int) -> Iterator:
     os._exit(0)
 
 
-def attach(steps: Iterator) -> None:
-    """Advances `steps` before each batch that this process reads.
+def attach(steps: Iterator, micro_batches: int = 1) -> None:
+    """Advances `steps` before the first of so many batches that this process reads for a step.
 
-    A function that it yields is called with the batch.
+    A function that it yields is called with each of them.
     """
-    fetch = _BaseDataLoaderIter.__next__
+    fetch, numbers, look_at = _BaseDataLoaderIter.__next__, itertools.count(), None
 
     def advance_and_fetch(loader):
-        look_at = next(steps)
+        nonlocal look_at
+        if next(numbers) % micro_batches == 0:
+            look_at = next(steps)
         batch = fetch(loader)
         if look_at:
             look_at(batch)

@@ -74,6 +74,7 @@ class Run:
     ):
         Path(todo.output).mkdir(parents=True)
         self.name, self.log, self.began = name, Path(todo.output, "log.txt"), time.time()
+        self.size = todo.size
         self.ranks = []  # of each process: itself, the pipe to it, the pipe from it
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(processes):
@@ -164,14 +165,15 @@ def prepare(project: Path, size: Size, folder: Path) -> Work:
 
 def count(run: Run) -> dict:
     """What the peer did in its first steps: FLOPs, loss items, host waits, launches; losses."""
-    answers = run.answers()
-    losses = []
-    for step in zip(*(each["losses"] for each in answers), strict=False):
-        total = math.fsum(loss for loss, _ in step)
-        losses.append(total / sum(terms for _, terms in step))
+    answers, size = run.answers(), run.size.micro_batches
+    losses, tokens = [], []
+    for first in range(0, min(len(each["losses"]) for each in answers) - size + 1, size):
+        step = [each for own in answers for each in own["losses"][first : first + size]]
+        tokens.append(sum(terms for _, terms in step))
+        losses.append(math.fsum(loss for loss, _ in step) / tokens[-1])
     return {
         "gflop": sum(each["flops"] for each in answers) / 1e9,
-        "tokens": sum(each["losses"][0][1] for each in answers),
+        "tokens": tokens[0],
         "waits": max(each["waits"] for each in answers),
         "launches": max(each["launches"] for each in answers),
         "losses": losses,

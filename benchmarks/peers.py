@@ -11,6 +11,8 @@ import os
 import runpy
 import sys
 import warnings
+from contextlib import nullcontext
+from functools import partial
 
 import work
 from work import Work
@@ -31,17 +33,23 @@ def plain(todo: Work) -> None:
         model = DistributedDataParallel(model)
         sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
-    losses = []
+    losses, micro_batches = [], todo.size.micro_batches
     with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
-        for step, batch in enumerate(loader, 1):
-            loss = model(**batch)["loss"]
-            loss.backward()
+        for number, batch in enumerate(loader, 1):
+            last = number % micro_batches == 0
+            alone = nullcontext() if last or todo.processes == 1 else model.no_sync()
+            with alone:
+                loss = model(**batch)["loss"] / micro_batches
+                loss.backward()
+            losses.append(loss.detach())
+            if not last:
+                continue
             norm = clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
+            step = number // micro_batches
             if step % work.LOG_EVERY == 0:
-                line = {"step": step, "loss": torch.stack(losses).mean().item()}
+                line = {"step": step, "loss": torch.stack(losses).sum().item() / work.LOG_EVERY}
                 file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
                 file.flush()
                 losses = []
@@ -53,22 +61,25 @@ def raw_accelerate(todo: Work) -> None:
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    accelerator = Accelerator(cpu=True)
+    micro_batches = todo.size.micro_batches
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
     model, dataset = work.build_model(todo.size), work.build_dataset(todo)
     loader = DataLoader(dataset, batch_size=todo.micro_batch)
     optimizer = work.build_optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
-        for step, batch in enumerate(loader, 1):
+        for number, batch in enumerate(loader, 1):
             with accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
-                norm = accelerator.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
-            if step % work.LOG_EVERY == 0:
+            step = number // micro_batches
+            if accelerator.sync_gradients and step % work.LOG_EVERY == 0:
                 line = {"step": step, "loss": torch.stack(losses).mean().item()}
                 file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
                 file.flush()
@@ -84,6 +95,7 @@ def trainer(todo: Work) -> None:
         output_dir=todo.output,
         use_cpu=True,
         per_device_train_batch_size=todo.micro_batch,
+        gradient_accumulation_steps=todo.size.micro_batches,
         train_sampling_strategy="sequential",
         max_steps=len(dataset) // todo.size.batch,
         max_grad_norm=work.MAX_GRAD_NORM,
@@ -136,6 +148,7 @@ def lightning(todo: Work) -> None:
         use_distributed_sampler=False,
         max_epochs=1,
         gradient_clip_val=work.MAX_GRAD_NORM,
+        accumulate_grad_batches=todo.size.micro_batches,
         logger=CSVLogger(todo.output),
         log_every_n_steps=work.LOG_EVERY,
         enable_checkpointing=False,
@@ -148,7 +161,8 @@ def baked(todo: Work) -> None:
     """train.py of a baked project, unchanged."""
     os.chdir(todo.project)
     sys.path[0] = todo.project
-    sys.argv = ["train.py", *work.flags(todo.size), "--output_dir", f"{todo.output}/run"]
+    flags = work.flags(todo.size, micro_batch_size=todo.micro_batch)
+    sys.argv = ["train.py", *flags, "--output_dir", f"{todo.output}/run"]
     runpy.run_path("train.py", run_name="__main__")
 
 
@@ -164,5 +178,6 @@ if __name__ == "__main__":
     import clock
 
     warnings.simplefilter("ignore")
-    clock.install()
-    PEERS[sys.argv[1]](Work.read())
+    todo = Work.read()
+    clock.install(partial(clock.attach, micro_batches=todo.size.micro_batches))
+    PEERS[sys.argv[1]](todo)

@@ -31,10 +31,11 @@ class Size:
     rounds: int = 3
     vocabulary: int = 1024
     data: str = "pydoc"
+    micro_batches: int = 1  # of a process in a step
 
 
 SIZES = {
-    "small": Size(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40),
+    "small": Size(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40, micro_batches=2),
     "large": Size(480, 5, 8, context=128, batch=8, counted=2, steps=2, rounds=10),
 }
 
@@ -45,7 +46,7 @@ def flags(size: Size, **changes) -> list[str]:
         "seed": SEED,
         "max_steps": 1_000_000,  # the benchmark ends the run
         "global_batch_size": size.batch,
-        "micro_batch_size": size.batch,
+        "micro_batch_size": size.batch // size.micro_batches,
         "learning_rate": LEARNING_RATE,
         "beta1": BETAS[0],
         "beta2": BETAS[1],
@@ -87,8 +88,8 @@ class Work:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of a step in one process."""
-        return self.size.batch // self.processes
+        """Samples of a micro-batch."""
+        return self.size.batch // self.processes // self.size.micro_batches
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
