@@ -26,6 +26,7 @@ from conftest import (
     read_weights,
     status,
 )
+from samestep.step.order import SampleOrder
 
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
 # It takes most of the time.
@@ -107,6 +108,7 @@ RUNS = {
     "The head first, then all": (["--head_steps", 5, *MOMENTS], 3, ("loss", "grad_norm")),
     "A second set to evaluate on": ([], 4, ("loss", "other_loss", "other_rows")),
     "A learning rate for each layer": (["--layer_decay", 0.5, "--save_every", 1], 4, None),
+    "The gradient noise scale": (["--log_every", 3], 4, ("loss", "noise_scale")),
 }
 
 
@@ -162,6 +164,9 @@ def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp
     assert final(half) == final(whole)
     if keys is None:
         return
+    for key in keys:
+        again, once = ({(e["step"], e[key]) for e in lines(run, key)} for run in (half, whole))
+        assert again == once
     train(2, "--output_dir", two, *flags)
     if not keys:
         assert final(two) == final(whole)
@@ -195,7 +200,7 @@ def eval_loss(project, state, dataset=None):
 
 
 def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
-    assert len(recipes()) == 7
+    assert len(recipes()) == 8
     for number, heading in enumerate(recipes()):
         project = cook(base, heading, tmp_path / str(number))
         assert (project.path / "train.py").read_bytes() != (base.path / "train.py").read_bytes()
@@ -356,3 +361,33 @@ def test_each_layer_has_its_learning_rate(cooked, tmp_path):
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
     flags = ["--output_dir", continued(whole, 4, tmp_path / "half"), "--layer_decay", 0.6]
     assert "layer_decay: 0.5 -> 0.6" in train(1, *flags, codes=[2])
+
+
+def test_the_noise_scale_is_that_of_the_gradients(cooked, tmp_path):
+    """Of steps with the same weights: from the gradients of their rows, in float64."""
+    project, train, whole = cooked("The gradient noise scale")
+    flags = ["--learning_rate", 0, "--max_steps", 3, "--log_every", 3, "--max_grad_norm", 0.01]
+    train(1, "--output_dir", tmp_path, *flags, "--eval_every", 0, "--save_every", 0)
+    task = task_of(project)
+    cfg = task.TaskConfig()
+    model = task.build_model(cfg).double()
+    model.load_state_dict(weights(tmp_path, 3))
+    rows, _ = task.views(cfg)
+    order = SampleOrder(len(rows), seed=0).ids(range(24)).tolist()
+
+    def gradient(ids):
+        batch = task.collate([rows[i] for i in ids])
+        batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+        grads = torch.autograd.grad(task.loss_sum(model, batch), [*model.parameters()])
+        return torch.cat([grad.flatten() for grad in grads]), task.count(batch)
+
+    variance = signal = 0
+    for step in range(3):
+        parts = [gradient(order[i : i + 2]) for i in range(8 * step, 8 * step + 8, 2)]
+        items = sum(count for _, count in parts)
+        small = sum((4 * sums / items).square().sum() for sums, _ in parts) / 4
+        large = (sum(sums for sums, _ in parts) / items).square().sum()
+        variance += (small - large) / (1 / 2 - 1 / 8)
+        signal += (8 * large - 2 * small) / (8 - 2)
+    (line,) = lines(tmp_path, "noise_scale")
+    assert line["noise_scale"] == pytest.approx((variance / signal).item(), rel=1e-4)

@@ -6,6 +6,7 @@ killed ends with the same bytes.
 
 import io
 import json
+import random
 import shutil
 import subprocess
 
@@ -14,13 +15,14 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from conftest import ROOT, SOURCE, BakedProject, bake, digest, lines
-from test_cookbook import recipes
+from samestep.step.batches import seed_micro_batch
+from test_cookbook import recipes, task_of
 
 # Lines that an edit may add.
-LINES = {"01": 5, "02": 4, "03": 8, "04": 6, "05": 3, "06": 10, "07": 12, "09": 15}
+LINES = {"01": 5, "02": 4, "03": 8, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
 FLAGS = {
     "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
     "03": ["--task.packing", "best_fit"],
@@ -30,6 +32,14 @@ SMALL = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_heads"
 STEPS = ["--max_steps", 6, "--save_every", 3, "--eval_every", 3, "--log_every", 1]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 2]
 STEPS += ["--keep_checkpoints", 0, "--task.data", "mine.jsonl", "--check_export", "false"]
+# Of one process: it ends at once before this step.
+KILL = """
+import os, train
+seed = train.seed_micro_batch
+def seed_or_die(run, step, number):
+    os.kill(os.getpid(), 9) if step == {step} else seed(run, step, number)
+train.seed_micro_batch = seed_or_die
+"""
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 
 
@@ -98,9 +108,9 @@ def check_promises(project, folder, more, killed):
         one, two = (lines(folder / run, key) for run in ("one", "two"))
         assert [each[key] for each in two] == pytest.approx([e[key] for e in one], rel=1e-5)
     if killed:
-        half = folder / "half"
-        shutil.copytree(folder / "one" / "checkpoints", half / "checkpoints")
-        shutil.rmtree(half / "checkpoints" / "step-00000006")
+        step = random.randint(1, 6)
+        half = folder / f"killed in step {step}"
+        project.train(1, *flags, "--output_dir", half, before=KILL.format(step=step), codes=[-9])
         project.train(1, *flags, "--output_dir", half)
         last = "checkpoints/step-00000006"
         assert digest(half / last) == digest(folder / "one" / last)
@@ -172,6 +182,59 @@ def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
         assert last["eval_loss"] < lines(tmp_path / "one", "eval_loss")[0]["eval_loss"]
 
 
+# Keeps what the loop gets for a step.
+KEEP = """
+import torch, train
+next_step = train.TrainLoader.next_step
+def kept(loader):
+    found = next_step(loader)
+    torch.save(found, "step.pt")
+    return found
+train.TrainLoader.next_step = kept
+"""
+
+
+def test_a_contrastive_loss_over_the_global_batch(tmp_path):
+    """The eighth edit, by GradCache: any cut trains the same; one step is compared with autograd
+    through the whole batch, under dropout."""
+    patch = (ROOT / "tests" / "edits" / "08.patch").read_text()
+    assert added_lines(patch) <= LINES["08"]
+    base = bake(tmp_path, task="seq2seq", tracker="none")
+    project = apply(base, patch, tmp_path / "project")
+    rows = [{"source": f"the {a} is here {i}", "target": b} for i, (a, b) in enumerate(PAIRS)]
+    (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = [*STEPS, "--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_layers", 1]
+    check_promises(project, tmp_path, flags, killed=True)
+    losses = [line["loss"] for line in lines(tmp_path / "one", "loss")]
+    for size in (1, 8):
+        output = tmp_path / f"by {size}"
+        project.train(1, *flags, "--micro_batch_size", size, "--output_dir", output)
+        assert [line["loss"] for line in lines(output, "loss")] == pytest.approx(losses, rel=1e-5)
+
+    output = tmp_path / "hand"
+    flags += ["--micro_batch_size", 8, "--output_dir", output]
+    still = ["--max_steps", 1, "--learning_rate", 0, "--task.dropout", 0.2]  # exports first weights
+    project.train(1, *flags, *still, before=KEEP)
+    (((number, batch),), _) = torch.load(project.path / "step.pt")
+    model = T5ForConditionalGeneration.from_pretrained(output / "model").train()
+    seed_micro_batch(0, 1, number)
+    sources, targets = task_of(project).embed(model, batch).unbind(1)
+    scores = sources @ targets.T / 0.05
+    loss = (scores.logsumexp(1) - scores.diag()).mean()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    (line,) = lines(output, "loss")
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.nn.utils.get_total_norm(grads)
+    assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+    with open(project.path / "task.py", "a") as file:  # negatives from the micro-batch alone
+        file.write("\n\ndef loss_sum(model, batch):\n")
+        file.write("    return row_losses(embed(model, batch)).sum()\n")
+    said = project.train(1, *flags, "--output_dir", tmp_path / "naive", codes=[2])
+    assert "task.loss_sum is " in said and "as the sum of each alone" in said
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_the_page_of_tasks_shows_the_edit(name):
     text = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
@@ -182,16 +245,18 @@ def test_the_page_of_tasks_shows_the_edit(name):
 
 
 @pytest.mark.slow
-def test_an_average_of_the_weights_and_a_rate_for_each_layer(base, tmp_path):
+@pytest.mark.parametrize(
+    "heading, flags",
+    [
+        ("An average of the weights (EMA)", ["--ema_decay", 0.7]),
+        ("The gradient noise scale", []),
+        ("A learning rate for each layer", ["--layer_decay", 0.5]),
+    ],
+)
+def test_an_edit_of_the_loop_keeps_the_promises(base, tmp_path, heading, flags):
     """The tenth edit: recipes of the cookbook, in train.py."""
-    project = base
-    headings = ("An average of the weights (EMA)", "A learning rate for each layer")
-    for number, heading in enumerate(headings):
-        project = apply(project, recipes()[heading], tmp_path / str(number))
-        flags = ["--ema_decay", 0.7] if number == 0 else ["--layer_decay", 0.5]
-        (tmp_path / heading[:4]).mkdir()
-        check_promises(project, tmp_path / heading[:4], flags, killed=True)
-        project = base
+    project = apply(base, recipes()[heading], tmp_path / "project")
+    check_promises(project, tmp_path, flags, killed=True)
 
 
 def test_negatives_from_the_micro_batch_are_found(base, tmp_path):
