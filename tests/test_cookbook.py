@@ -172,7 +172,8 @@ def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp
         assert final(two) == final(whole)
     for key in keys:
         pairs = zip(lines(whole, key), lines(two, key), strict=True)
-        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
+        rel = 1e-4 if key == "noise_scale" else 1e-6  # which is made of small differences
+        assert all(b[key] == pytest.approx(a[key], rel=rel) for a, b in pairs)
     half = tmp_path / "half of two"
     train(2, "--output_dir", continued(two, step, half), *flags)
     assert final(half) == final(two)
