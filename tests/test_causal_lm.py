@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import random
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,8 +219,6 @@ def test_a_completion_may_be_json(pack):
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_another(tmp_path):
     """Its own bos, eos and pad; what a run keeps is not taken for what is given now."""
-    from types import SimpleNamespace
-
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
@@ -232,6 +232,25 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_anoth
         assert made.chat_template == (template or None)
         before = AutoTokenizer.from_pretrained(tmp_path / "made").chat_template
         assert before == made.chat_template
+
+
+ENDED = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+
+
+def test_a_tokenizer_without_an_end_of_text_has_that_of_its_template(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, additional_special_tokens=["<end>"], chat_template=ENDED
+    )
+    own.save_pretrained(tmp_path / "own")
+    (tmp_path / "made").mkdir()
+    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
+    made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [])
+    assert made.eos_token == made.pad_token == "<end>" and made.eos_token_id == 1
+    with pytest.raises(ValueError, match="has no end-of-text token"):
+        text_module.prepare_tokenizer(cfg, tmp_path, [], ENDED.replace("<end>", "a"))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -502,6 +521,11 @@ def called(asked, said, heard, **more):
     return {"messages": messages, **more}
 
 
+CONTENT = "m['content']"
+THINKS, SAYS, PLAINLY = (
+    chat("a", text, "b", "c")
+    for text in ("<think>why 7</think>answer 7", "Thought: why 7.\nAnswer: 7", "answer 7")
+)
 SILENT, LOUD = (called("Paris?", said, "rain", tools=TOOLS) for said in (None, "I look."))
 BESIDE = f"{CALLED} and not m['content']"
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
@@ -526,6 +550,12 @@ DROPS = [  # what a template has in place of what, chats, and what is said to be
         [called("a", "", "b"), called("a", "", "b" * 30)],
         "content of message 3 (tool)",
     ),
+    # A part of a content: what stands before a mark, a first line, reasoning that is written anew.
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
+    (CONTENT, f"{CONTENT}.split('Answer:')[-1]", [SAYS], "the beginning of content of message 2"),
+    (CONTENT, f"{CONTENT}.split('\\n')[0]", [SAYS], "leaves out content of message 2 (assistant)"),
+    (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [PLAINLY, THINKS], "'why 7' of content"),
     (CALLED, BESIDE, [SILENT], ""),
     (CALLED, BESIDE, [SILENT, SILENT, LOUD], "tool_calls of message 2 (assistant)"),
 ]
@@ -543,3 +573,56 @@ def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, 
         assert ": the template leaves out " in text and said in text
     else:
         assert kit.prepare_data(cfg).folder.is_dir()
+
+
+THINKING = (  # as Qwen3's template, reasoning stays in the last turn alone
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if loop.last %}{{ m['content'] }}{% else %}"
+    "{{ m['content'].split('</think>')[-1] }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompt"])
+def test_a_turn_is_trained_as_inference_renders_it(pack, kind):
+    """Its reasoning is in the loss; that of the turns before it is not in the context."""
+    rows, wanted = [], {}
+    for i in range(30):
+        thoughts = [f"<think>{i} is {word}</think>{word} {i}" for word in ("odd", "even")]
+        messages = chat(f"{i}?", thoughts[0], "No?", thoughts[1])["messages"]
+        parts = {"prompt": messages[:3], "completion": messages[3:]}
+        rows.append({"messages": messages} if kind == "chat" else parts)
+        for last in (1, 3) if kind == "chat" else (3,):
+            wanted[thoughts[last // 2]] = messages[: last + 1]
+    tokenizer, batch = pack(rows, template=THINKING)
+    found = [*segments(batch)]
+    assert len(found) > 0.6 * len(wanted)
+    for ids, labels in found:
+        learnt = labels[labels != IGNORE_INDEX]
+        messages = wanted[tokenizer.decode(learnt).removesuffix("<|endoftext|>")]
+        prompt, whole = (
+            tokenizer.apply_chat_template(each, add_generation_prompt=ask, return_dict=False)
+            for each, ask in ((messages[:-1], True), (messages, False))
+        )
+        assert ids.tolist() == whole == prompt + learnt.tolist()
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompt"])
+def test_keys_of_messages_that_nothing_reads_are_named_with_a_count(pack, capsys, kind):
+    rows = [chat(f"{i}?", f"{i}!") for i in range(30)]
+    for i, row in enumerate(rows):
+        row["messages"][0]["name"] = "Ann"
+        row["messages"][1] |= {"weight": 1, "seen": i} if i % 3 else {"content": f"{i}."}
+    if kind == "prompt":
+        rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    labels = pack(rows)[1]["labels"]
+    said = capsys.readouterr().out
+    number = re.search(r"30 \w+ read, (\d+) to train on", said)[1]
+    start = f"reads none of these keys of messages: name (in {number} chats), seen (in "
+    assert said.count(start) == 1 and 15 <= int(said.split(start)[1].split()[0]) <= 20
+    named = OWN.replace("<{{", "<{{ m['name'] }}{{")
+    tokenizer, batch = pack(rows, template=named)
+    assert tokenizer.decode(batch["input_ids"][0]).startswith("<Annuser>")
+    out = capsys.readouterr().out
+    assert "of messages: seen (in " in out and not torch.equal(batch["labels"], labels)
+    # This template ends an answer with nothing, and a model cannot learn where to stop.
+    assert "warning: the chat template ends answers without a special token" in out

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, SOURCE, bake, status
+from samestep.report import model_card
 from samestep.report.model_card import pipeline_task
 from samestep.settings import contract
 from samestep.training import ending, from_outside
@@ -30,14 +31,14 @@ CHATS = [
 ]
 
 
-def export(kit, folder, **fields):
+def export(kit, folder, table=None, **fields):
     """The folder of a model of a kit, with larger weights than new ones have, and its answers."""
-    rows = CHATS if fields.get("rows") == "chat" else kit.rows
-    cfg, prepared, data = kit.prepare(folder, rows, **{"validation_fraction": 0.2, **fields})
+    table = table or (CHATS if fields.get("rows") == "chat" else kit.rows)
+    cfg, prepared, data = kit.prepare(folder, table, **{"validation_fraction": 0.2, **fields})
     torch.manual_seed(1)
     model = kit.task.build_model(cfg, prepared).eval()
     with torch.no_grad():
-        for values in model.parameters():
+        for values in filter(lambda each: each.requires_grad, model.parameters()):
             values.mul_(4 if values.ndim > 1 else 1)
     start = SimpleNamespace(views=data)
     config = SimpleNamespace(task=cfg, timeout=600, tf32=False, check_export=True)
@@ -155,6 +156,61 @@ def test_what_an_export_of_chats_has_lost_is_found(chats, tmp_path, name):
         assert [type(each["given"]) for each in asked] == [list, list]
 
 
+IM_END = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model whose chat template ends answers with another token than its end of text."""
+    folder = tmp_path_factory.mktemp("base")
+    export(KITS[0], folder, **CHAT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = IM_END
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+WAYS: list[dict] = [{}, {"lora_rank": 4}, {"lora_rank": 4, "merge_lora": True}]
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt", "preference"])
+@pytest.mark.parametrize("way", WAYS, ids=["all weights", "adapters", "merged"])
+def test_an_export_stops_where_its_template_ends_an_answer(base, tmp_path, way, form):
+    fields: dict = {**way, "model_name_or_path": str(base)}
+    kit, rows = KITS[0], CHATS
+    pairs = [(each["messages"][:1], each["messages"][1:]) for each in CHATS]
+    if form == "prompt":
+        rows = [{"prompt": asked, "completion": answer} for asked, answer in pairs]
+    if form != "preference":
+        fields["context_length"] = 128
+    else:
+        kit = next(each for each in KITS if each.name == "preference")
+        no = [{"role": "assistant", "content": "no"}]
+        rows = [{"prompt": asked, "chosen": answer, "rejected": no} for asked, answer in pairs]
+    _, output, asked = export(kit, tmp_path, rows, **fields)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    settings = json.loads((output / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [eos, end] and end not in settings["suppress_tokens"]
+    assert check(output, asked)["stop"] == "<|im_end|>"
+    # Used as the card says, by a model that prefers the end of an answer to all other tokens.
+    used: dict = {}
+    code = model_card.describe_use("text-generation", output, str(output))
+    exec(code.split("```python\n")[1].split("```")[0], used)
+    model = used["answer"].model
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, inputs, logits: logits.index_fill(-1, torch.tensor([end]), 1e4)
+    )
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=9).tolist() == [[5, 6, end]]
+    change_json("generation_config.json", lambda c: c.update(eos_token_id=eos))(output)
+    with pytest.raises(ValueError, match=f"not stop at <.im_end.>, .* is {eos}, not {end}$"):
+        check(output, asked)
+
+
 def test_recipes_but_for_the_smoke_test_check_their_export():
     recipes = [*(ROOT / "templates" / "recipes").glob("*/*.yaml")]
     checked = {path for path in recipes if "\ncheck_export: true\n" in path.read_text("utf-8")}
@@ -205,6 +261,8 @@ def test_a_run_says_what_was_checked(tmp_path):
         (line,) = re.findall("^checked: (.*)$", printed, re.M)
         assert "gives the same logits for " in line
         assert status(output)["export_check"] == "passed"
+        assert line.endswith("; it stops after <|endoftext|>") == (name == "lora")
+        line = model_card.escape_markdown(line, 400)
         assert f"## Check\n\n{line}\n" in (output / "model" / "README.md").read_text()
 
     task = baked.path / "task.py"

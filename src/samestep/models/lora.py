@@ -72,3 +72,5 @@ def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) ->
         tokenizer.save_pretrained(output)
         model = model.merge_and_unload() if merge else model  # the bare model
         model.save_pretrained(output)
+        if model.can_generate():  # beside adapters peft saves none
+            model.generation_config.save_pretrained(output)

@@ -196,10 +196,19 @@ def embedding_rows(tokenizer: Any) -> int:
     return -(-len(tokenizer) // 128) * 128
 
 
-def suppress_unused(model: Any, tokenizer: Any) -> None:
-    """Keeps a new model from generating tokens that its tokenizer lacks."""
-    unused = range(len(tokenizer), model.config.vocab_size)
-    model.generation_config.suppress_tokens = [*unused] or None
+def answer_ends(tokenizer: Any) -> list[int]:
+    """The special tokens with which the chat template ends an answer: the first after a text, and
+    the last after a call of a tool. Empty: there is none, or no template."""
+    mark, found = "90000009", []
+    calls = [{"type": "function", "function": {"name": "a", "arguments": {"a": mark}}}]
+    for message, place in ({"content": mark}, 0), ({"content": "", "tool_calls": calls}, -1):
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", **message}]
+        with contextlib.suppress(Exception):  # a template may raise anything, or show no calls
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            end = text[text.rindex(mark) + len(mark) :]
+            ids = tokenizer(end, add_special_tokens=False).input_ids
+            found.append([i for i in ids if i in tokenizer.added_tokens_decoder][place])
+    return found
 
 
 def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) -> Any:
@@ -208,13 +217,22 @@ def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) ->
         model = load_model(auto, cfg)
     else:
         model = new_model(auto, config, cfg)
-        suppress_unused(model, tokenizer)
+        unused = range(len(tokenizer), model.config.vocab_size)  # the tokenizer has no such tokens
+        model.generation_config.suppress_tokens = [*unused] or None
+    settings = model.generation_config
     try:
-        model.generation_config.validate(strict=True)
+        settings.validate(strict=True)
     except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
-        model.generation_config.do_sample = True
+        settings.do_sample = True
     # Not in the config: Llama never trains the embedding of its pad token, which ends texts too.
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    settings.pad_token_id = tokenizer.pad_token_id
+    own = settings.eos_token_id
+    own = [own] if isinstance(own, int) else own or []
+    stops = dict.fromkeys([*own, tokenizer.eos_token_id, *answer_ends(tokenizer)])
+    if len(stops) > len(own):
+        settings.eos_token_id = [*stops]
+    if settings.suppress_tokens:  # a token that the tokenizer got later may be among them
+        settings.suppress_tokens = [i for i in settings.suppress_tokens if i not in stops] or None
     return model
 
 

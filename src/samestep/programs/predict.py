@@ -23,7 +23,7 @@ from samestep.base.console import escaped, one_line, protect_output
 from samestep.images.images import flatten, open_image, upright
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
-from samestep.training.from_outside import CLASSES
+from samestep.training.from_outside import load
 
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
@@ -39,8 +39,7 @@ def load_pipeline(folder: Path, task: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     # transformers would ask whether to run a model's own code, and look for a lost base on the Hub.
     options: Any = {"trust_remote_code": False, "local_files_only": True}
-    auto = getattr(transformers, CLASSES[task])
-    model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
+    model, info = load(str(folder), task, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
     make: Any = transformers.pipeline

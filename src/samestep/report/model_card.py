@@ -58,6 +58,9 @@ def describe_use(task: str, folder: Path, name: str) -> str:
     if task == TEXT_TO_TEXT:
         source = f"{config.get('source_prefix', '')}a text"
         code = SOURCE_TO_TARGET.format(name=name, source=source)
+    if (folder / "adapter_config.json").exists():  # transformers gives them those of the base
+        code = code.replace("import pipeline", "import GenerationConfig, pipeline")
+        code += f"\nanswer.model.generation_config = GenerationConfig.from_pretrained({name!r})"
     notes = [f"```python\n{code}\n```"]
     if config.get("text_pair"):
         notes.append('An input is a pair: `answer({"text": "a text", "text_pair": "its pair"})`.')

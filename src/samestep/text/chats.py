@@ -7,8 +7,11 @@ none.
 
 import contextlib
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,10 @@ ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function":
 ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
 KEYS = ("role", "content")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
+# What may separate parts of a content, such as <think>, <|channel|> and [THINK].
+TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
+PART = re.compile(r"(\W*\w*)(.*\S|)(\s*)\Z", re.DOTALL)  # the first word, the rest, space
+TRIED = 100  # chats in which a key of messages is left out, to see whether the template reads it
 # For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ 'Tools: <tools>\\n' }}
@@ -215,10 +222,10 @@ def parse_messages(value: Any, name: str) -> Any:
     holds as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):  # an answer may look so, too
-            found = json.loads(value)
+            found = parse_json(value, name)
             are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
             value = found if found and all(are_messages) else value
-    return drop_nulls(value)
+    return value
 
 
 def drop_nulls(value: Any) -> Any:
@@ -295,16 +302,41 @@ def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple
     return [(until[i], [answers[i]]) for i in answers]
 
 
+def say_unread_keys(rows: Iterable[dict], tokenizer: Any) -> None:
+    """Prints the keys of messages that the template does not read, and in how many chats they are:
+    the text of the first TRIED chats with one is the same without it."""
+    known = {*KEYS, *REASONING, "tool_calls", "weight"}
+    counts: Counter[str] = Counter()
+    render = partial(render_chat, place="", tokenizer=tokenizer, shown=set())
+    for row in rows:
+        for key in {key for message in row["messages"] for key in message} - known:
+            counts[key] += 1
+            if counts[key] > TRIED:
+                continue
+            less = [{k: v for k, v in each.items() if k != key} for each in row["messages"]]
+            try:
+                is_read = render({**row, "messages": less}) != render(row)
+            except ValueError:  # it does not do without, or is wrong, which is said later
+                is_read = True
+            if is_read:
+                known.add(key)
+    unread = [f"{key} (in {n:,} chats)" for key, n in counts.most_common() if key not in known]
+    if unread:
+        what = f"the chat template reads none of these keys of messages: {', '.join(unread)}"
+        print(f"Preparing data: {one_line(what, 300)}", flush=True)
+
+
 def check_nothing_left_out(row: dict, text: str, place: str, tokenizer: Any, shown: set) -> None:
     """Raises ValueError for a part of a chat that the template leaves out silently.
 
-    The template gets the chat with a number at the end of each part, and must show all numbers. For
-    chats of the same parts, whose hashes `shown` collects, that is done once, unless words of a
-    part are missing in the `text` of the chat: the template may have written them otherwise.
+    The template gets the chat with numbers in each part, and must show all numbers. For chats of
+    the same parts, whose hashes `shown` collects, that is done once, unless words of a part are
+    missing in the `text` of the chat: the template may have written them otherwise.
     """
     parts = number_parts(row)[2]
     keys = ((message["role"], *message) for message in row["messages"])
-    kind = hash((*(part[:2] for part in parts.values()), *keys))
+    tags = (frozenset(TAG.findall(message["content"])) for message in row["messages"])
+    kind = hash((*(part[0] for part in parts.values()), *keys, *tags))
     if kind in shown and all(words in text for *_, words in parts.values()):
         return
     shown.add(kind)
@@ -342,14 +374,29 @@ def find_left_out(row: dict, place: str, tokenizer: Any, only: str = "") -> str:
 
 def number_parts(row: dict, only: str = "") -> tuple[list[dict], list[dict], dict[str, tuple]]:
     """The messages and tools of a chat with a number at the end of each part that a template has to
-    show, or of one; and for each number the message (-1: the tools), a name, and words."""
+    show, or of one; and for each number the message (-1: the tools), a name, and words.
+
+    Parts of a text are what stands between TAG, and their first words.
+    """
     parts: dict[str, tuple[int, str, str]] = {}
 
     def number(i: int, what: str, value: Any) -> Any:
         found = f"90{len(parts):05}09"
-        words = value.strip() if isinstance(value, str) else ""
-        parts[found] = i, what, words
-        return words + found if only in ("", found) else value
+        text = value if isinstance(value, str) else ""
+        parts[found] = i, what, text.strip()
+        return text + found if only in ("", found) else value
+
+    def number_text(i: int, what: str, text: str) -> str:
+        pieces = TAG.split(text.strip())  # every second one is a tag
+        if not any(map(str.strip, pieces[::2])):
+            pieces = [text]
+        for place in range(0, len(pieces), 2):
+            if words := pieces[place].strip():
+                first, rest, space = PART.findall(pieces[place])[0]
+                name = f"{shorten(words)} of {what}" if len(pieces) > 1 else what
+                rest = number(i, name, rest) + space
+                pieces[place] = number(i, f"the beginning of {name}", first) + rest
+        return "".join(pieces)
 
     def change(tool: dict, **values: Any) -> dict:
         if "function" in tool:
@@ -363,7 +410,7 @@ def number_parts(row: dict, only: str = "") -> tuple[list[dict], list[dict], dic
         message, where = dict(message), f"of message {i + 1} ({message['role']})"
         for name in ("content", *(REASONING if message["role"] == "assistant" else ())):
             if isinstance(message.get(name), str) and message[name].strip():
-                message[name] = number(i, f"{name} {where}", message[name])
+                message[name] = number_text(i, f"{name} {where}", message[name])
         calls = []
         for call in message.pop("tool_calls", []):
             name = number(i, f"tool_calls {where}", call["function"]["name"])

@@ -310,7 +310,11 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     default = chats.CHAT_TEMPLATE if is_chat_task else ""
     texts = texts_of(rows)
     options = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    if is_chat_task:
+        found = tokenizing.spread_rows(rows, rows.column_names)
+        chats.say_unread_keys((as_chat(row) for row in found if is_chat(row)), tokenizer)
+    return tokenizer
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
@@ -378,9 +382,7 @@ def prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
 
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     """Texts that a model writes after the sample prompt, and after prompts that are held out."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = tokenizing.load_tokenizer(data.folder)
     prompts = {"sample": prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)}
     for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
         row = data["validation"][number]
@@ -399,9 +401,7 @@ def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
 
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """Test inputs of the export: the beginnings of texts, or chats of one and two questions."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = tokenizing.load_tokenizer(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
     texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
     asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)

@@ -1,6 +1,5 @@
 """Preferences: a prompt with a chosen and a rejected answer; read, tokenized, and shown as rows."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -139,11 +138,7 @@ def text_or_messages(value: Any, name: str) -> str | list | None:
     """
     if value is None or value != value:  # tables have NaN for null
         return None
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(ValueError):  # an answer may look so, too
-            found = chats.parse_json(value, name)
-            are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
-            value = found if found and all(are_messages) else value
+    value = chats.parse_messages(value, name)
     if not isinstance(value, str | list):
         raise ValueError(f"the {name} is {one_line(repr(value), 60)} but must be text or messages")
     return value
@@ -212,7 +207,12 @@ def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
     template, texts = chats.read_template(cfg), texts_of(pairs)
     options = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    if pairs[0]["is_chat"]:
+        found = (p for p in tokenizing.spread_rows(pairs, [*READ]) if p["is_chat"])
+        both = (chat_of(pair, name) for pair in found for name in ANSWERS)
+        chats.say_unread_keys(both, tokenizer)
+    return tokenizer
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
@@ -246,15 +246,19 @@ def tokenize_answer(pair: dict, name: str, tokenizer: Any, shown: set) -> tuple[
     if not pair["is_chat"]:
         row = {"prompt": pair["prompt"], "completion": pair[name]}
         return formats.tokenize_prompt(row, tokenizer)
-    context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
-    chat = {"messages": [*context, *json.loads(pair[name])], "tools": json.loads(pair["tools"])}
-    texts = chats.render_chat(chat, pair["place"], tokenizer, shown)
+    texts = chats.render_chat(chat_of(pair, name), pair["place"], tokenizer, shown)
     if len(texts) > 1:
         raise ValueError(
             f"task.chat_template: {pair['place']}: the template changes an answer of {name} when "
             "others follow; give pairs that differ in their last message alone"
         )
     return tokenizing.tokenize_answers(*texts[0], tokenizer)
+
+
+def chat_of(pair: dict, name: str) -> dict[str, list]:
+    """Make a chat of the prompt, as context, and one answer."""
+    context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
+    return {"messages": [*context, *json.loads(pair[name])], "tools": json.loads(pair["tools"])}
 
 
 def truncate(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray, ...]]:
@@ -308,9 +312,7 @@ def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
 
 def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
     """Make what the check of the export asks: prompts, or chats."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = tokenizing.load_tokenizer(data.folder)
     prompts: list[Any] = [
         tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows
     ]
@@ -320,9 +322,7 @@ def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
 @torch.no_grad()
 def write_samples(model: Any, rows: Any, data: Any) -> dict[str, str]:
     """Generate what the reference and the model answer to two prompts of rows, by greedy search."""
-    from transformers import AutoTokenizer
-
-    tokenizer, texts = AutoTokenizer.from_pretrained(data.folder), {}
+    tokenizer, texts = tokenizing.load_tokenizer(data.folder), {}
     rows = [rows[i] for i in range(min(2, len(rows)))]
     for number, prompt in enumerate(map(prompt_of, rows), 1):
         tokens = torch.tensor(prompt, device=model.device, dtype=torch.long)[None]

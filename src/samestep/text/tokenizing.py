@@ -104,6 +104,14 @@ def prepare_tokenizer(
             print("Preparing data: training a tokenizer", flush=True)
             learn_vocabulary(texts, cfg.vocab_size, folder, **special)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
+    tokenizer.chat_template = template or tokenizer.chat_template or default or None
+    ends = pretrained.answer_ends(tokenizer)
+    if default and not ends:
+        what = "the chat template ends answers without a special token of the tokenizer"
+        why = "the trained model will not stop; write {{ eos_token }} after the content"
+        print(f"Preparing data: warning: {what}: {why}", flush=True)
+    if ends and "eos_token" in needs and not tokenizer.eos_token:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     for name in needs:
         if not getattr(tokenizer, name):
@@ -112,7 +120,6 @@ def prepare_tokenizer(
                 f"task.model_name_or_path: the tokenizer of {model} has no {NEEDS[name]}; give "
                 "another model"
             )
-    tokenizer.chat_template = template or tokenizer.chat_template or default or None
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 

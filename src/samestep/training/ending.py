@@ -153,6 +153,8 @@ def check_export(run: Run, folder: Path) -> None:
             f" the project, and gives the same logits for {len(run.asked)} inputs (largest "
             f"difference {found['difference']:.1g} of the largest one)"
         )
+        if found["stop"]:
+            line += f"; it stops after {one_line(found['stop'], 40)}"
         result = "passed"
         print_on_main(f"checked: {line}")
     card = folder / "README.md"

@@ -48,6 +48,38 @@ def read_inputs(reader: Any, given: Any) -> Any:
     return reader(**texts, truncation=True, return_tensors="pt")
 
 
+def load(folder: Any, task: str, **options: Any) -> Any:
+    """What from_pretrained gives for a folder with its own generation config: adapters would get
+    that of their base model, which may stop at other tokens."""
+    import transformers
+
+    try:
+        options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)
+    except OSError:  # there is none
+        pass
+    return getattr(transformers, CLASSES[task]).from_pretrained(folder, **options)
+
+
+def check_stop(model: Any, reader: Any) -> str:
+    """The special token that a chat template writes after an answer; empty: there is none.
+
+    Raises ValueError if the model, made to generate that token alone, does not stop.
+    """
+    if not model.can_generate() or not reader.chat_template:
+        return ""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "90000009"}]
+    text = reader.apply_chat_template(chat, tokenize=False).rpartition("90000009")[2]
+    ids = reader(text, add_special_tokens=False).input_ids
+    ends = [each for each in ids if each in reader.added_tokens_decoder][:1]
+    end, options = reader.decode(ends), {"max_new_tokens": 4, "do_sample": False}
+    options["prefix_allowed_tokens_fn"] = lambda *_: ends
+    if ends and model.generate(torch.tensor([ends]), **options).shape[1] != 2:
+        what = f"it does not stop at {end}, with which its chat template ends an answer"
+        eos = f"eos_token_id of its generation_config is {model.generation_config.eos_token_id}"
+        raise ValueError(f"{what}: {eos}, not {ends[0]}")
+    return end
+
+
 def check(folder: str, task: str, rounding: str, asked: list, **options: Any) -> dict[str, Any]:
     """Load an exported model on the CPU, and compare what it answers; raises ValueError.
 
@@ -60,7 +92,7 @@ def check(folder: str, task: str, rounding: str, asked: list, **options: Any) ->
     transformers.utils.logging.disable_progress_bar()
     kind = "AutoImageProcessor" if task == "image-classification" else "AutoTokenizer"
     reader: Any = getattr(transformers, kind).from_pretrained(folder, **options)
-    model: Any = getattr(transformers, CLASSES[task]).from_pretrained(folder, **options).eval()
+    model = load(folder, task, **options).eval()
     answers = [ask(model, read_inputs(reader, each["given"]).to(model.dtype)) for each in asked]
     for each, answer in zip(asked, answers, strict=True):
         for name in {"dtype", "tokens", "labels"} & each.keys():
@@ -73,7 +105,8 @@ def check(folder: str, task: str, rounding: str, asked: list, **options: Any) ->
             problem = f"its logits differ by {each['difference']:.2g}"
             raise ValueError(f"{problem} of the largest one after {each['given']!r:.60}")
     largest = max(each["difference"] for each in asked)
-    return {"dtype": answers[0]["dtype"], "difference": largest}
+    stop = check_stop(model, reader)
+    return {"dtype": answers[0]["dtype"], "difference": largest, "stop": stop}
 
 
 if __name__ == "__main__":
