@@ -249,6 +249,9 @@ def test_models_that_would_be_trained_wrongly_are_refused():
         (torch.nn.Sequential(torch.nn.Dropout(0.1)), "Sequential has dropout"),
         (llama(rope_parameters=rope), "the rotary embedding of LlamaForCausalLM depends"),
     ]
+    mixture = llama()
+    mixture.config.output_router_logits = True
+    cases.append((mixture, "the router's loss of LlamaForCausalLM .* needs whole rows; use fsdp2"))
     sharding.check_model_shares_rows(llama(), SHARED)
     for model, said in cases:
         sharding.check_model_shares_rows(model, layout.Layout(2))

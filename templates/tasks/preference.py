@@ -169,8 +169,9 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
 def pair_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses (B,); rewards of both answers (B, 2); their mean log-probabilities, in nats (B, 2)."""
     cfg, lengths = model.objective, next_token.counted(batch).sum(2).clamp(min=1)
-    own, *reference = references.answer_log_probabilities(model, batch, cfg.loss_type != "simpo")
-    means, ratios = own / lengths, own - reference[0] if reference else own / lengths
+    has_reference = cfg.loss_type != "simpo"
+    own, theirs, router = references.answer_log_probabilities(model, batch, has_reference)
+    means, ratios = own / lengths, own - theirs if has_reference else own / lengths
     rewards = cfg.beta * ratios
     margins = rewards[:, 0] - rewards[:, 1]
     if cfg.loss_type == "sigmoid":
@@ -183,7 +184,7 @@ def pair_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, t
         losses = (chosen - rejected - 1 / (2 * cfg.beta)) ** 2
     else:
         losses = -F.logsigmoid(margins - cfg.simpo_gamma)
-    return losses - cfg.rpo_alpha * means[:, 0], rewards, means
+    return losses - cfg.rpo_alpha * means[:, 0] + router, rewards, means
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

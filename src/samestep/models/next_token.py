@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
@@ -52,10 +53,35 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
             ways += [texts, texts]
         return [model(input_ids=row, use_cache=False, **way).logits for way in ways]
 
-    attention.replace(model, attention.CAUSAL, answers, length)
+    if has_router_loss(model):
+        check_router_loss(model, row)
+    else:  # a router's loss needs a mask (B, T), if any
+        attention.replace(model, attention.CAUSAL, answers, length)
     name, has_flash = model.config._attn_implementation, attention.find_flash() is not None
     plan = LossPlan(name, chunk, most_texts, has_flash, is_split(model, row))
     model.adaptation = model.loss_plan = plan
+
+
+@torch.no_grad()
+def check_router_loss(model: Any, row: torch.Tensor) -> None:
+    """Prints that a router's loss is trained on. Raises ValueError if it is not the model's own."""
+    name = type(model).__name__
+    try:
+        outputs = model(input_ids=row, use_cache=False)
+        found = router_loss(model, outputs, {"labels": row})
+        fits = attention.are_close(model.router_aux_loss_coef * outputs.aux_loss, found)
+    except Exception:  # code of a model on the Hub may raise anything
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"task.model_name_or_path: the router's loss of {name} is of an unknown kind; train "
+            "without it: write output_router_logits: false in config.json"
+        )
+    print_on_main(
+        f"{name}: the loss of a micro-batch includes its router's loss (router_aux_loss_coef "
+        f"{model.router_aux_loss_coef:g}), weighted by its number of items: another size of "
+        "micro-batches changes the result. eval_loss does not include it"
+    )
 
 
 @torch.no_grad()
@@ -134,6 +160,25 @@ def counted(batch: Batch) -> torch.Tensor:
 # ---- The loss ------------------------------------------------------------------------------------
 
 
+def has_router_loss(model: Any) -> bool:
+    """Tell whether a mixture of experts has the loss of its router in its loss."""
+    wanted = getattr(model.config, "output_router_logits", False)
+    return wanted and getattr(model, "router_aux_loss_coef", 1) != 0
+
+
+def router_loss(model: Any, outputs: Any, batch: Batch) -> torch.Tensor:
+    """Compute what transformers adds to the mean loss of a batch, float32 (), from the outputs of a
+    model or its decoder: for tokens in `attention_mask`, or up to the last label of a sequence."""
+    tokens = batch.get("attention_mask")
+    if tokens is None:
+        labels = batch["labels"] != IGNORE_INDEX
+        tokens = labels.flip(-1).cumsum(-1).flip(-1) > 0
+        tokens |= ~tokens.any()  # without tokens it is NaN, also times 0 items
+    balance = inspect.unwrap(type(model).forward).__globals__["load_balancing_loss_func"]
+    loss = balance(outputs.router_logits, model.num_experts, model.num_experts_per_tok, tokens)
+    return model.router_aux_loss_coef * loss
+
+
 class States(NamedTuple):
     """What `head` makes logits of: (N, H), `chunk` rows at once, so that few logits exist."""
 
@@ -141,6 +186,7 @@ class States(NamedTuple):
     hidden: torch.Tensor
     labels: torch.Tensor  # (N,)
     chunk: int
+    router_loss: torch.Tensor | float = 0.0  # in training
 
     def chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return zip(self.hidden.split(self.chunk), self.labels.split(self.chunk), strict=True)
@@ -150,25 +196,29 @@ def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
     """The decoder's output for a batch; the logits where a model has no such."""
     inputs = model_inputs(model, plan, batch)
     labels = shift_labels(batch).flatten()
+    outputs, router = model.get_decoder()(**inputs) if plan.is_split else model(**inputs), 0.0
+    if model.training and has_router_loss(model):
+        router = router_loss(model, outputs, batch)
     if not plan.is_split:
-        logits = model(**inputs).logits.flatten(0, 1)
-        return States(torch.nn.Identity(), logits, labels, len(labels))
-    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
+        logits = outputs.logits.flatten(0, 1)
+        return States(torch.nn.Identity(), logits, labels, len(labels), router)
+    hidden, head = outputs[0].flatten(0, 1), model.get_output_embeddings()
     # A sharded head is gathered for each call: of these all processes need as many.
     simple = type(head) is torch.nn.Linear and not is_dtensor(head.weight)
-    return States(head, hidden, labels, plan.chunk if simple else len(labels))
+    return States(head, hidden, labels, plan.chunk if simple else len(labels), router)
 
 
 def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """Sum the cross entropy of the counted tokens of a batch, in nats: float32 ()."""
+    """Sum the losses of the counted tokens, in nats; in training with the router's: float32 ()."""
     model = attention.bare(model)
     states = states_of(model, batch, plan_of(model))
-    head, hidden, labels, chunk = states
+    head, hidden, labels, chunk, router = states
+    router = router * counted(batch).sum()
     if len(labels) <= chunk or head.bias is not None:
-        return cross_entropy(head(hidden), labels)
+        return cross_entropy(head(hidden), labels) + router
     if attention.autocast_dtype(hidden.device) == torch.float16:
-        return token_losses(states).sum()
-    return ChunkedLoss.apply(hidden, head.weight, labels, chunk, torch.is_grad_enabled())
+        return token_losses(states).sum() + router
+    return ChunkedLoss.apply(hidden, head.weight, labels, chunk, torch.is_grad_enabled()) + router
 
 
 def token_losses(states: States) -> torch.Tensor:

@@ -84,22 +84,23 @@ def disable_dropout(model: Any) -> None:
 # ---- Log-probabilities ---------------------------------------------------------------------------
 
 
-def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> list[torch.Tensor]:
+def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> tuple:
     """Compute those of both answers, in nats: under the model and, if it has one, its reference.
 
     A batch has input_ids and labels (B, 2, T), aligned with each other, and may have an
-    attention_mask. Each tensor of the list is float32 (B, 2).
+    attention_mask. Both are float32 (B, 2), or None. Third, () or 0: the router's loss in training.
     """
-    rows, plan, found = flatten_pairs(batch), next_token.plan_of(model), []
+    rows, plan, theirs = flatten_pairs(batch), next_token.plan_of(model), None
 
-    def sums(model: Any) -> torch.Tensor:
-        losses = next_token.token_losses(next_token.states_of(model, rows, plan))
+    def sums(states: next_token.States) -> torch.Tensor:
+        losses = next_token.token_losses(states)
         return -losses.view(rows["labels"].shape).sum(1).view(-1, 2)
 
     if has_reference:  # first, while the model's activations need no memory
         with torch.no_grad(), reference_of(model) as reference:
-            found.append(sums(reference))
-    return [sums(bare(model)), *found]
+            theirs = sums(next_token.states_of(reference, rows, plan))
+    states = next_token.states_of(bare(model), rows, plan)
+    return sums(states), theirs, states.router_loss
 
 
 @torch.no_grad()

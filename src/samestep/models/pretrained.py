@@ -219,6 +219,8 @@ def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) ->
         model = new_model(auto, config, cfg)
         unused = range(len(tokenizer), model.config.vocab_size)  # the tokenizer has no such tokens
         model.generation_config.suppress_tokens = [*unused] or None
+    if model.config.is_encoder_decoder and getattr(model.config, "output_router_logits", False):
+        print_on_main(f"{type(model).__name__}: the loss does not include that of its routers")
     settings = model.generation_config
     try:
         settings.validate(strict=True)

@@ -185,8 +185,10 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
     F.scaled_dot_product_attention is computed over all parts of a row."""
     if layout.cp == 1:
         return
-    problem, name = "", type(model).__name__
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    problem, name, config = "", type(model).__name__, getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", "sdpa")
+    if getattr(config, "output_router_logits", False):
+        problem = f"the router's loss of {name} (output_router_logits) needs whole rows"
     if attention == "eager" or attention.startswith(("flash", "flex")):
         problem = f"{name} computes attention by {attention}; it needs sdpa"
     for module in model.modules():

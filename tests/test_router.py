@@ -1,0 +1,110 @@
+"""Mixtures of experts: the router's loss is trained on, as transformers adds it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from conftest import bake, digest, load_task
+from samestep.models import next_token, preferences, pretrained
+from test_invariance import check_same_curve
+from test_next_token import LENGTH, SIZES, check_same, gradients, prepared, rows
+
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+    "moe_intermediate_size": 32, "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+
+
+def make(family="Qwen3Moe", **more):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **EXPERTS, **more})
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss"])
+def test_loss_and_gradients_of_a_micro_batch_are_those_of_transformers(family, padded, capsys):
+    model, batch = make(family), rows(False)
+    fast = prepared(model, False)
+    assert "includes its router's loss (router_aux_loss_coef 0.5)" in capsys.readouterr().out
+    batch["labels"][0, 20 if padded else LENGTH :] = -100
+    mask, items = (batch["labels"] != -100).long(), next_token.counted(batch).sum().item()
+    expected = items * model(**batch, attention_mask=mask).loss
+    known = gradients(model, expected)
+    for given in ({**batch, "attention_mask": mask}, batch):  # without: up to the last label
+        found = next_token.loss_sum(fast, given)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        check_same(known, gradients(fast, found), rel=3e-6)
+    pure = next_token.loss_sum(prepared(make(family, router_aux_loss_coef=0.0), False), batch)
+    assert not capsys.readouterr().out and found - pure > 0.4 * items
+    nothing = next_token.loss_sum(fast, {**batch, "labels": torch.full((3, LENGTH), -100)})
+    assert nothing == 0 and all((g == 0).all() for g in gradients(fast, nothing).values())
+    assert next_token.loss_sum(fast.eval(), batch).item() == pytest.approx(pure.item())
+
+
+def test_each_pair_has_the_router_s_loss_of_both_answers():
+    task, model, batch = load_task("preference"), prepared(make(), False), rows(False)
+    preferences.add_reference(model)
+    model.objective = task.TaskConfig()
+    pairs = {name: torch.stack([values[:2], values[1:]]) for name, values in batch.items()}
+    ids = preferences.flatten_pairs(pairs)["input_ids"]
+    expected = 2 * 0.5 * model(input_ids=ids).aux_loss
+    known, found = gradients(model, expected), task.loss_sum(model, pairs)
+    both = gradients(model, found)
+    assert task.eval_sums(model.eval(), pairs)["loss"] < found - 1
+    model.train().config.output_router_logits = False
+    pure = task.loss_sum(model, pairs)
+    assert (found - pure).item() == pytest.approx(expected.item(), rel=1e-5)
+    alone = gradients(model, pure)
+    check_same({name: alone[name] + known.get(name, 0) for name in alone}, both, rel=3e-6)
+
+
+def test_a_router_s_loss_of_another_kind_is_refused_or_said_to_be_left_out(capsys):
+    model = make()
+    del model.router_aux_loss_coef
+    with pytest.raises(ValueError, match="loss of Qwen3MoeForCausalLM is of an unknown kind"):
+        next_token.prepare(model, LENGTH, 16, 0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "vocab_size": 64}
+    config = transformers.SwitchTransformersConfig(output_router_logits=True, **sizes)
+    tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "__len__": lambda self: 64})()
+    auto = transformers.AutoModelForSeq2SeqLM
+    pretrained.build_generator(auto, pretrained.ModelConfig(), config, tokenizer)
+    assert "the loss does not include that of its routers" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_include_it_on_any_processes_and_resume_to_the_same_bytes(tmp_path):
+    project, folder = bake(tmp_path, pictures=False, tracker="none"), tmp_path / "base" / "model"
+    steps = "--max_steps 6 --global_batch_size 8 --warmup_steps 2 --save_every 3 --log_every 1"
+    flags = [*steps.split(), "--keep_checkpoints", 0, "--micro_batch_size", 2, "--output_dir"]
+    small = ["--task.hidden_size", 32, "--task.vocab_size", 300, "--max_steps", 1]
+    project.train(1, *flags, tmp_path / "base", *small)
+    make(vocab_size=384).save_pretrained(folder)
+
+    def run(name, processes, *more, **fields):
+        """Whether the line about it was printed; the last checkpoint, and the run folder."""
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, **fields}))
+        model = ["--task.model_name_or_path", folder]
+        printed = project.train(processes, *flags, tmp_path / name, *model, *more)
+        last = tmp_path / name / "checkpoints" / "step-00000006"
+        return printed.count("includes its router's loss"), last, tmp_path / name
+
+    said, last, _ = run("two", 2, "--exact", "true")
+    whole = digest(last)
+    shutil.rmtree(last)
+    assert (said, last) == run("two", 2, "--exact", "true")[:2] and digest(last) == whole
+    said, last, one = run("one", 1, "--exact", "true")
+    assert said == 1 and digest(last) == whole
+    check_same_curve(one, run("ordinary", 2)[2], rel=1e-6)
+    runs = [run("0", 1, router_aux_loss_coef=0.0)]
+    runs += [run("off", 1, router_aux_loss_coef=0.5, output_router_logits=False)]
+    assert [said for said, *_ in runs] == [0, 0]
+    outputs = [output for *_, output in runs] + [one]
+    weights = [load_file(each / "model" / "model.safetensors") for each in outputs]
+    assert all(map(torch.equal, weights[0].values(), weights[1].values()))
+    assert not any(map(torch.equal, weights[0].values(), weights[2].values()))
