@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from conftest import bake, digest, load_task
 from samestep.models import next_token, preferences, pretrained
 from test_invariance import check_same_curve
-from test_next_token import LENGTH, SIZES, check_same, gradients, prepared, rows
+from test_next_token import LENGTH, PLAIN, SIZES, check_same, gradients, prepared, rows
 
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
@@ -71,8 +71,7 @@ def test_a_router_s_loss_of_another_kind_is_refused_or_said_to_be_left_out(capsy
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "vocab_size": 64}
     config = transformers.SwitchTransformersConfig(output_router_logits=True, **sizes)
     tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "__len__": lambda self: 64})()
-    auto = transformers.AutoModelForSeq2SeqLM
-    pretrained.build_generator(auto, pretrained.ModelConfig(), config, tokenizer)
+    pretrained.build_generator(transformers.AutoModelForSeq2SeqLM, PLAIN, config, tokenizer)
     assert "the loss does not include that of its routers" in capsys.readouterr().out
 
 
@@ -86,7 +85,6 @@ def test_runs_include_it_on_any_processes_and_resume_to_the_same_bytes(tmp_path)
     make(vocab_size=384).save_pretrained(folder)
 
     def run(name, processes, *more, **fields):
-        """Whether the line about it was printed; the last checkpoint, and the run folder."""
         settings = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**settings, **fields}))
         model = ["--task.model_name_or_path", folder]
