@@ -70,7 +70,9 @@ def test_a_router_s_loss_of_another_kind_is_refused_or_said_to_be_left_out(capsy
         next_token.prepare(model, LENGTH, 16, 0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "vocab_size": 64}
     config = transformers.SwitchTransformersConfig(output_router_logits=True, **sizes)
-    tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "__len__": lambda self: 64})()
+    tokenizer = type(
+        "Tokenizer", (), {"pad_token_id": 0, "eos_token_id": 1, "__len__": lambda self: 64}
+    )()
     pretrained.build_generator(transformers.AutoModelForSeq2SeqLM, PLAIN, config, tokenizer)
     assert "the loss does not include that of its routers" in capsys.readouterr().out
 
