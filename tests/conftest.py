@@ -228,6 +228,19 @@ class BakedProject:
         return found
 
 
+def kill_after(output, step):
+    """Python for `before`: the process is killed at the micro-batch after a checkpoint."""
+    return f"""
+import os, task
+old = task.loss_sum
+def loss_sum(*arguments):
+    if os.path.exists("{output}/checkpoints/step-{step:08}"):
+        os.kill(os.getpid(), 9)
+    return old(*arguments)
+task.loss_sum = loss_sum
+"""
+
+
 def lines(output, key):
     """The lines of a run's metrics.jsonl that hold this key."""
     text = (Path(output) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from conftest import ROOT, BakedProject, lines, make_tiny, preloaded
+from conftest import ROOT, BakedProject, kill_after, lines, make_tiny, preloaded
 from samestep.start import startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
@@ -404,26 +404,78 @@ def test_a_run_keeps_its_tokenizer_where_data_has_grown(texts):
     assert "Traceback" not in printed and "was made with another vocabulary" in printed
 
 
-SPLITS = {
-    "views": "def views(cfg, data):\n    both = data['train'].train_test_split(0.25)\n"
-    "    return both['train'].with_format('torch'), both['test']\n",
-    "random_split": "def views(cfg, data):\n"
-    "    import torch\n    return torch.utils.data.random_split(data['train'], [0.75, 0.25])\n",
-    "prepare_data, slots": "TaskConfig = dataclass(slots=True)(TaskConfig)\n",
-}
+DRAWS = """
+TaskConfig = dataclass(slots=True)(TaskConfig)
 
 
-@pytest.mark.parametrize("name", some_slow(SPLITS, ("random_split",)))
-def test_unseeded_splits_are_one_split(texts, name):
-    change(texts, "def metrics(sums)", f"{SPLITS[name]}\n\ndef metrics(sums)")
-    for folder, processes, steps in (("a", 1, 4), ("b", 2, 2), ("b", 1, 4)):
-        flags = ("--output_dir", f"runs/{folder}", "--max_steps", steps)
-        texts.train(processes, *flags, "--accept_changes")
-    own, other = (texts.path / "runs" / folder / "checkpoints" for folder in "ab")
-    manifests = [
-        json.loads((each / "step-00000004/manifest.json").read_text()) for each in (own, other)
-    ]
-    assert manifests[0]["data"] == manifests[1]["data"]
+def draw(rows):
+    import random, numpy, torch
+    from sklearn.model_selection import train_test_split
+    places = [*range(len(rows))]
+    random.shuffle(places)
+    places = [places[i] for i in numpy.random.permutation(len(rows))]
+    train, validation = torch.utils.data.random_split(places, [0.8, 0.2])
+    return rows.select(train_test_split([*train])[0]), rows.select([*validation])
+
+
+def views(cfg, data):
+    train, validation = draw(data["train"])
+    return train.with_format("torch"), validation
+
+
+plain = prepare_data
+
+
+def prepare_data(cfg, folder):
+    rows = plain(cfg, folder)
+    return datasets.DatasetDict(train=draw(rows["train"])[0], validation=rows["validation"])
+
+
+"""
+
+
+def test_unseeded_draws_are_the_same_after_a_kill_and_on_two_processes(texts):
+    change(texts, "def metrics(sums)", f"{DRAWS}def metrics(sums)")
+    texts.train(1, "--output_dir", "runs/a")
+    shutil.rmtree(texts.path / ".cache")
+    texts.train(1, "--output_dir", "runs/b", before=kill_after("runs/b", 2), codes=[-9])
+    shutil.rmtree(texts.path / ".cache")
+    texts.train(2, "--output_dir", "runs/b")
+    own, other = (texts.path / "runs" / name for name in "ab")
+    for key in ("loss", "batch_hash", "eval_loss"):
+        values = [[each[key] for each in lines(run, key)] for run in (own, other)]
+        assert values[0] == (values[1] if key == "batch_hash" else pytest.approx(values[1]))
+    manifests = [run / "checkpoints/step-00000004/manifest.json" for run in (own, other)]
+    first, second = (json.loads(each.read_text())["data"] for each in manifests)
+    assert first == second
+
+
+OTHER_ROWS = """
+def views(cfg, data):
+    import os, random
+    places = [*range(len(data["train"]))]
+    {}
+    return data["train"].select(places[:30]), data["train"].select(places[9:])
+
+
+"""
+CHANGES = {  # and what is said on two processes, in a new run, and where it resumes
+    "random.Random().shuffle(places)": ["the second time"] * 3,
+    "random.Random(int(os.environ.get('RANK', 0))).shuffle(places)": ["on another process", "", ""],
+    "random.Random(os.environ.get('WORD')).shuffle(places)": [
+        "", "", "of the same data than at an earlier start: runs/default/checkpoints/step-00000004",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_views_that_give_other_rows_are_named_as_that(texts, line):
+    change(texts, "def metrics(sums)", f"{OTHER_ROWS.format(line)}def metrics(sums)")
+    for (processes, word), said in zip(((2, "a"), (1, "a"), (1, "b")), CHANGES[line], strict=True):
+        codes = [2] if said else [0]
+        printed = texts.train(processes, codes=codes, env={"WORD": word})
+        assert f"train.py: task.views gives other rows {said}" in printed or not said
+        assert "the machines" not in printed and "Traceback" not in printed
 
 
 def test_every_row_is_in_the_digest():

@@ -440,6 +440,9 @@ def check_settings(
             f"{made} {kind}, so its weights mean something else; give the same data, or another "
             "--output_dir"
         )
+    rows = {"data fingerprint", "data validation"}
+    if changed and {*changed} <= rows and saved.get("prepared") == current["prepared"] != "":
+        made = f"task.views gives other rows of the same data than at an earlier start: {made}"
     made = f"{made} other settings ({'; '.join(changed.values())})"
     for name in changed:
         if name in before and name in after and effects.get(name) == "shape":

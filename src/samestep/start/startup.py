@@ -5,6 +5,7 @@ group. `--check` runs only this part.
 """
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import inspect
@@ -376,9 +377,21 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
     data = prepare_data(cfg.task, task, run) if hasattr(task, "prepare_data") else None
     if hasattr(task, "check_config"):  # with the fields that prepare_data has set
         task.check_config(cfg.task)
-    bound = contract.bind(task, cfg.task, data)
-    batches.seed_everything(0)  # an unseeded split is the same in every process and run
-    return data, bound, contract.read_views(bound, data)
+    digests: list[str] = []
+    for given in (copy.copy(data), data):  # the first call may change the splits that it gets
+        views: Any = None  # its rows are not kept
+        bound = contract.bind(task, cfg.task, given)
+        batches.seed_everything(0)  # an unseeded split is the same in every process and run
+        views = contract.read_views(bound, given)
+        digests += [batches.hash_eight(each, bound) for each in views]
+    if digests[:2] != digests[2:]:
+        for each in views:  # rows that change when they are read are named as that
+            batches.read_few(each, bound, training=False)
+        raise ValueError(
+            "task.views gives other rows the second time; draw with torch, numpy's np.random or "
+            "random, which are seeded for it, or make the rows in prepare_data, which runs once"
+        )
+    return data, bound, views
 
 
 def prepare_data(settings: Any, task: Any, run: Path | None) -> Any:
@@ -435,11 +448,6 @@ def versions() -> dict[str, str]:
     return numbers
 
 
-def describe_source(source: contract.Source) -> str:
-    """What of a source determines the order of the samples, for manifests."""
-    return f"{source.name}: weight {source.weight}, {source.rows} rows"
-
-
 def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions.
 
@@ -451,7 +459,8 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
     entries["validation"] = digests[1] or fingerprints[1]
     sources = contract.list_sources(views[0], training=True)
     if len(sources) > 1:
-        entries["sources"] = "; ".join(map(describe_source, sources))
+        texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
+        entries["sources"] = "; ".join(texts)
     identity = ""
     if hasattr(data, "folder"):
         from samestep.data import prepared
@@ -461,6 +470,7 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
         "config": checkpoints.without_credentials(resolved_config(cfg)),
         "data": entries,
         "identity": identity,
+        "prepared": getattr(getattr(data, "folder", None), "name", ""),
         "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
         "versions": versions(),
     }

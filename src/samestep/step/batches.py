@@ -364,27 +364,37 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.nda
         return iter(loader)
 
 
+def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
+    """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for values in contract.tensors_of(make_collate(task)(samples)[0]):
+        digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
+    return digest.hexdigest()[:16]
+
+
+def hash_eight(dataset: Any, task: Any) -> str:
+    """`hash_batch` of eight evenly spread rows of a view; empty for a stream."""
+    if is_stream(dataset):
+        return ""
+    ids = sorted({i * (len(dataset) - 1) // 7 for i in range(8)})
+    return hash_batch(dataset, task, SampleDataset(dataset).__getitems__(ids))
+
+
 def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]:
-    """16 hex digits for the data: the number of rows, and types, shapes and bytes of the task's
-    batch of 64 evenly spread rows; and samples of these to try the task on, see `choose_few`.
+    """`hash_batch` of 64 evenly spread rows; and samples of these to try the task on, see
+    `choose_few`.
 
     Raises ValueError if a row, or what `augment` makes of one for training, is another the next
     time.
     """
-
-    def hash_batch(samples: list[tuple]) -> str:
-        digest = hashlib.sha256(str(len(dataset)).encode())
-        for values in contract.tensors_of(make_collate(task)(samples)[0]):
-            digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
-            digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
-        return digest.hexdigest()[:16]
-
+    digest_of = functools.partial(hash_batch, dataset, task)
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     last = 63 if rows.is_stream else len(dataset) - 1
     ids = sorted({i * last // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
-    digest = hash_batch(samples)
-    if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):
+    digest = digest_of(samples)
+    if digest_of(samples[:1]) != digest_of(rows.__getitems__(ids[:1])):
         raise ValueError(
             "task.views: row 0 changes when it is read again; draw random numbers in "
             "augment(row, generator), so that runs can resume"
@@ -394,7 +404,7 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
         drawn = [
             [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in each] for each in few
         ]
-        if hash_batch(drawn[0]) != hash_batch(drawn[1]):
+        if digest_of(drawn[0]) != digest_of(drawn[1]):
             raise ValueError(
                 "task.augment gives another row for the same row and generator; draw random "
                 "numbers from the generator alone, and leave the row that it gets as it is"
