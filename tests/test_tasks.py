@@ -259,8 +259,18 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
     given = {"validation_data": kit.rows[40:]}
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
     assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
+    assert len(contract.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
     said = capsys.readouterr().out
     assert "10 of 20 validation " in said and "are training" in said
+
+
+def test_columns_that_nothing_reads_are_named(kit, tmp_path, capsys):
+    """Also `label` beside `text`, as a .txt file has it; and of each file its own."""
+    names = ("label" if kit.name == "causal_lm" else "meta"), "other"
+    rows, more = ([{**row, name: 1} for row in kit.rows] for name in names)
+    kit.prepare(tmp_path, rows, validation_data=more)
+    said = capsys.readouterr().out
+    assert [said.count(f" (not read: {name})\n") for name in names] == [1, 1]
 
 
 def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):

@@ -49,12 +49,13 @@ def num_processes(rows: int) -> int | None:
     return number if number > 1 else None
 
 
-def first_columns(cfg: Any, extensions: Iterable[str]) -> list[str]:
+def first_columns(cfg: Any, extensions: Iterable[str], field: str = "data") -> list[str]:
     """Return the names of the columns of a source's first row; `cfg.data` is this source alone."""
-    if hub.is_hub_name(cfg.data):
+    if hub.is_hub_name(cfg.data) and field != "validation_data":
         hub.check_commit(cfg)
-        return hub.load_hub_split(cfg, cfg.data_split).column_names
-    for path in sources.list_files(cfg.data, extensions):
+        split = cfg.validation_split if field == "validation_split" else cfg.data_split
+        return hub.load_hub_split(cfg, split).column_names
+    for path in sources.list_files(getattr(cfg, field), extensions, field):
         for row, _ in readers.read_span(readers.spans_of(path)[0], None):
             return [*row]
     return []
@@ -392,16 +393,20 @@ def hold_out(
 
 def print_columns(source: Input, rows: int, extensions: tuple[str, ...], plural: str) -> None:
     """Prints the number of rows, and the columns that are read and not read."""
-    text = f"{rows:,} {plural} of {source.data}"
-    names = [] if source.bundled else first_columns(source.cfg, extensions)
-    wanted = column_names(source.columns)
-    if names and names != ["text", "label"]:  # a .txt file has its text, and its folder as label
-        read = ", ".join(name for name in names if name in wanted)
-        unread = ", ".join(name for name in names if name not in wanted)
-        text += f", from {one_line(read, 200)}"
-        if unread:
-            text += f" (not read: {one_line(unread, 200)})"
+    names = []
+    if source.dataset is not None or file_ending(source.spans[0].path) in TABLES:
+        names = first_columns(source.cfg, extensions, source.field)
+    text = f"{rows:,} {plural} of {source.data}{describe_columns(names, source.columns)}"
     print(f"Preparing data: {text}", flush=True)
+
+
+def describe_columns(names: list[str], columns: Columns) -> str:
+    """The columns that are read and not read, as part of a sentence; empty: there are none."""
+    wanted = column_names(columns)
+    read = ", ".join(name for name in names if name in wanted)
+    unread = ", ".join(name for name in names if name not in wanted)
+    text = f", from {one_line(read, 200)}" * bool(names)
+    return text + f" (not read: {one_line(unread, 200)})" * bool(unread)
 
 
 def print_remarks(

@@ -355,6 +355,13 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
             text = next((n for n in names if file_ending(n) == ".txt"), "")
             if text and hasattr(cfg, "label_column") and root in Path(folder).parents:
                 class_of(Path(folder, text), root, name)
+        every = walk_all(data, endings, name) if hasattr(cfg, "label_column") else []
+        kinds = {Path(folder): {*map(file_ending, names)} for folder, names, _ in every}
+        above = {path.parent for path, own in kinds.items() if path != root and own - {*TABLES}}
+        empty = [path.name for path, own in kinds.items() if path.parent in above and not own]
+        if empty:
+            text = f"{one_line(data, 100)}: nothing to read in the folders of classes "
+            print(f"Preparing data: {text}{one_line(', '.join(empty), 200)}", flush=True)
         read = Counter(file_ending(each) for _, names, _ in listed for each in names)
         others = sum((own for *_, own in listed), Counter())
         if others or len(read) > 1:  # one of them may describe the data

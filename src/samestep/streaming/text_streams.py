@@ -14,7 +14,9 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, readers, shards, sources
 from samestep.data.readers import DOCUMENT, Span
+from samestep.data.rows import describe_columns
 from samestep.data.shards import Shard
+from samestep.data.tables import TABLES, file_ending
 from samestep.streaming.lanes import Stream
 from samestep.text import formats, sequences, tokenizing
 
@@ -74,9 +76,12 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
                 "give --task.validation_data PATH"
             )
     number = len(found["validation"])
+    first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))
+    names = [*first] if file_ending(train[0].path) in TABLES else []
+    read = describe_columns(names, {"text": cfg.text_column})
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
-        f"which {number:,} documents are used",
+        f"which {number:,} documents are used{read}",
         flush=True,
     )
     features = datasets.Features(

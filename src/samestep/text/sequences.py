@@ -36,7 +36,7 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     longest, truncate = min(tokenizing.most_tokens(cfg), length), cfg.overlong == "truncate"
     features = datasets.Features({**tokens.features, "first": datasets.Value("bool")})
     numbers = tokens.data.column("source").to_numpy()
-    for source in range(len(names_of(tokens))):
+    for source, title in enumerate(names_of(tokens)):
         own = np.flatnonzero(numbers == source)
         if len(own):
             part = tokens.select(range(own[0], own[-1] + 1)).with_format("arrow")
@@ -48,6 +48,8 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
                     features=features,
                 ).with_format(None)
             )
+            if not len(packed[-1]):
+                raise ValueError(f"task.context_length: {title} has no token in the loss; raise it")
     found = datasets.concatenate_datasets(packed)
     long = int((columns.ListColumn(tokens, "input_ids").lengths > longest).sum())
     size = int(columns.ListColumn(found, "input_ids").lengths.sum())
@@ -55,6 +57,8 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     used = f"{100 * size / max(rows * length, 1):.0f} % of their tokens used"
     done = "truncated" if truncate else "split"
     cut = f"; {long:,} documents are longer, and {done}" if long else ""
+    if truncate and len(found) < len(tokens):
+        cut += f": {len(tokens) - len(found):,} have no token in the loss then, and are left out"
     print(f"Prepared {name}: {rows:,} sequences, {used}{cut}", flush=True)
     return found
 
@@ -139,9 +143,10 @@ class Sequences(torch.utils.data.Dataset):
         self.bounds: list[np.ndarray] = []  # of each source: where sequences begin, and an end
         for source, name in enumerate(names_of(tokens)):
             own = np.flatnonzero(numbers == source)
-            if len(own):
-                self.check_size(name, own)
-            bounds = self.find_bounds(own) if len(own) else np.zeros(1, np.int64)
+            if not len(own):  # of validation rows alone
+                continue
+            self.check_size(name, own)
+            bounds = self.find_bounds(own)
             self.bounds.append(bounds)
             self.sources.append(Source(name, len(bounds) - 1, weights.get(name, 1)))
         self.ends = np.cumsum([len(each) - 1 for each in self.bounds]).tolist()
