@@ -1,0 +1,195 @@
+"""Reports of errors in other projects, tried here: cases of README.md that no other file has."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from conftest import ROOT, bake, digest, kill_after, lines
+from samestep.models import lora
+from test_invariance import check_same_curve
+from test_tasks import BY_NAME, picture
+
+TABLE = (ROOT / "tests" / "reports" / "README.md").read_text()
+CHATS = [
+    {"messages": [
+        {"role": "user", "content": "why " * (60 if i % 2 else 1)},
+        {"role": "assistant", "content": f"{i} is so"},
+    ]}
+    for i in range(60)
+]  # fmt: skip
+
+
+def curve(output):
+    return [(each["step"], each["loss"], each["batch_hash"]) for each in lines(output, "loss")]
+
+
+def test_each_report_has_a_link_and_tests_that_exist():
+    rows = [row.split("|")[1:-1] for row in TABLE.splitlines() if row.startswith("| [")]
+    assert len(rows) >= 26 and {len(row) for row in rows} == {6}
+    for link, *_, here, tests in rows:
+        assert re.search(r"\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", link), link
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+        assert bool(named) != ("open" in here), link
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+
+
+def test_a_run_is_killed_at_the_end_of_an_epoch_and_inside_the_next(tiny, tmp_path):
+    """An epoch has five steps. No epoch is skipped, none begins again, no step is taken twice."""
+    flags = ["--task.samples", 40, "--task.dropout", 0.2, "--save_every", 1, "--output_dir"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    tiny.train(1, *flags, whole)
+    for step in (5, 7):
+        tiny.train(1, *flags, again, before=kill_after(again, step), codes=[-9])
+    tiny.train(1, *flags, again)
+    assert curve(again) == curve(whole) and len(curve(whole)) == 12
+    last = "checkpoints/step-00000012"
+    assert digest(again / last) == digest(whole / last)
+
+
+def test_a_step_of_more_samples_than_an_epoch_accumulates_all_of_them(tiny, tmp_path):
+    for processes, size in ((1, 8), (1, 2), (2, 2)):
+        output = tmp_path / f"{processes} {size}"
+        flags = ["--task.samples", 5, "--micro_batch_size", size, "--output_dir", output]
+        tiny.train(processes, *flags)
+        check_same_curve(output, tmp_path / "1 8", 1e-5, 1e-5)
+    assert len(curve(output)) == 12
+
+
+@pytest.mark.slow
+def test_a_stream_is_resumed_again_and_again(tmp_path):
+    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
+    for shard in range(8):
+        rows = [json.dumps({"text": f"{shard} and {i}. " * 9, "n": i}) for i in range(60)]
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{shard}.jsonl").write_text("\n".join(rows))
+    flags = ["--task.data", tmp_path / "texts", "--task.streaming", "true", "--max_steps", 9]
+    flags += ["--global_batch_size", 8, "--save_every", 2, "--eval_every", 9, "--warmup_steps", 0]
+    flags += ["--log_every", 1, "--keep_checkpoints", 0, *BY_NAME["causal_lm"].flags()]
+    printed = project.train(1, *flags, "--output_dir", tmp_path / "whole")
+    assert printed.count(", from text (not read: n)\n") == 1
+    again = tmp_path / "again"
+    for step in (2, 4, 6):
+        before = kill_after(again, step)
+        project.train(1, *flags, "--output_dir", again, before=before, codes=[-9])
+    project.train(1, *flags, "--output_dir", again)
+    assert curve(again) == curve(tmp_path / "whole") and len(curve(again)) == 9
+
+
+def test_a_validation_split_without_a_class_keeps_the_numbers_of_the_others(tmp_path, capsys):
+    for split, classes in (("train", "abc"), ("validation", "ac")):
+        for name in classes:
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                picture((60 * ord(name) % 255, i, 9), i).save(folder / f"{i}.png")
+    (tmp_path / "images" / "train" / "d").mkdir()
+    kit = BY_NAME["image_classification"]
+    _, prepared, _ = kit.prepare(tmp_path, tmp_path / "images")
+    assert capsys.readouterr().out.count(": nothing to read in the folders of classes d\n") == 1
+    names = prepared["train"].features["label"].names
+    assert names == prepared["validation"].features["label"].names == ["a", "b", "c"]
+    assert sorted({*prepared["validation"]["label"]}) == [0, 2]
+
+
+def test_words_for_nothing_are_texts_and_labels(tmp_path):
+    words = ["null", "NA", "None", "nan", "N/A"]
+    rows = [{"text": words[i % 5] * (1 + i % 4), "label": words[i // 5 % 3]} for i in range(60)]
+    kit = BY_NAME["text_classification"]
+    cfg, prepared, parts = kit.prepare(tmp_path, kit.write(tmp_path, rows, "csv"))
+    texts = {text for part in parts for text in kit.keys(kit.task, cfg, prepared, part)}
+    assert {*words} < texts and sum(map(len, parts)) == 60
+    assert json.loads((prepared.folder / "labels.json").read_text())["names"] == sorted(words[:3])
+
+
+def base_model(folder):
+    """A small model whose tokenizer puts <s> before a text, pads with </s>, and whose template
+    writes <s> itself."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = "<s> </s> <unk> why is so User Bot".split() + [str(i) for i in range(60)]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, **marks)
+    tokenizer.chat_template = (
+        "{% set names = {'user': 'User', 'assistant': 'Bot'} %}{{ bos_token }}"
+        "{% for m in messages %}{{ names[m['role']] }} "
+        "{{ m['content'] }}{% if m['role'] == 'assistant' %} {{ eos_token }}{% endif %} "
+        "{% endfor %}{% if add_generation_prompt %}Bot {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "vocab_size": len(words), "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=128)).save_pretrained(
+        folder
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("rows", ["chat", "prompt"])
+def test_one_bos_begins_a_document_and_its_eos_is_learnt_though_it_pads(tmp_path, rows):
+    tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
+    data = CHATS[::2]
+    if rows == "prompt":
+        data = [{"prompt": f"why {i} ", "completion": f"{i} is so"} for i in range(30)]
+    given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
+    given |= {"hidden_size": 128, "num_heads": 4, "num_layers": 3, "vocab_size": 1024}
+    cfg, prepared, (train, _) = kit.prepare(tmp_path, data, **given)
+    for row in prepared["train"]:
+        assert row["input_ids"][0] == tokenizer.bos_token_id and row["input_ids"].count(0) == 1
+        end = row["input_ids"].index(tokenizer.eos_token_id)
+        assert row["loss_mask"][end] == 1 == sum(row["loss_mask"][end:]) and end > 5
+    assert len(prepared["train"]) == 28
+    for _, tokens in kit.task.test_inputs([*train][:2], cfg, prepared):
+        assert tokens["input_ids"][0].count(tokenizer.bos_token_id) == 1
+
+
+def test_documents_that_truncation_leaves_without_an_answer_are_counted(tmp_path, capsys):
+    kit = BY_NAME["causal_lm"]
+    fields = {"context_length": 32, "overlong": "truncate"}
+    _, prepared, (train, _) = kit.prepare(tmp_path, CHATS, **fields)
+    (line,) = re.findall(r"Prepared train: .*", capsys.readouterr().out)
+    lost = int(re.search(r"truncated: (\d+) have no token in the loss then", line)[1])
+    rows = prepared["train"]
+    assert 20 < lost < 32 and lost + len(rows) == 54
+    assert all(any(mask[1:]) for mask in rows["loss_mask"])
+    with pytest.raises(ValueError, match=r"rows.jsonl has no token in the loss; raise it"):
+        kit.prepare(tmp_path, CHATS[1::2], **fields)
+
+
+@pytest.mark.slow
+def test_adapters_with_gradient_checkpointing_are_those_without(tmp_path):
+    base_model(tmp_path / "base")
+    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS[::2])))
+    flags = [
+        "--task.data",
+        tmp_path / "chats.jsonl",
+        "--task.model_name_or_path",
+        tmp_path / "base",
+    ]
+    flags += ["--task.lora_rank", 4, "--task.context_length", 64, "--max_steps", 3]
+    flags += ["--warmup_steps", 0, "--log_every", 1, "--save_every", 3, "--eval_every", 3]
+    for again in ("false", "true"):
+        given = ["--gradient_checkpointing", again, "--output_dir", tmp_path / again]
+        project.train(1, *flags, *given)
+    checkpoints = [tmp_path / again / "checkpoints/step-00000003" for again in ("false", "true")]
+    assert digest(checkpoints[0]) == digest(checkpoints[1])
+
+
+def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base_model(tmp_path)
+    kit = BY_NAME["causal_lm"]
+    fields = {"lora_rank": 2, "merge_lora": True, "lora_targets": "q_proj,embed_tokens"}
+    cfg = kit.task.TaskConfig(model_name_or_path=str(tmp_path), **fields)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"an adapter of one of them cannot be merged"):
+        lora.add_adapters(model, cfg, "CAUSAL_LM")
