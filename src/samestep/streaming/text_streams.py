@@ -76,9 +76,10 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
                 "give --task.validation_data PATH"
             )
     number = len(found["validation"])
-    first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))
-    names = [*first] if file_ending(train[0].path) in TABLES else []
-    read = describe_columns(names, {"text": cfg.text_column})
+    first: dict = {}
+    if file_ending(train[0].path) in TABLES:
+        first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))
+    read = describe_columns([*first], {"text": cfg.text_column})
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
         f"which {number:,} documents are used{read}",
