@@ -369,7 +369,7 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     [
         (["--task.lanes", 5], "task.lanes is 5, which does not divide global_batch_size, 24"),
         (["--eval_every", "epoch"], "eval_every is epoch; a stream has no end that is known"),
-        (["--task.lanes", 12], "task.lanes is 12, and 7 shards are to be trained on"),
+        (["--task.lanes", 12], "task.lanes is 12, and 8 shards are to be trained on"),
         (["--task.packing", "best_fit"], "task.packing is 'best_fit' but must be stream while"),
         (
             ["--device_shares", "auto"],
@@ -388,7 +388,7 @@ def test_what_is_printed_of_a_stream_is_no_number_of_samples(streamed):
     """In a line of prepare, and on the card of the model."""
     flags = ["--task.streaming", "true", "--task.lanes", LANES, "--task.data", "texts"]
     printed = streamed.run("python", "-m", "samestep", "prepare", *flags).stdout
-    assert "a stream of 7 shards to train on, " in printed and f"{1 << 50:,}" not in printed
+    assert "a stream of 8 shards to train on, " in printed and f"{1 << 50:,}" not in printed
     card = (streamed.path / "runs" / "whole" / "model" / "README.md").read_text()
     assert "samples of a stream, from" in card and f"{1 << 50:,}" not in card
 
