@@ -191,22 +191,28 @@ def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
     return names
 
 
+def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) -> None:
+    """Raises ValueError for a label that is not in `names`."""
+    found, lengths = label_lists(rows)
+    if unknown := {*found} - {*names}:
+        name = min(unknown)
+        row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
+        some = one_line(", ".join(names), 200)
+        owner = "run that resumes" if split == "train" else "training data"
+        raise ValueError(
+            f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
+            f"{one_line(repr(name), 60)} is not in the {owner}, which has {some}"
+        )
+
+
 def number_labels(
     rows: datasets.Dataset, names: list[str], cfg: Any, split: str
 ) -> dict[str, np.ndarray]:
     """`labels` and `weight` of a split. Raises ValueError for a label that is not in `names`."""
+    check_known(rows, names, cfg, split)
     found, lengths = label_lists(rows)
     unique, places = np.unique(found, return_inverse=True)
     known = {name: number for number, name in enumerate(names)}
-    for name in unique:
-        if name not in known:
-            row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
-            some = one_line(", ".join(names), 200)
-            owner = "run that resumes" if split == "train" else "training data"
-            raise ValueError(
-                f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
-                f"{one_line(repr(name), 60)} is not in the {owner}, which has {some}"
-            )
     numbers = np.array([known[name] for name in unique], int)[places]
     labels = numbers
     if cfg.problem_type == MULTI:

@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, local_path
-from samestep.base.files import read_json_object, replace_text
+from samestep.base.files import replace_text
 from samestep.data import demo_data, hub, labels, readers, sources, tables
 from samestep.data.rows import keep, load_rows
 from samestep.data.tables import TABLES
@@ -187,19 +187,13 @@ def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> list[str
 
     Raises ValueError for one class alone, and for a class without training images.
     """
-    saved = folder / "labels.json"
-    names = read_json_object(saved).get("names") or sorted(rows["train"].unique("label"))
+    names = labels.read(folder).get("names") or sorted(rows["train"].unique("label"))
     if len(names) < 2:
         data, only = one_line(cfg.data, 100), one_line(names[0], 60)
         raise ValueError(f"task.data: {data} has one class, {only}; give at least two classes")
     for split, part in rows.items():
-        if unknown := {*part.unique("label")} - {*names}:
-            row = part[part["label"][:].index(min(unknown))]
-            shown, some = one_line(repr(row["label"]), 60), one_line(", ".join(names), 200)
-            owner = "run that resumes" if split == "train" else "training data"
-            text = f"class {shown} is not in the {owner}, which has {some}"
-            raise ValueError(f"task.{sources.field_of(split, cfg)}: {row['place']}: {text}")
-    replace_text(saved, json.dumps({"names": names}))
+        labels.check_known(part, names, cfg, split)
+    replace_text(folder / labels.FILE, json.dumps({"names": names}))
     return names
 
 
