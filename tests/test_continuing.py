@@ -189,6 +189,62 @@ def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
     assert precision in quick(*flags, env=bf16) and precision not in quick(*flags, env=plain)
 
 
+# ---- Checkpoints that are gone -------------------------------------------------------------------
+
+
+# Kills the run before a step.
+KILL = """
+import os, signal
+from samestep.training.log import RunLog
+def start_step(self, step, old=RunLog.start_step):
+    if step == {}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    old(self, step)
+RunLog.start_step = start_step
+"""
+
+
+@pytest.mark.parametrize("processes, more", [(1, []), (1, ["--async_save"]), (2, [])])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(
+    tiny, whole, tmp_path, processes, more
+):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, *BASE, *more, "--task.row_seconds", 0.02]
+    tiny.train(1, *flags, before=KILL.format(7), codes=[-9])
+    shutil.rmtree(output / "checkpoints")
+    before = (output / "metrics.jsonl").read_text()
+    for each in ([], ["--check"], ["--eval_only"]):
+        printed = tiny.train(processes, *flags, *each, codes=[2])
+        assert printed.count("metrics.jsonl says that step 4 was saved; put") == 1
+        assert "--resume never" in printed and printed.count("train.py: ") == 1
+    assert (output / "metrics.jsonl").read_text() == before
+    tiny.train(1, *flags, "--resume", "never", before=KILL.format(3), codes=[-9])
+    tiny.train(1, *flags)  # killed before its first checkpoint
+    after = (output / "metrics.jsonl").read_text()
+    assert after.startswith(before)
+    steps = [line["step"] for line in lines(output, "loss")]
+    assert steps == [*range(1, 7), 1, 2, *range(1, 9)]
+    assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
+
+
+COMMIT = """
+import os, signal
+from samestep.checkpoint import checkpoints
+checkpoints.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--async_save"]])
+def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
+    quick, whole, tmp_path, more
+):
+    flags = ["--output_dir", tmp_path, *BASE, *more]
+    quick(*flags, before=COMMIT, codes=[-9])
+    assert len(lines(tmp_path, "loss")) >= 4
+    quick(*flags)
+    assert digest(checkpoint(tmp_path, 8)) == digest(checkpoint(whole, 8))
+
+
 # ---- Finished runs -------------------------------------------------------------------------------
 
 

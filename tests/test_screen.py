@@ -160,7 +160,7 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     assert 1 < best < 24  # the case is one in which it matters
     assert f"the best evaluation was that of step {best}: {losses[best]:.5g}" in printed
     card = (output / "model" / "README.md").read_text()
-    assert f"Trained for {best} steps (the best evaluation in 24) of 8 samples" in card
+    assert f"Trained for {best} steps (the best checkpoint in 24) of 8 samples" in card
     assert f"| eval_loss | {losses[best]:.5g} |" in card
     exported, saved = weights(output)
     assert {*saved} == {best, 24} and exported.equal(saved[best])
@@ -171,19 +171,62 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     assert losses == {line["step"]: line["eval_loss"] for line in lines(last, "eval_loss")}
 
 
-def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
+def flip_a_bit(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+LOSE = {
+    "damaged": lambda path: flip_a_bit(path / "rank-00000.safetensors"),
+    "without its manifest": lambda path: (path / "manifest.json").write_text("{}"),
+    "deleted": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("how", LOSE)
+def test_a_best_model_that_is_lost_gives_way_to_the_next_and_is_named(quick, tmp_path, how, keep):
+    """With one checkpoint to keep, the last is the only one left."""
+    output = tmp_path / "run"
+    flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
+    flags += ["--keep_checkpoints", keep, "--max_steps", 24, "--eval_every", 2]
+    printed = quick(*flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    first, second, *_ = sorted(losses, key=losses.get)
+    second = 24 if keep else second
+    assert first < 24 and "warning: " not in printed
+    path = output / "checkpoints" / f"step-{first:08d}"
+    LOSE[how](path)
+    shutil.rmtree(output / "model")
+    printed = quick(*flags)
+    best = f"warning: the best evaluation was that of step {first}: {losses[first]:.5g}, and no"
+    assert printed.count(f"{best} valid checkpoint holds it\n") == 2  # at the start, and at the end
+    left = f"the best checkpoint left was that of step {second}: {losses[second]:.5g}\n"
+    assert left in printed
+    shutil.rmtree(path, ignore_errors=True)
+    exported, saved = weights(output)
+    assert exported.equal(saved[second])
+    printed = quick(*flags, "--eval_only")
+    assert printed.count(best) == 1
+    assert f"evaluating {output}/checkpoints/step-{second:08d}\n" in printed
+    found = json.loads((output / "evaluation" / "metrics.json").read_text())
+    assert found["eval_loss"] == pytest.approx(losses[second])
+    text = (output / "model" / "README.md").read_text()
+    assert (f"{second} steps (the best checkpoint in 24)" in text) == (second < 24)
+
+
+def test_an_evaluation_that_no_longer_counts_is_not_missed(quick, tmp_path):
+    """One on other validation data, and one of steps that were trained again."""
     output = tmp_path / "run"
     flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
     quick(*flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    first, second, *_ = sorted(losses, key=losses.get)
-    damaged = output / "checkpoints" / f"step-{first:08d}" / "rank-00000.safetensors"
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = json.dumps({"step": 13, "loss": 0.1}) + "\n" + json.dumps({"step": 13, "eval_loss": 0})
+    old = json.dumps({"step": 4, "eval_loss": 0})
+    changed = json.dumps({"step": 4, "event": "changed", "changes": "data validation: a -> b"})
+    text = (output / "metrics.jsonl").read_text()
+    (output / "metrics.jsonl").write_text("\n".join([old, changed, again, text]))
     shutil.rmtree(output / "model")
-    quick(*flags)
-    exported, saved = weights(output)
-    assert exported.equal(saved[second])
+    assert "warning: " not in quick(*flags)
 
 
 def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):

@@ -1,9 +1,10 @@
-"""The folder of a run: its lock and its status.json. Needs neither torch nor accelerate."""
+"""The folder of a run: lock, status.json, metrics.jsonl. Needs neither torch nor accelerate."""
 
 import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import time
@@ -134,3 +135,62 @@ def write_final_status(output: Path, state: str, reason: str, exit_code: int) ->
 def read_status(output: Path) -> dict:
     """The content of status.json; empty if the file is missing or incomplete."""
     return read_json_object(output / "status.json")
+
+
+def read_metrics(output: Path) -> list[dict]:
+    """The lines of metrics.jsonl, without those of steps that a resumed run has trained again.
+
+    Lines that are incomplete, or have no step, are left out. Empty if the file is missing.
+    """
+    file, lines, last = output / "metrics.jsonl", [], 0
+    texts = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    for text in texts.split("\n"):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):  # killed, or still writing
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if "loss" in line:
+            if line["step"] < last:
+                # What was saved in the background is noted some steps later.
+                steps = [each.get("committed_step", each["step"]) for each in lines]
+                lines = [each for each, n in zip(lines, steps, strict=True) if n <= line["step"]]
+            last = line["step"]
+        lines.append(line)
+    return lines
+
+
+def lost_best(output: Path, loss: float, before: float = math.inf) -> list[str]:
+    """A warning if the run has had a smaller eval_loss than `loss`, that of its best checkpoint.
+
+    Evaluations on its present validation data count, of steps smaller than `before`.
+    """
+    losses: dict[int, float] = {}
+    for line in read_metrics(output):
+        if "data validation: " in str(line.get("changes")):
+            losses = {}
+        if isinstance(line.get("eval_loss"), float | int) and line["step"] < before:
+            losses[line["step"]] = line["eval_loss"]
+    step = min(losses, key=losses.__getitem__, default=0)
+    if not losses or losses[step] >= loss:
+        return []
+    best = f"the best evaluation was that of step {step}: {losses[step]:.5g}"
+    return [f"warning: {best}, and no valid checkpoint holds it"]
+
+
+def check_progress(output: Path, in_background: bool) -> None:
+    """Raises ValueError for a run without checkpoints that has saved some, and is not finished.
+
+    One that was killed before its first checkpoint was valid starts again.
+    """
+    proof = "commit_seconds" if in_background else "save_seconds"
+    lines = [line for line in read_metrics(output) if proof in line]
+    finished = read_status(output).get("state") == "finished" or (output / "model").exists()
+    if lines and not finished:
+        step = lines[-1].get("committed_step", lines[-1]["step"])
+        raise ValueError(
+            f"{output / 'checkpoints'} has no checkpoint, and metrics.jsonl says that step {step} "
+            "was saved; put its folder back, or give --resume never to start from the beginning, "
+            "or another --output_dir"
+        )

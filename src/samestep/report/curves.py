@@ -1,6 +1,5 @@
 """Figures of a run, or of several: loss, scores, learning rate and throughput."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from samestep.base import run_folder
 from samestep.base.console import one_line
 from samestep.base.pictures import save_figure
 
@@ -31,20 +31,10 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
     Raises ValueError if there is no training line in it yet.
     """
     file = run / "metrics.jsonl"
-    train: Rows = {}
-    evals: Rows = {}
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:  # an incomplete line: killed, or still writing
-            continue
-        # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
-        step = row.get("step") if isinstance(row, dict) else None
-        if isinstance(step, int):
-            if "loss" in row:
-                train[step] = row
-            if "eval_loss" in row:
-                evals[step] = row
+    file.stat()  # raises FileNotFoundError
+    lines = run_folder.read_metrics(run)  # of a step that was repeated, the last one counts
+    train: Rows = {line["step"]: line for line in lines if "loss" in line}
+    evals: Rows = {line["step"]: line for line in lines if "eval_loss" in line}
     if not train:
         raise ValueError(f"{file} has no training line yet; the first comes after log_every steps")
     return dict(sorted(train.items())), dict(sorted(evals.items()))

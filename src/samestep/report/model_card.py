@@ -103,7 +103,7 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     rows = [f"| {escape_markdown(metric)} | {value:.5g} |" for metric, value in scores.items()]
     steps = f"{run_info['step']:,} steps"
     if run_info["step"] < run_info["steps"]:
-        steps += f" (the best evaluation in {run_info['steps']:,})"
+        steps += f" (the best checkpoint in {run_info['steps']:,})"
     versions = ", ".join(f"{name} {number}" for name, number in run_info["versions"].items())
     number = f", out of {data['samples']:,}" if data["samples"] else " of a stream"
     parts = [

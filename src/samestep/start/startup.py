@@ -76,7 +76,9 @@ class ResumePoint:
         output, effects = Path(cfg.output_dir), change_effects(cfg)
         folder = output / "checkpoints"
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-            best, *_ = checkpoints.find_best(folder, manifest)
+            best, loss, _ = checkpoints.find_best(folder, manifest)
+            if self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]:
+                self.remarks += run_folder.lost_best(output, loss)
             if best:  # it may be older than the newest
                 self.checkpoint, self.saved = best, checkpoints.verify(best)
             else:
@@ -114,6 +116,7 @@ class ResumePoint:
             checkpoints.check_disk_space(folder)
         if cfg.export == "best" and not self.finished:
             _, self.best_loss, _ = checkpoints.find_best(folder, manifest)
+            self.remarks += run_folder.lost_best(output, self.best_loss, step)
             if any(line.startswith("task.") for line in self.changed):
                 self.remarks.append(
                     "warning: the best evaluation may be one from before the change of task "
@@ -518,6 +521,8 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
             found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
             resume_point.checkpoint, resume_point.saved, passed_over = found
             resume_point.remarks += [f"passed over: {reason}" for reason in passed_over]
+            if cfg.resume == "auto" and not resume_point.checkpoint:
+                run_folder.check_progress(output, cfg.async_save)
             if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
         data, bound, views = read_data(cfg, task, run_of(cfg))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
@@ -169,17 +170,17 @@ class Saver:
             log.lines.close()
 
     def load_best(self) -> int | None:
-        """Loads the weights with the smallest eval_loss; their step, None if there are none.
-
-        Only losses on the validation data of the run are compared.
-        """
-        run, best, loss, saved = self.run, None, math.inf, {}
+        """Loads the weights with the smallest eval_loss; their step, None if there are none."""
+        run, best, loss, saved, lost = self.run, None, math.inf, {}, []
         with self.ranks.fail_together(), as_user_error():
             if self.main:
                 folder = run.output / "checkpoints"
                 best, loss, _ = checkpoints.find_best(folder, run.start.manifest)
                 saved = checkpoints.verify(best) if best else {}
+                lost = run_folder.lost_best(run.output, loss)
         best, loss, saved = self.ranks.from_main((best, loss, saved))
+        for line in lost:
+            print_on_main(line)
         if best is None:
             print_on_main(
                 "no checkpoint has a finite eval_loss: the last model is exported, not the best"
@@ -188,9 +189,8 @@ class Saver:
         with self.ranks.fail_together(), as_user_error():
             self.state.load_weights(best, saved, run.start.manifest)
         step = checkpoints.step_of(best)
-        print_on_main(
-            f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints"
-        )
+        which = "the best checkpoint left" if lost else "the best evaluation"
+        print_on_main(f"{which} was that of step {step}: {loss:.5g}")
         return step
 
 
