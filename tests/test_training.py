@@ -3,17 +3,25 @@
 import json
 import math
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conftest import digest, latest, lines, read_weights
+from samestep.report import tracking
+from test_continuing import KILL
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
 SMALL += ["--learning_rate", 3e-3]
 SHAPE = ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.dropout", 0.1]
 FLAGS = [*STEPS, *SMALL, *SHAPE, "--keep_checkpoints", 0]
+
+
+# Asks the run to stop before a step.
+STOP = KILL.replace("SIGKILL", "SIGTERM")
 
 
 def train(project, hardware, output, *flags, check=True, **env):
@@ -208,6 +216,67 @@ def test_a_continued_run_is_the_same_run_in_wandb(project, one, tmp_path):
     assert not list((output / "checkpoints").glob(".*"))
     run_id = (one[0] / "wandb_run_id").read_text()
     assert next(output.glob("wandb/offline-run-*")).name.endswith(f"-{run_id}")
+
+
+def logged_by_wandb(project, folder):
+    """The lines that W&B's file in a folder holds."""
+    records = project.run("wandb", "leet", "inspect", "--json", folder, check=False).stdout
+    records = [json.loads(record) for record in records.splitlines()]
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
+    """Two kills in the first second, and one start later; then all folders are uploaded."""
+    output = tmp_path / "a run"
+    flags = ["--output_dir", output, "--tracker", "wandb"]
+    env = {"HOME": str(tmp_path)}
+    tiny.train(1, *flags, before=KILL.format(7), codes=[-9], env=env)
+    tiny.train(1, *flags, before=KILL.format(10), codes=[-9], env=env)
+    printed = tiny.train(1, *flags, env=env)
+    assert f"continuing from {output}/checkpoints/step-00000008" in printed
+    folders = sorted(output.glob("wandb/offline-run-*"))
+    starts = [logged_by_wandb(tiny, folder) for folder in folders]
+    assert len(starts) == 3
+    for key in ("loss", "eval_loss", "save_seconds"):
+        values = {line["step"]: line[key] for start in starts for line in start if key in line}
+        assert values == {line["step"]: line[key] for line in lines(output, key)}
+        counts = [line["step"] for line in starts[2] if key in line]
+        assert counts == sorted({*counts})  # once, in their order
+    # The command that is printed uploads each folder by itself, the oldest first.
+    (tmp_path / "wandb").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "wandb").chmod(0o755)
+    command = printed.split("shows the run, `")[1].split("` uploads it")[0]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    said = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True).stdout
+    assert said.splitlines() == [word for each in folders for word in ("sync", str(each))]
+
+
+def test_a_run_that_gets_its_tracker_later_is_whole_there(tiny, tmp_path):
+    """And one that was stopped in order gets no line twice."""
+    flags = ["--output_dir", tmp_path / "run"]
+    env = {"HOME": str(tmp_path)}
+    tiny.train(1, *flags, before=KILL.format(6), codes=[-9])
+    flags += ["--tracker", "wandb"]
+    tiny.train(1, *flags, before=STOP.format(6), codes=[75], env=env)
+    tiny.train(1, *flags, env=env)
+    first, second = sorted((tmp_path / "run").glob("wandb/offline-run-*"))
+    steps = [
+        [line["step"] for line in logged_by_wandb(tiny, each) if "loss" in line]
+        for each in (first, second)
+    ]
+    assert steps == [[*range(1, 7)], [*range(7, 13)]]
+
+
+def test_an_online_run_gets_what_the_server_does_not_have(tmp_path):
+    """Of the last step there one line of two, and none that comes again after the resume."""
+    known = [{"step": step, "loss": step / 7, "batch_hash": "a"} for step in range(1, 6)]
+    lost = [{"step": 5, "eval_loss": 0.1}, {"step": 6, "loss": None}]
+    text = "\n".join(map(json.dumps, [*known, *lost, {"step": 7, "loss": 0.2}]))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    sent, run = [], SimpleNamespace(offline=False, summary={"_step": 4, "step": 5, "loss": 5 / 7})
+    log = SimpleNamespace(get_tracker=lambda *_, **__: run, log=lambda v, step: sent.append(v))
+    tracking.Log(log, {"tracker": "wandb", "output_dir": str(tmp_path)}, 6, 9).close()
+    assert sent == lost
 
 
 @pytest.mark.slow

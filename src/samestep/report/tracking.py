@@ -8,13 +8,17 @@ import math
 import os
 import re
 import secrets
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from tqdm import tqdm
 
+from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.base.fields import flatten
 from samestep.base.files import named, replace_text
@@ -65,6 +69,8 @@ class Log:
                 self.file.seek(-1, os.SEEK_END)
                 if self.file.read() != b"\n":  # a kill has cut off the last line
                     self.file.write(b"\n")
+            if first_step and not self.passes_step:
+                self.log_again(first_step)
 
     def advance(self, step: int, about: str) -> None:
         """Counts a step. After the first one it prints `about`, and how long the start took."""
@@ -85,6 +91,17 @@ class Log:
             os.fsync(self.file.fileno())
         self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
         self.show_line(line)
+
+    def log_again(self, last: int) -> None:
+        """Sends W&B the lines of metrics.jsonl up to step `last` that it does not have: a kill
+        loses what it has not yet written or sent, and a run may get its tracker later."""
+        run = self.accelerator.get_tracker("wandb", unwrap=True)
+        known = newest_values(run) if run.offline else dict(run.summary)
+        for line in run_folder.read_metrics(Path(self.file.name).parent):
+            values = {n: v for n, v in line.items() if n not in self.untracked}
+            is_known = values.items() <= known.items()
+            if known.get("step", 0) <= line["step"] <= last and not is_known:
+                self.track(values, line["step"])
 
     def show_line(self, line: dict) -> None:
         """Shows a line on the screen. On a terminal the training loss is in the bar alone."""
@@ -151,6 +168,8 @@ def show(name: str, value: object) -> str:
 
 def check_tracker(tracker: str, offline: bool) -> None:
     """Raises ValueError if the tracker is not installed, or W&B refuses its key."""
+    # Of a killed run W&B's file lacks the last second, and not the last 15.
+    os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
@@ -231,5 +250,23 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("*", step_metric="step")
     folder = Path(run.dir).parent
-    hint = f"`wandb leet {folder}` shows the run, `wandb sync {folder}` uploads it"
+    runs, sync = f"offline-run-*-{run.id}*", f"wandb sync {folder}"
+    if len([*folder.parent.glob(runs)]) > 1:
+        # One by one: a folder that a kill has left incomplete ends the sync of those after it.
+        runs = f"{shlex.quote(str(folder.parent))}/{runs}"
+        sync = f'for run in {runs}; do wandb sync "$run"; done'
+    hint = f"`wandb leet {folder}` shows the run, `{sync}` uploads it"
     print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
+
+
+def newest_values(run: Any) -> dict:
+    """The newest values in W&B's files of earlier starts of a run; empty: there are none."""
+    own = Path(run.dir).parent
+    earlier = [path for path in own.parent.glob(f"*run-*-{run.id}*") if path != own]
+    for path in sorted(earlier, key=lambda path: path.name.removeprefix("offline-"), reverse=True):
+        inspect = "-m wandb leet inspect --summary --json".split()
+        ended = subprocess.run([sys.executable, *inspect, path], capture_output=True)
+        values = json.loads(ended.stdout)["summary"] if ended.returncode == 0 else {}
+        if "step" in values:
+            return values
+    return {}
