@@ -221,10 +221,10 @@ def test_an_evaluation_that_no_longer_counts_is_not_missed(quick, tmp_path):
     flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
     quick(*flags)
     again = json.dumps({"step": 13, "loss": 0.1}) + "\n" + json.dumps({"step": 13, "eval_loss": 0})
-    old = json.dumps({"step": 4, "eval_loss": 0})
-    changed = json.dumps({"step": 4, "event": "changed", "changes": "data validation: a -> b"})
+    old = json.dumps({"step": 12, "eval_loss": 0})
+    changed = json.dumps({"step": 12, "event": "changed", "changes": "data validation: a -> b"})
     text = (output / "metrics.jsonl").read_text()
-    (output / "metrics.jsonl").write_text("\n".join([old, changed, again, text]))
+    (output / "metrics.jsonl").write_text("\n".join([again, text + old, changed, ""]))
     shutil.rmtree(output / "model")
     assert "warning: " not in quick(*flags)
 

@@ -155,7 +155,7 @@ def read_metrics(output: Path) -> list[dict]:
             if line["step"] < last:
                 # What was saved in the background is noted some steps later.
                 steps = [each.get("committed_step", each["step"]) for each in lines]
-                lines = [each for each, n in zip(lines, steps, strict=True) if n <= line["step"]]
+                lines = [each for each, n in zip(lines, steps, strict=True) if n < line["step"]]
             last = line["step"]
         lines.append(line)
     return lines
