@@ -81,6 +81,7 @@ def test_seven_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
         check_same_curve(outputs[0], output, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_one_process_that_torchrun_starts(tiny, tmp_path):
     """DDP wraps its model, as that of an elastic run that has shrunk; accelerate's no_sync does
     nothing there."""

@@ -158,6 +158,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_do_not_fit_are_one_line(small, case):
     flags, words = REFUSED[case]
@@ -166,6 +167,7 @@ def test_settings_that_do_not_fit_are_one_line(small, case):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_check_in_one_process_is_for_all_stages(small):
     printed = small.run("python", "train_pipeline.py", *TWO).stdout
     assert "checked: runs/default starts from the beginning; 6 steps" in printed

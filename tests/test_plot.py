@@ -83,7 +83,7 @@ def test_the_picture_shows_the_data_and_nothing_else_is_left(tmp_path):
         for name, last in zip("xyz", (2, 2.2, 2), strict=True)
     ]
     shown = [curves.draw([run], run / "curves.png").read_bytes() for run in runs]
-    assert {size(run / "curves.png") for run in runs} == {(1600, 1200)}
+    assert {size(run / "curves.png") for run in runs} == {(1920, 720)}
     assert shown[0] != shown[1] and shown[0] == shown[2]
     assert sorted(path.name for path in runs[0].iterdir()) == ["curves.png", "metrics.jsonl"]
 
@@ -161,7 +161,7 @@ def test_scores_have_panels(tmp_path, figures, scores, panels):
     assert labels[0] == "loss" and labels[-2:] == ["learning rate", "tokens / s"]
     assert (labels[1:-2] if isinstance(panels, list) else len(labels) - 3) == panels
     both = [run, write(tmp_path / "b", scored(**scores))]
-    assert size(curves.draw(both, tmp_path / "both.png"))[0] == 1600
+    assert size(curves.draw(both, tmp_path / "both.png"))[0] == 1920
 
 
 @pytest.mark.filterwarnings("error")
@@ -177,8 +177,8 @@ def test_scores_have_panels(tmp_path, figures, scores, panels):
 def test_odd_data_are_drawn(tmp_path, lines):
     run = write(tmp_path / "_a$\\b$c", lines)
     compared = [run, write(tmp_path / "b", curve())]
-    assert size(curves.draw([run], run / "curves.png"))[0] == 1600
-    assert size(curves.draw(compared, tmp_path / "both.png"))[0] == 1600
+    assert size(curves.draw([run], run / "curves.png"))[0] == 1920
+    assert size(curves.draw(compared, tmp_path / "both.png"))[0] == 1920
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_the_path_is_printed(folder):
     ):
         result = command(folder, *arguments)
         assert (result.returncode, result.stdout, result.stderr) == (0, picture + "\n", "")
-        assert size(folder / picture)[0] == 1600
+        assert size(folder / picture)[0] == 1920
 
 
 @pytest.mark.parametrize(

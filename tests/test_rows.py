@@ -470,6 +470,7 @@ for fields in {cases!r}:
 """
 
 
+@pytest.mark.slow
 def test_the_hub_by_name_config_split_and_commit(tmp_path):
     pinned = {"data_revision": hub.COMMIT, "data_config": "easy"}
     cases = [pinned | {"validation_split": "test"}, pinned, {"data_config": "easy"}]

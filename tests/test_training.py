@@ -251,6 +251,7 @@ def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
     assert said.splitlines() == [word for each in folders for word in ("sync", str(each))]
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_its_tracker_later_is_whole_there(tiny, tmp_path):
     """And one that was stopped in order gets no line twice."""
     flags = ["--output_dir", tmp_path / "run"]

@@ -36,6 +36,7 @@ def test_each_report_has_a_link_and_tests_that_exist():
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
 
 
+@pytest.mark.slow
 def test_a_run_is_killed_at_the_end_of_an_epoch_and_inside_the_next(tiny, tmp_path):
     """An epoch has five steps. No epoch is skipped, none begins again, no step is taken twice."""
     flags = ["--task.samples", 40, "--task.dropout", 0.2, "--save_every", 1, "--output_dir"]

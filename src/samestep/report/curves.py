@@ -94,11 +94,12 @@ def draw(runs: list[Path], output: Path) -> Path:
     single, keys = len(runs) == 1, find_panels(data)
     names = [one_line(run.resolve().name if single else run, 50) for run in runs]
 
-    # Make the panels, which share the steps. 200 dpi are twice the pixels that a README shows.
-    height = 3.6 + 1.2 * len(keys) + (0 if single else 0.2 * len(runs))
-    figure = Figure(figsize=(8, height), dpi=200, layout="constrained")
-    ratios = [3, *[1] * len(keys)]
-    loss_axes, *panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+    # Make the panels beside the loss, which share its steps. 160 dpi: a README shows half of them.
+    height = max(4.5, 1.25 * len(keys)) + (0 if single else 0.2 * len(runs))
+    figure = Figure(figsize=(12, height), dpi=160, layout="constrained")
+    grid = figure.add_gridspec(len(keys), 2, width_ratios=[3, 2])
+    loss_axes = figure.add_subplot(grid[:, 0])
+    panels = [figure.add_subplot(grid[row, 1], sharex=loss_axes) for row in range(len(keys))]
 
     for i, (name, (train, evals)) in enumerate(zip(names, data, strict=True)):
         style: dict[str, Any] = {"color": f"C{i % 10}", "linestyle": DASHES[i // 10 % len(DASHES)]}
@@ -126,10 +127,13 @@ def draw(runs: list[Path], output: Path) -> Path:
     loss_axes.set_ylabel("loss")
     for axes, key in zip(panels, keys, strict=True):
         label = {"lr": "learning rate"}.get(key, key.replace(RATE, " / s").replace("_", " "))
-        axes.set_ylabel(one_line(label, 24))
+        axes.set_ylabel(one_line(label, 24), fontsize="x-small")
         if key == "lr" or key.endswith(RATE):
             axes.set_ylim(0, None)
-    panels[-1].set_xlabel("optimizer step")
+    for axes in panels[:-1]:
+        axes.tick_params(labelbottom=False)
+    for axes in (loss_axes, panels[-1]):
+        axes.set_xlabel("optimizer step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
     figure.align_ylabels()
     return save_figure(figure, output)
