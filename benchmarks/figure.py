@@ -23,16 +23,16 @@ import psutil
 from compare import HERE, about_machine, bake, environment, say
 
 DOCS = HERE.parent / "docs"
-STEPS, KILLS = 80, 5
+STEPS, KILLS = 200, 5
 RECIPE = {
     "exact": "true",
     "max_steps": STEPS,
     "global_batch_size": 8,
     "micro_batch_size": 2,
     "warmup_steps": 10,
-    "learning_rate": 5e-3,
+    "learning_rate": 1e-2,
     "eval_every": 0,
-    "save_every": 5,
+    "save_every": 10,
     "log_every": 1,
     "task.context_length": 64,
     "task.vocab_size": 1024,
@@ -109,9 +109,9 @@ def draw(report: dict, file: Path) -> None:
     text += f"\nSHA-256 of the weights of all four runs:\n{report['sha256']}"
     white = {"facecolor": "white", "edgecolor": "none"}
     place = {"transform": axis.transAxes, "bbox": white, "family": "monospace", "fontsize": 11}
-    axis.text(0.27, 0.51, text, **place)
+    axis.text(0.27, 0.58, text, **place)
     axis.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS + 1))
-    axis.legend(loc=(0.26, 0.7), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
+    axis.legend(loc=(0.26, 0.77), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=100)
