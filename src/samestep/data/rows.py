@@ -405,8 +405,10 @@ def describe_columns(names: list[str], columns: Columns) -> str:
     wanted = column_names(columns)
     read = ", ".join(name for name in names if name in wanted)
     unread = ", ".join(name for name in names if name not in wanted)
-    text = f", from {one_line(read, 200)}" * bool(names)
-    return text + f" (not read: {one_line(unread, 200)})" * bool(unread)
+    if not names:
+        return ""
+    text = f", from {one_line(read, 200)}"
+    return f"{text} (not read: {one_line(unread, 200)})" if unread else text
 
 
 def print_remarks(
