@@ -212,13 +212,20 @@ def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     """Sum the losses of the counted tokens, in nats; in training with the router's: float32 ()."""
     model = attention.bare(model)
     states = states_of(model, batch, plan_of(model))
-    head, hidden, labels, chunk, router = states
-    router = router * counted(batch).sum()
+    loss = cross_entropy_of(states)
+    if torch.is_tensor(states.router_loss):  # a dense model counts no tokens here
+        loss = loss + states.router_loss * counted(batch).sum()
+    return loss
+
+
+def cross_entropy_of(states: States) -> torch.Tensor:
+    """Sum the cross entropy of the counted tokens, in nats, float32 (), in bounded memory."""
+    head, hidden, labels, chunk, _ = states
     if len(labels) <= chunk or head.bias is not None:
-        return cross_entropy(head(hidden), labels) + router
+        return cross_entropy(head(hidden), labels)
     if attention.autocast_dtype(hidden.device) == torch.float16:
-        return token_losses(states).sum() + router
-    return ChunkedLoss.apply(hidden, head.weight, labels, chunk, torch.is_grad_enabled()) + router
+        return token_losses(states).sum()
+    return ChunkedLoss.apply(hidden, head.weight, labels, chunk, torch.is_grad_enabled())
 
 
 def token_losses(states: States) -> torch.Tensor:
