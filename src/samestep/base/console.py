@@ -83,7 +83,7 @@ def without_credentials(text: str) -> str:
 
     def keep_version(match: re.Match) -> str:
         kept = [each for each in match[2].split("&") if each.partition("=")[0].lower() in VERSIONS]
-        return "?".join([match[1], *["&".join(kept)] * bool(kept)])
+        return f"{match[1]}?{'&'.join(kept)}" if kept else match[1]
 
     return QUERY.sub(keep_version, USER.sub(r"\1://", text)) if "://" in text else text
 

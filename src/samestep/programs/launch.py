@@ -201,8 +201,10 @@ def describe(report: str) -> str:
         killed[f"process {rank} (pid {pid})"] = int(number)
     lines = []
     for process, number in killed.items():
-        cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
-        lines.append(f"{process} was ended by {signal.Signals(number).name}{cause}")
+        line = f"{process} was ended by {signal.Signals(number).name}"
+        if number == signal.SIGKILL:
+            line += ", as the kernel does when the memory is full"
+        lines.append(line)
     if found := re.search(r"^usage:.* error: (.+)", report, re.DOTALL):  # of its arguments
         lines = [f"{found[1].strip()}; see accelerate launch --help"]
     elif not lines and (found := re.search(r"Dist(?:Network|Store)Error: (.+)", report)):

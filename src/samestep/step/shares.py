@@ -41,7 +41,8 @@ class ShareBalancer:
             self.left_out -= 1
             return {}
         for each, newest in zip(self.times, times, strict=True):
-            each += [newest] * (newest > 0)
+            if newest > 0:
+                each.append(newest)
         if min(map(len, self.times)) < self.needed:
             return {}
         speeds = [1 / median(each) for each in self.times]
