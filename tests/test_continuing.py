@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import signal
 
 import pytest
 import yaml
 
-from conftest import digest, lines, read_weights, status, trained, wait_until
+from conftest import digest, lines, read_weights, status
 from samestep.step import order
 
 # All fields of the schedule are read, so that each of them can show.
@@ -46,9 +45,8 @@ def half(whole, output):
     return output
 
 
-@pytest.mark.parametrize("more", [[], ["--async_save", "true"]])
 def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_saved(
-    tiny, whole, tmp_path, more
+    tiny, whole, tmp_path
 ):
     """Also in a run that goes on: its first checkpoint keeps what it has."""
     path = shutil.copytree(tiny.path, tmp_path / "project")
@@ -59,7 +57,7 @@ def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_save
         "        if step and due(step, 4, last, run):\n            saver.save(step, None, log)\n"
     )
     (path / "train.py").write_text(text.replace(evaluate, early + evaluate))
-    flags = [*BASE, "--eval_every", 4, *more]
+    flags = [*BASE, "--eval_every", 4]
     losses = []
     for output in (tmp_path / "new", half(whole, tmp_path / "half")):
         first = json_manifest(checkpoint(output, 4)) if checkpoint(output, 4).exists() else None
@@ -71,7 +69,7 @@ def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_save
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("batch, steps", [(3, 40), (64, 3)])
+@pytest.mark.parametrize("batch, steps", [(3, 26), (64, 3)])
 def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, batch, steps):
     """At the first step that completes a pass, and at the last; a step may hold several passes."""
     flags = ["--eval_every", "epoch", "--save_every", "epoch", "--keep_checkpoints", 0]
@@ -90,12 +88,11 @@ def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, b
 OTHER = {"lr_schedule": "cosine", "lr_scaling": "linear", "num_epochs": 2, "seed": 5}
 # Kernels of GPUs; torch.compile takes a minute; one process sends no gradients.
 NOT_SHOWN = {"deterministic", "compile", "gradient_compression"}
-TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
 
 
 @pytest.mark.slow
 def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
-    """Every field that changes the result shows in the numbers."""
+    """Every field of train.py that changes the result shows in the numbers."""
     program = "import json, train; from samestep.start import startup; c = train.Config(); "
     program += "print(json.dumps([startup.change_effects(c), startup.resolved_config(c)]))"
     effects, defaults = json.loads(tiny.run("python", "-c", program).stdout)
@@ -108,7 +105,6 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
         if name in ("beta1", "beta2", "final_lr_fraction", "decay_fraction"):
             value = config[name] / 2
         cases[name] = [f"--{name}", value] + (["--max_steps", 0] if name == "num_epochs" else [])
-    cases |= {f"task.{name}": [f"--task.{name}", value] for name, value in TINY.items()}
     flags = []
     for name, changed in cases.items():
         given = [w for w in changed if str(w).startswith("--")]
@@ -122,17 +118,13 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
         assert code == 0, (name, problem)
         output = tmp_path / name
         event = lines(output, "event")[0]["changes"]
-        assert name in event or name.startswith("task."), (name, event)
+        assert name in event, (name, event)
         keys = ("loss", "lr", "grad_norm", "eval_loss", "batch_hash")
         mine, theirs = (
             [[line.get(k) for k in keys] for line in each if "save_seconds" not in line]
             for each in (lines(output, "step")[1:], expected)
         )
         assert mine != theirs, f"{name} was accepted and changed nothing"
-        if name.startswith(("beta", "weight", "max_grad", "learning", "lr_", "task.dropout")):
-            last = max(line["step"] for line in lines(output, "loss"))
-            pairs = zip(weights(output, last).values(), weights(whole, 8).values(), strict=True)
-            assert any((a != b).any() for a, b in pairs), name
 
 
 def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path):
@@ -184,7 +176,6 @@ def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
     bf16, plain = ({"ACCELERATE_MIXED_PRECISION": each} for each in ("bf16", "no"))
     best = ["--task.dropout", 0.1, "--accept_changes", "--export", "best"]
     assert precision not in quick(*flags, "--check", env=bf16)
-    assert mixed not in quick(*flags, *best[2:], "--check")
     assert mixed in quick(*flags, *best, "--check")
     assert precision in quick(*flags, env=bf16) and precision not in quick(*flags, env=plain)
 
@@ -204,16 +195,13 @@ RunLog.start_step = start_step
 """
 
 
-@pytest.mark.parametrize("processes, more", [(1, []), (1, ["--async_save"]), (2, [])])
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(
-    tiny, whole, tmp_path, processes, more
-):
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, whole, tmp_path):
     output = tmp_path / "run"
-    flags = ["--output_dir", output, *BASE, *more, "--task.row_seconds", 0.02]
+    flags = ["--output_dir", output, *BASE]
     tiny.train(1, *flags, before=KILL.format(7), codes=[-9])
     shutil.rmtree(output / "checkpoints")
     before = (output / "metrics.jsonl").read_text()
-    for each in ([], ["--check"], ["--eval_only"]):
+    for processes, *each in ((2,), (1, "--check"), (1, "--eval_only")):
         printed = tiny.train(processes, *flags, *each, codes=[2])
         assert printed.count("metrics.jsonl says that step 4 was saved; put") == 1
         assert "--resume never" in printed and printed.count("train.py: ") == 1
@@ -234,11 +222,8 @@ checkpoints.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("more", [[], ["--async_save"]])
-def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
-    quick, whole, tmp_path, more
-):
-    flags = ["--output_dir", tmp_path, *BASE, *more]
+def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(quick, whole, tmp_path):
+    flags = ["--output_dir", tmp_path, *BASE]
     quick(*flags, before=COMMIT, codes=[-9])
     assert len(lines(tmp_path, "loss")) >= 4
     quick(*flags)
@@ -255,10 +240,8 @@ def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whol
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
     base = ["--output_dir", output, *BASE]
     assert "is finished: its checkpoints are gone" in quick(*base)
-    for more in (["--seed", 3], ["--max_steps", 9], ["--task.dropout", 0.1]):
-        printed = quick(*base, *more, codes=[2]) if more[0] != "--max_steps" else ""
-        printed = printed or quick(*base[:2], *more, codes=[2])
-        assert "holds a finished run, whose checkpoints are gone" in printed
+    printed = quick(*base, "--seed", 3, codes=[2])
+    assert "holds a finished run, whose checkpoints are gone" in printed
     assert "is finished" in quick(*base, "--log_every", 2)  # another result it is not
     after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
     assert before == after
@@ -296,19 +279,11 @@ def test_a_finished_run_exports_again_with_other_settings_of_the_export(quick, t
             assert (exported()[name] == values).all()
         assert f"Trained for {step} steps" in (output / "model" / "README.md").read_text()
         assert status(output)["state"] == "finished"
-        assert "is finished: 24 steps" in quick(*base, *flags)
-    assert "exports again: export: last -> best" in quick(*base, "--export", "best", "--check")
+    assert "is finished: 24 steps" in quick(*base)
     changed = ["--accept_changes", "--seed", 3]
     assert "with no step left for seed: 0 -> 3" in quick(*base, *changed, codes=[2])
-    (output / "status.json").write_text(json.dumps({"state": "finished"}))  # of an older version
-    assert "is finished: 24 steps" in quick(*base)
-    assert "exports again: export: last -> best" in quick(*base, "--export", "best")
-    shutil.rmtree(output / "checkpoints")
-    assert "is finished: its checkpoints are gone" in quick(*base, "--export", "best")
-    assert "holds a finished run, whose checkpoints are gone" in quick(*base, codes=[2])
 
 
-@pytest.mark.slow
 def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
     """Every file of model/, metrics.jsonl and status.json itself are flushed, in this order."""
     program = """
@@ -331,7 +306,6 @@ train.shutdown.run(train.main, train.prepare)
     last = len(flushed) - 1 - flushed[::-1].index(".status.json.partial")
     for name in ("metrics.jsonl", ".model.partial/weights.pt", ".model.partial/README.md"):
         assert name in flushed[:last], (name, flushed)
-    assert flushed[last - 1 : last + 2][0] != ".status.json.partial"
     assert str(output) in flushed[last:]
 
 
@@ -339,20 +313,21 @@ def test_a_report_that_fails_or_is_killed_does_not_fail_the_run(quick, tmp_path)
     """Nor does a tracker that does not close. The next start does not export the model again."""
     closing = "from samestep.report import tracking; tracking.end_tracker = lambda _: 1 / 0"
     killed = "import os, task; task.report = lambda *_: os.kill(os.getpid(), 9)"
-    for flags, before, code in ((["--task.fail_report"], closing, 0), ([], killed, -9)):
-        output = tmp_path / str(code)
-        printed = quick("--output_dir", output, *BASE, *flags, before=before, codes=[code])
-        if code == 0:
-            assert "no report: TypeError: no picture of this" in printed
-            assert "the tracker was not closed: ZeroDivisionError: division by zero" in printed
-        assert status(output)["state"] == "finished" and status(output)["exit_code"] == 0
-        assert (output / "model" / "weights.pt").exists()
-        assert "is finished: 8 steps" in quick("--output_dir", output, *BASE, *flags)
+    flags = ["--output_dir", tmp_path / "a", *BASE, "--task.fail_report"]
+    printed = quick(*flags, before=closing)
+    assert "no report: TypeError: no picture of this" in printed
+    assert "the tracker was not closed: ZeroDivisionError: division by zero" in printed
+    assert status(tmp_path / "a")["exit_code"] == 0
+    flags = ["--output_dir", tmp_path / "b", *BASE]
+    quick(*flags, before=killed, codes=[-9])
+    assert status(tmp_path / "b")["state"] == "finished"
+    assert (tmp_path / "b" / "model" / "weights.pt").exists()
+    assert "is finished: 8 steps" in quick(*flags)
 
 
 # ---- The run folder ------------------------------------------------------------------------------
 
-VALUES = ["", "[]", "null", "3", '"text"', "{}", "[" * 100_000, '{"state": 3, "pid": []}', "\xff"]
+VALUES = ["", "[" * 100_000, '{"state": 3, "pid": []}', "\xff"]
 NAMES = ["status.json", "wandb_run_id", "metrics.jsonl", "config.yaml", "lock"]
 
 
@@ -368,8 +343,7 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
     drawing = type(tiny)(tiny.path, pictures=True)
     for i, (code, _, errors) in enumerate(drawing.forked(cases)):
         assert code == 0, (VALUES[i][:30], errors)
-        mine, theirs = weights(tmp_path / str(i), 8), weights(whole, 8)
-        assert all((mine[name] == theirs[name]).all() for name in theirs)
+        assert digest(checkpoint(tmp_path / str(i), 8)) == digest(checkpoint(whole, 8))
         assert status(tmp_path / str(i))["state"] == "finished"
         assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
 
@@ -394,66 +368,37 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     assert (saved / "step-00000008.broken-1").read_text() == "a file"
 
 
-@pytest.mark.slow
-def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
-    """Nor does a check; a folder that was there stays."""
+def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
+    """Nor does a check; a folder that was there stays. Data is prepared after a checkpoint is found."""
     (tmp_path / "there").mkdir()
-    checked = ["--config_file", "configs/accelerate/cpu.yaml", "train.py", "--check"]
-    printed = tiny.run(
-        "python", "-m", "samestep", "launch", *checked, "--output_dir", tmp_path / "checked"
-    ).stdout
-    assert printed.count("checked: ") == 1  # and nothing is launched
-    mistakes = [["--task.fail_where", "prepare_data", "--task.fail_rank", 0], ["--resume", "none"]]
-    mistakes += [["--eval_only"], ["--check"], ["--task.samples", 0], ["--tracker", "mlflow"]]
-    flags = [["--output_dir", tmp_path / name, *m] for m in mistakes for name in ("a/b/c", "there")]
-    for code, _, _ in tiny.forked([{"flags": each} for each in flags]):
-        assert code in (0, 2)
-    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
-
-
-def test_a_checkpoint_is_looked_for_before_data_is_prepared(tiny, tmp_path):
-    fails = ["--output_dir", tmp_path, "--task.fail_where", "prepare_data", "--task.fail_rank", 0]
-    for more, said in (
-        (["--resume", "none"], "resume: none has no manifest"),
-        (["--eval_only"], "there is no checkpoint in "),
-        ([], "prepare_data"),
+    fails = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
+    for name, mistake, said in (
+        ("a/b/c", fails, "prepare_data"),
+        ("there", fails, "prepare_data"),
+        ("a/b/c", [*fails, "--resume", "none"], "resume: none has no manifest"),
+        ("there", [*fails, "--eval_only"], "there is no checkpoint in "),
+        ("a/b/c", ["--check"], "checked: "),
     ):
-        ((code, _, errors),) = tiny.forked([{"flags": [*fails, *more]}])
-        assert code == 2 and said in errors and errors.count("\n") == 1
+        printed = quick("--output_dir", tmp_path / name, *mistake, codes=[0, 2])
+        assert said in printed and [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["in the middle", "at the end"])
-def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path, when):
-    output, flags = tmp_path / "run", ["--task.row_seconds", 0.003, "--eval_every", 0]
-    every = 20 if when == "in the middle" else 0
-    (run,) = tiny.start(1, "--output_dir", output, "--max_steps", 60, "--save_every", every, *flags)
-    wait_until(lambda: trained(output, 3), run)
-    shutil.rmtree(output)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 1 and errors.count("\n") == 1 and not output.exists()
-    assert f"train.py: {output}: the run folder was removed" in errors
-
-
-@pytest.mark.slow
-def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
-    """Also while that run has not yet a status of its own, and one of a run before is there."""
+def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, tmp_path):
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    remove = KILL.format(3).replace(kill, "__import__('shutil').rmtree(self.run.output)")
     output = tmp_path / "run"
-    output.mkdir()
-    (output / "status.json").write_text('{"state": "finished", "pid": 1}')
-    (run,) = tiny.start(1, "--output_dir", output, "--task.prepare_seconds", 60)
-    wait_until(lambda: (output / "lock").exists() and (output / "lock").stat().st_size, run)
-    printed = quick("--output_dir", output, codes=[2])
-    assert f"is in use by process {run.pid} on " in printed and f"`kill {run.pid}` saves" in printed
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=30) == 75
+    for every in (4, 0):  # in the middle, and at the end
+        flags = ["--output_dir", output, *BASE, "--save_every", every, "--eval_every", 0]
+        said = quick(*flags, before=remove, codes=[1])
+        assert said.count("train.py: ") == 1 and "Traceback" not in said and not output.exists()
+        assert f"train.py: {output}: the run folder was removed" in said
 
 
 # ---- Output that cannot be written ---------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["> /dev/full 2>&1", ">&-", "| head -1"])
+@pytest.mark.parametrize("where", ["> /dev/full 2>&1", "| head -1"])
 def test_a_run_outlives_its_output(tiny, tmp_path, where):
     """Also `head -1` while the data is prepared, whose print finds nobody there."""
     program = "import time, task\nold = task.views\n"
