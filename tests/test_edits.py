@@ -1,12 +1,11 @@
 """Usual edits of a task, each as its owner would make it: tests/edits/NN.patch.
 
-Each takes few lines, and keeps the promises: one process and two train the same, and a run that is
-killed ends with the same bytes.
+Each takes few lines, and keeps the promises: one process and two train the same, and a run that
+lost its last steps ends with the same bytes. The tenth, of train.py, is in test_cookbook.py.
 """
 
 import io
 import json
-import random
 import shutil
 import subprocess
 
@@ -19,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGenerati
 
 from conftest import ROOT, SOURCE, BakedProject, bake, digest, lines
 from samestep.step.batches import seed_micro_batch
-from test_cookbook import recipes, task_of
+from test_cookbook import task_of
 
 # Lines that an edit may add.
 LINES = {"01": 5, "02": 4, "03": 8, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
@@ -27,19 +26,11 @@ FLAGS = {
     "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
     "03": ["--task.packing", "best_fit"],
 }
-KILLED = ("01", "06", "09")
+RESUMED = ("01", "06", "09")
 SMALL = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_heads": 2}
-STEPS = ["--max_steps", 6, "--save_every", 3, "--eval_every", 3, "--log_every", 1]
+STEPS = ["--max_steps", 4, "--save_every", 2, "--eval_every", 2, "--log_every", 1]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 2]
 STEPS += ["--keep_checkpoints", 0, "--task.data", "mine.jsonl", "--check_export", "false"]
-# Of one process: it ends at once before this step.
-KILL = """
-import os, train
-seed = train.seed_micro_batch
-def seed_or_die(run, step, number):
-    os.kill(os.getpid(), 9) if step == {step} else seed(run, step, number)
-train.seed_micro_batch = seed_or_die
-"""
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 
 
@@ -82,14 +73,14 @@ def test_an_edit_takes_few_lines_and_keeps_the_promises(base, tmp_path, name):
     patch = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
     assert added_lines(patch) <= LINES[name]
     project = apply(base, patch, tmp_path / "project")
-    check_promises(project, tmp_path, FLAGS.get(name, []), killed=name in KILLED)
+    check_promises(project, tmp_path, flags_of(FLAGS.get(name, [])), resumed=name in RESUMED)
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "one" / "model")
     assert not any("teacher" in key for key, _ in saved.named_parameters())
     if name == "09":  # the teacher is not saved, but its bytes are known
         changed = LlamaForCausalLM.from_pretrained(project.path / "teacher")
         changed.lm_head.weight.data[0, 0] += 1
         changed.save_pretrained(project.path / "teacher")
-        shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-00000006")
+        shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-00000004")
         said = project.train(1, *flags_of(), "--output_dir", tmp_path / "one", codes=[2])
         assert "was trained with other pretrained weights" in said
 
@@ -99,20 +90,18 @@ def flags_of(more=()):
     return [*STEPS, *small, "--task.num_layers", 1, *more]
 
 
-def check_promises(project, folder, more, killed):
-    """One process and two train the same; a killed run ends with the same bytes."""
-    flags = more if "--max_steps" in more else flags_of(more)
+def check_promises(project, folder, flags, resumed):
+    """One process and two train the same; without its last steps a run ends with the same bytes."""
     project.train(1, *flags, "--output_dir", folder / "one")
     project.train(2, *flags, "--output_dir", folder / "two", "--micro_batch_size", 2)
     for key in ("loss", "eval_loss"):
         one, two = (lines(folder / run, key) for run in ("one", "two"))
         assert [each[key] for each in two] == pytest.approx([e[key] for e in one], rel=1e-5)
-    if killed:
-        step = random.randint(1, 6)
-        half = folder / f"killed in step {step}"
-        project.train(1, *flags, "--output_dir", half, before=KILL.format(step=step), codes=[-9])
-        project.train(1, *flags, "--output_dir", half)
-        last = "checkpoints/step-00000006"
+    if resumed:
+        half, kept = folder / "half", "checkpoints/step-00000002"
+        shutil.copytree(folder / "one" / kept, half / kept)
+        assert "continuing from" in project.train(1, *flags, "--output_dir", half)
+        last = "checkpoints/step-00000004"
         assert digest(half / last) == digest(folder / "one" / last)
         weights = "model/model.safetensors"
         assert (half / weights).read_bytes() == (folder / "one" / weights).read_bytes()
@@ -174,7 +163,7 @@ def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
         base = bake(tmp_path, task=task, tracker="none")
     project = apply(base, patch, tmp_path / "project")
     flags = [*STEPS, *write(project.path)]
-    check_promises(project, tmp_path, flags, killed=True)
+    check_promises(project, tmp_path, flags, resumed=True)
     last = lines(tmp_path / "one", "eval_loss")[-1]
     if name == "04":
         assert -1 <= last["matthews"] <= 1 and last["matthews"] != last["accuracy"]
@@ -204,13 +193,7 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
     rows = [{"source": f"the {a} is here {i}", "target": b} for i, (a, b) in enumerate(PAIRS)]
     (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = [*STEPS, "--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_layers", 1]
-    check_promises(project, tmp_path, flags, killed=True)
-    losses = [line["loss"] for line in lines(tmp_path / "one", "loss")]
-    for size in (1, 8):
-        output = tmp_path / f"by {size}"
-        project.train(1, *flags, "--micro_batch_size", size, "--output_dir", output)
-        assert [line["loss"] for line in lines(output, "loss")] == pytest.approx(losses, rel=1e-5)
-
+    check_promises(project, tmp_path, flags, resumed=True)
     output = tmp_path / "hand"
     flags += ["--micro_batch_size", 8, "--output_dir", output]
     still = ["--max_steps", 1, "--learning_rate", 0, "--task.dropout", 0.2]  # exports first weights
@@ -242,38 +225,3 @@ def test_the_page_of_tasks_shows_the_edit(name):
     shown = ["\n".join(line for line in hunk if line[:1] in ("+", "-")) for hunk in hunks]
     page = (ROOT / SOURCE / "docs" / "task.md").read_text()
     assert "```diff\n" + "\n...\n".join(shown) + "\n```" in page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heading, flags",
-    [
-        ("An average of the weights (EMA)", ["--ema_decay", 0.7]),
-        ("The gradient noise scale", []),
-        ("A learning rate for each layer", ["--layer_decay", 0.5]),
-    ],
-)
-def test_an_edit_of_the_loop_keeps_the_promises(base, tmp_path, heading, flags):
-    """The tenth edit: recipes of the cookbook, in train.py."""
-    project = apply(base, recipes()[heading], tmp_path / "project")
-    check_promises(project, tmp_path, flags, killed=True)
-
-
-def test_negatives_from_the_micro_batch_are_found(base, tmp_path):
-    """The eighth edit in its naive form: each sequence beside the others of its batch."""
-    project = BakedProject(tmp_path / "project")
-    shutil.copytree(base.path, project.path)
-    with open(project.path / "task.py", "a") as file:
-        file.write(
-            "\n\ndef loss_sum(model, batch):\n"
-            "    states = model.get_decoder()(input_ids=batch['input_ids'])[0].mean(1)\n"
-            "    scores = (states @ states.roll(1, 1).T).float()\n"
-            "    wanted = torch.arange(len(scores), device=scores.device)\n"
-            "    return torch.nn.functional.cross_entropy(scores, wanted, reduction='sum')\n"
-        )
-    said = project.train(1, *flags_of(), "--output_dir", tmp_path / "run", codes=[2])
-    assert "task.loss_sum is " in said and "as the sum of each alone" in said
-    with open(project.path / "task.py", "a") as file:
-        file.write("\n\nrows_depend = True\n")
-    said = project.train(1, *flags_of(), "--output_dir", tmp_path / "run")
-    assert "rows_depend: the result depends on micro_batch_size" in said
