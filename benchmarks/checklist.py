@@ -147,8 +147,8 @@ def bake(here: Place) -> Iterator[Row]:
 
 def tests(here: Place) -> Iterator[Row]:
     """The tests marked gpu. They see one GPU, so those of two are skipped."""
-    files = [HERE.parent / "tests" / name for name in ("test_gpu.py", "test_next_token.py")]
-    text, reason = here.run("-m", "pytest", "-v", "-m", "gpu", *files)
+    file = HERE.parent / "tests" / "test_gpu.py"
+    text, reason = here.run("-m", "pytest", "-v", "-m", "gpu", file)
     why = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+) - (.*)", text, re.MULTILINE))
     for name, outcome, note in OUTCOME.findall(text):
         result = outcome.lower().replace("error", "failed")

@@ -397,46 +397,6 @@ def replace_nccl():
     ddp.__init__ = ddp_init
 
 
-def replace_batch_norm():
-    """Gives the CPU the kernels that SyncBatchNorm calls, over all dimensions but the second."""
-
-    def over(x, *values):
-        axes = [0, *range(2, x.ndim)]
-        return axes, [each.reshape(1, -1, *[1] * (x.ndim - 2)) for each in values]
-
-    def stats(x, eps):
-        axes, _ = over(x)
-        return x.mean(axes), (x.var(axes, correction=0) + eps).rsqrt()
-
-    def gather(x, means, inverses, running_mean, running_var, momentum, eps, counts):
-        share = (counts / counts.sum())[:, None]
-        mean = (share * means).sum(0)
-        var = (share * (inverses**-2 - eps + (means - mean) ** 2)).sum(0)
-        unbiased = var * counts.sum() / (counts.sum() - 1)
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(unbiased, momentum)
-        return mean, (var + eps).rsqrt()
-
-    def normalise(x, weight, bias, mean, inverse, eps):
-        _, (weight, bias, mean, inverse) = over(x, weight, bias, mean, inverse)
-        return (x - mean) * inverse * weight + bias
-
-    def reduce(grad, x, mean, inverse, weight, *_):
-        axes, (mean, flat) = over(x, mean, inverse)
-        total, product = grad.sum(axes), (grad * (x - mean)).sum(axes)
-        return total, product, product * inverse, total
-
-    def backward(grad, x, mean, inverse, weight, total, product, counts):
-        size = counts.sum()
-        total, product = total / size, product / size * inverse**2
-        _, (mean, inverse, weight, total, product) = over(x, mean, inverse, weight, total, product)
-        return (grad - total - (x - mean) * product) * inverse * weight
-
-    torch.batch_norm_stats, torch.batch_norm_gather_stats_with_counts = stats, gather
-    torch.batch_norm_elemt, torch.batch_norm_backward_reduce = normalise, reduce
-    torch.batch_norm_backward_elemt = backward
-
-
 def mark_parameters():
     """A parameter is on the CPU unless it is made of memory on the GPU."""
     real = torch.nn.Parameter.__new__
@@ -459,7 +419,6 @@ def pretend():
     """Begins it, for this process."""
     answer_as_cuda()
     replace_nccl()
-    replace_batch_norm()
     mark_parameters()
     threading.Thread.run = inside(threading.Thread.run, Functions, Operators)
     DTensor.__torch_dispatch__ = inside(DTensor.__torch_dispatch__, Functions)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import test_sharding
 from conftest import lines, load_task
 from test_exact import with_task
-from test_sharding import CONSTANT, SPOIL, agree, both, losses, make_small, tie, train
+from test_sharding import CONSTANT, SPOIL, agree, both, losses, make_small, train
 
 alone = test_sharding.alone  # a fixture: a run of one process
 
@@ -39,7 +39,7 @@ def check_exports(output, reference):
         torch.testing.assert_close(values, expected[name], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "deepspeed_zero3_offload"])
+@pytest.mark.parametrize("kind", ["deepspeed_zero2", "deepspeed_zero3_offload"])
 def test_zero_has_the_losses_of_one_process(small, alone, tmp_path, kind):
     """Two micro-batches on each of two processes; clipping, two evaluations, the export."""
     train(small, kind, 2, "--output_dir", tmp_path / "run")
@@ -47,17 +47,17 @@ def test_zero_has_the_losses_of_one_process(small, alone, tmp_path, kind):
     check_exports(tmp_path / "run", alone)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
+def test_bf16_under_zero_is_that_of_autocast(small, tmp_path):
     """DeepSpeed would cast the weights, also the exported ones."""
-    agree(*both(small, tmp_path, kind, precision="bf16"), loss=1e-3, norm=0.05)
-    weights = load_file(tmp_path / kind / "model" / "model.safetensors")
+    agree(*both(small, tmp_path, "deepspeed_zero3", precision="bf16"), loss=1e-3, norm=0.05)
+    weights = load_file(tmp_path / "deepspeed_zero3" / "model" / "model.safetensors")
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision):
+@pytest.mark.parametrize(
+    "kind, precision, limit", [("deepspeed_zero2", "no", 1e-5), ("deepspeed_zero3", "bf16", 0.05)]
+)
+def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision, limit):
     """The second process has NaN losses in its third step, which changes no weight."""
     project, numbers = with_task(small, tmp_path, SPOIL.replace("range(9, 13)", "(5, 6)")), {}
     for hardware in ("cpu_multi", kind):
@@ -66,60 +66,49 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, prec
         events = {line["step"]: line["event"] for line in lines(output, "event")}
         assert events == {3: "skipped"}
         numbers[hardware] = losses(output)
-    for step, (loss, norm) in numbers["cpu_multi"].items():
+    for step, expected in numbers["cpu_multi"].items():
         if step != 3:
-            expected = pytest.approx((loss, norm), rel=1e-5 if precision == "no" else 0.05)
-            assert numbers[kind][step] == expected, step
-            assert math.isfinite(norm)
+            assert numbers[kind][step] == pytest.approx(expected, rel=limit), step
+            assert math.isfinite(expected[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_continues(tiny, tmp_path, kind):
-    """The samples and losses are those of a run that nothing disturbed, also with new settings."""
+def test_a_killed_run_continues_with_new_settings(tiny, tmp_path, kind):
+    """The samples and losses are those of one process, which nobody has killed."""
     output, reference = tmp_path / "run", tmp_path / "reference"
-    flags = ["--task.samples", "100", "--max_steps", "12", "--output_dir"]
-    train(tiny, "cpu", 1, *flags, reference)
+    flags = ["--task.samples", "100", *CONSTANT, "--output_dir"]
+    train(tiny, "cpu", 1, "--max_steps", "4", *flags, reference)
     # A sample of step 8, which is read while step 7 computes.
     (sample,) = load_task("samestep.step.order").sample_ids([56], 100, 0)
     kill = ["--task.signal_at", str(sample)]
-    train(tiny, kind, 2, *kill, *flags, output, codes=(-9, 1, 75))
+    train(tiny, kind, 2, *kill, "--max_steps", "8", *flags, output, codes=(-9, 1, 75))
     found = sorted(path.name for path in (output / "checkpoints").glob("step-*"))
     assert found == ["step-00000004"]
-    text = train(tiny, kind, 2, *flags, output)
-    assert "continuing from" in text
-    agree(output, reference)
-
     # Another weight decay takes the place of the saved one.
-    decay = [*flags[:2], *CONSTANT, "--weight_decay", "5", "--accept_changes", "--max_steps", "16"]
-    for hardware, processes, folder in (("cpu", 1, reference), (kind, 2, output)):
-        train(tiny, hardware, processes, *decay, "--output_dir", folder)
+    decay = ["--weight_decay", "5", "--accept_changes", "--max_steps", "8"]
+    train(tiny, "cpu", 1, *decay, *flags, reference)
+    assert "continuing from" in train(tiny, kind, 2, *decay, *flags, output)
     agree(output, reference)
 
 
 def test_checkpoints_of_other_layouts_are_refused(tiny, tmp_path):
     """Each in one line, before a step is taken."""
-    flags = ["--max_steps", "4", "--output_dir"]
-    for hardware, processes in (("cpu", 1), ("deepspeed_zero2", 2)):
-        train(tiny, hardware, processes, *flags, tmp_path / hardware)
-    more = ["--accept_changes", "--max_steps", "8", "--output_dir"]
-    cases = [
-        ("deepspeed_zero2", 4, "deepspeed_zero2", "set num_processes to 2"),
-        ("deepspeed_zero3", 2, "deepspeed_zero2", "is of DeepSpeed with zero_stage 2"),
-        ("cpu", 1, "deepspeed_zero2", "is of DeepSpeed with zero_stage 2"),
-        ("deepspeed_zero2", 2, "cpu", "is of a run without DeepSpeed"),
-    ]
-    for hardware, processes, folder, problem in cases:
-        flags = [*more, tmp_path / folder]
-        text = train(tiny, hardware, processes, *flags, codes=(2,))
+    flags = ["--output_dir", tmp_path / "run", "--max_steps"]
+    train(tiny, "deepspeed_zero2", 2, *flags, "4")
+    for hardware, processes, problem in (
+        ("deepspeed_zero2", 4, "set num_processes to 2"),
+        ("cpu", 1, "is of DeepSpeed with zero_stage 2"),
+    ):
+        text = train(tiny, hardware, processes, *flags, "8", "--accept_changes", codes=(2,))
         assert problem in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kind):
+def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
     """LoRA; a checkpoint holds none of the frozen weights, and the run continues from it."""
+    kind = "deepspeed_zero3"
     flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4", *CONSTANT]
     flags += ["--task.merge_lora", "true", "--accept_changes", "--max_steps"]
-    for steps in ("3", "6"):
+    for steps in ("2", "4"):
         outputs = both(small, tmp_path, kind, *flags, steps)
     agree(*outputs)
     other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
@@ -129,10 +118,3 @@ def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kin
     saved = max((tmp_path / kind / "checkpoints").glob("step-*"))
     size = sum(file.stat().st_size for file in saved.rglob("*model_states.pt"))
     assert size < (alone / "model" / "model.safetensors").stat().st_size
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tied_embeddings_stay_tied(small, alone, tmp_path, kind):
-    agree(*both(small, tmp_path, kind, "--task.model_name_or_path", tie(alone, tmp_path)))
-    saved = load_file(tmp_path / kind / "model" / "model.safetensors")
-    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved

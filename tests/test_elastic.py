@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 
 import psutil
@@ -100,26 +99,28 @@ def newest(output):
 
 
 def check_as_undisturbed(tiny, output, *flags):
-    """The samples and the losses of each step, and with exact the bytes, are those of one run."""
+    """The samples and the losses of each step, and the bytes, are those of one run."""
     checkpoint, unbroken = newest(output), output.with_name("unbroken")
     flags = [*flags, "--max_steps", int(checkpoint.name[5:]), "--task.row_seconds", 0]
     tiny.train(1, *flags, "--output_dir", unbroken)
     found = {line["step"]: line for line in lines(output, "loss")}
-    rounding = 0 if "--exact" in flags else 1e-5
     for line in lines(unbroken, "loss"):
-        assert line["batch_hash"] == found[line["step"]]["batch_hash"]
-        assert line["loss"] == pytest.approx(found[line["step"]]["loss"], rel=rounding, abs=0)
-    if "--exact" in flags:
-        assert digest(checkpoint) == digest(newest(unbroken))
+        for key in ("batch_hash", "loss"):
+            assert line[key] == found[line["step"]][key]
+    assert digest(checkpoint) == digest(newest(unbroken))
 
 
 @pytest.mark.slow
-def test_of_three_machines_one_is_lost_and_comes_back(tiny, machines):
-    flags = FLAGS
+def test_of_three_machines_one_is_lost_one_loses_its_process_and_another_comes(tiny, machines):
+    """Each launcher has counted another number of restarts."""
+    flags = [*FLAGS, "--exact", "true"]
     three = machines("2:3", *flags)
     three.start(3)
     three.wait(lambda: three.saved(3))
     three.kill(0)
+    lost = three.last_step()
+    three.wait(lambda: three.saved(2, after=lost))
+    three.kill(1, workers_only=True)
     lost = three.last_step()
     three.wait(lambda: three.saved(2, after=lost))
     three.start(1)
@@ -135,32 +136,6 @@ def test_of_three_machines_one_is_lost_and_comes_back(tiny, machines):
     for step in stopped:
         assert f"continuing from {three.output}/checkpoints/step-{step:08d}" in printed
     check_as_undisturbed(tiny, three.output, *flags)
-
-
-@pytest.mark.slow
-def test_processes_that_die_and_a_machine_that_leaves(tiny, machines):
-    """Each launcher has counted another number of restarts; so has the one that comes last."""
-    flags = [*FLAGS, "--exact", "true"]
-    two = machines("1:2", *flags)
-    two.start(2)
-    two.wait(lambda: two.saved(2))
-    for machine in (0, 1):
-        two.kill(machine, workers_only=True)
-        before = two.last_step()
-        two.wait(lambda before=before: two.saved(2, after=before))
-    two.launchers[1].send_signal(signal.SIGTERM)  # as the owner of a spot machine does
-    two.launchers[1].wait(timeout=60)
-    before = two.last_step()
-    assert int(newest(two.output).name[5:]) == before
-    two.launchers.append(two.launchers.pop(0))
-    two.wait(lambda: two.saved(1, after=before))
-    two.start(1)
-    two.wait(lambda: two.saved(2, after=before))
-    two.launchers[1].send_signal(signal.SIGTERM)
-    two.launchers[2].send_signal(signal.SIGTERM)
-    codes, printed = two.end()
-    assert codes == [75, 75, 75] and "Traceback" not in printed, printed
-    check_as_undisturbed(tiny, two.output, *flags)
 
 
 @pytest.mark.slow
@@ -190,14 +165,10 @@ ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 
 # Restarts, machines, the most restarts, whether the launcher keeps the store -> the prefix there.
 MEETINGS = [
-    (0, 1, 3, True, ""),  # c10d on one machine; its store is not the launcher's own
-    (2, 1, 3, True, "restart-2"),
-    (0, 2, 3, False, ""),  # c10d on several machines, as samestep launch sets it up
-    (2, 2, 3, False, ""),
+    (2, 1, 3, True, "restart-2"),  # c10d on one machine; its store is not the launcher's own
+    (2, 2, 3, False, ""),  # c10d on several machines, as samestep launch sets it up
     (0, 2, 3, True, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # with a shared store
-    (2, 2, 3, True, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     (0, 2, 0, True, ""),
-    (0, 2, 3, "static", ""),
     (1, 2, 3, "static", "restart-1"),
 ]
 
@@ -225,33 +196,16 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
         assert not expected
 
 
-def test_processes_whose_launchers_count_differently_meet(tiny):
-    """One has restarted its process twice, the other machine has just come."""
-    meet = "import os; from samestep.processes import rendezvous, ranks; "
-    meet += "print(ranks.Ranks(30, rendezvous.join()).gather(os.environ['RANK']))"
-    settings = ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    runs = []
-    for rank, env in enumerate(tiny.envs(2)):
-        env |= {**settings, "MASTER_PORT": env["MASTER_PORT"], "RANK": str(rank)}
-        env["TORCHELASTIC_RESTART_COUNT"] = str(2 * rank)
-        command = ["python", "-u", "-c", meet]
-        pipe = {"stdout": subprocess.PIPE, "text": True, "cwd": tiny.path}
-        runs.append(subprocess.Popen(command, env=env, **pipe))
-    assert [run.communicate(timeout=60)[0] for run in runs] == ["['0', '1']\n"] * 2
-
-
 @pytest.mark.parametrize(
-    "nodes, hardware, expected",
+    "nodes, expected",
     [
-        ("2:4", "cpu_multi", ""),
-        ("2:5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
-        ("5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
-        ("2:4", "cpu", "distributed_type NO starts 1 process, not 4"),
+        ("2:4", ""),
+        ("2:5", "10 processes; give at least 10, or start at most 8"),
     ],
 )
-def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, hardware, expected):
+def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, expected):
     """So that a machine too many does not come, and end the run of the others."""
-    flags = ["--config_file", f"configs/accelerate/{hardware}.yaml", "--output_dir", tmp_path]
+    flags = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--output_dir", tmp_path]
     flags += ["--check", "--micro_batch_size", 1, "--exact", "true"]
     before = f"import os; os.environ['PET_NNODES'] = '{nodes}'"
     printed = quick(*flags, codes=[2 if expected else 0], before=before)

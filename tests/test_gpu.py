@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from conftest import GPUS, bake, digest, lines, read_checkpoint, read_weights, trained, wait_until
+from conftest import GPUS, bake, digest, lines, read_checkpoint, read_weights
 from test_stopping import kill_all
 
 # Prints the first number of the compute capability of each GPU that torch can use.
@@ -40,15 +40,10 @@ MODEL = ["--max_steps", 6, "--global_batch_size", 8, "--micro_batch_size", 4, "-
 MODEL += ["--task.num_layers", 2, "--task.hidden_size", 64, "--tracker", "none"]
 
 
-def start(project, hardware, output, *flags):
-    """A run of `accelerate launch` that sees the GPUs."""
-    flags = [*flags, "--output_dir", output]
-    return project.launch("accelerate", hardware, *flags, CUDA_VISIBLE_DEVICES=GPUS)
-
-
 def train(project, hardware, output, *flags):
-    """Such a run from its beginning to its end; its folder."""
-    run = start(project, hardware, output, *flags)
+    """A run of `accelerate launch` that sees the GPUs; its folder."""
+    flags = [*flags, "--output_dir", output]
+    run = project.launch("accelerate", hardware, *flags, CUDA_VISIBLE_DEVICES=GPUS)
     try:
         printed = run.communicate(timeout=300)[0]
     except subprocess.TimeoutExpired:
@@ -97,8 +92,6 @@ def check_same_end(one, other):
 WAYS = [
     pytest.param("cpu", 1e-4),
     pytest.param("single_gpu --compile true", 1e-4),
-    pytest.param("single_gpu_bf16", 0.02, marks=bf16),
-    pytest.param("multi_gpu", 1e-5, marks=two_gpus),
     pytest.param("multi_gpu_bf16", 0.02, marks=[two_gpus, bf16]),
 ]
 
@@ -112,20 +105,18 @@ def test_other_hardware_trains_what_a_gpu_in_fp32_trains(tiny, one, tmp_path, wa
 @two_gpus
 @pytest.mark.parametrize("precision", ["", pytest.param("_bf16", marks=bf16)])
 def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, precision):
-    """With dropout, in equal shares and in others, and continued by another number of GPUs."""
+    """With dropout, in unequal shares, and continued in equal ones."""
     flags = [*MODEL, "--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
     flags += ["--save_every", 3, "--keep_checkpoints", 0, "--eval_every", 3]
     one = train(project, f"single_gpu{precision}", tmp_path / "one", *flags)
-    two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags)
     shares = ["--device_shares", "[7, 1]"]
-    other = train(project, f"multi_gpu{precision}", tmp_path / "other", *flags, *shares)
+    two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags, *shares)
     half = tmp_path / "half"
     shutil.copytree(checkpoint(two, 3), checkpoint(half, 3))
-    train(project, f"single_gpu{precision}", half, *flags)
-    for output in (two, other, half):
+    train(project, f"multi_gpu{precision}", half, *flags)
+    for output in (two, half):
         check_same_end(one, output)
-    for output in (two, other):
-        check_close(one, output, rel=0)
+    check_close(one, two, rel=0)
 
 
 @two_gpus
@@ -152,22 +143,7 @@ def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
     assert early != mine == theirs  # it counts steps, so it would show where it is not restored
 
 
-def test_a_killed_run_ends_with_the_same_bytes(tiny, tmp_path):
-    flags = ["--deterministic", "true", "--task.dropout", 0.2, "--task.row_seconds", 0.003]
-    flags += ["--max_steps", 60, "--save_every", 5]
-    whole, output = train(tiny, "single_gpu", tmp_path / "whole", *flags), tmp_path / "run"
-    run = start(tiny, "single_gpu", output, *flags)
-    wait_until(lambda: trained(output, 12), run, seconds=300)
-    kill_all(run)
-    assert len(lines(output, "loss")) < 60
-    train(tiny, "single_gpu", output, *flags)
-    check_same_end(whole, output)
-
-
-@pytest.mark.parametrize(
-    "hardware",
-    ["single_gpu", pytest.param("single_gpu_bf16", marks=bf16), "single_gpu_fp16"],
-)
+@pytest.mark.parametrize("hardware", ["single_gpu", "single_gpu_fp16"])
 def test_a_step_with_nan_changes_nothing_on_the_device(tiny, tmp_path, hardware):
     """The optimizer's kernel reads found_inf there; in fp16 the scaler has its own say."""
     flags = ["--save_every", 1, "--task.poisoned", 20, "--task.poison", "nan"]
@@ -208,12 +184,11 @@ TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", 
 
 
 @bf16
-@pytest.mark.parametrize("recomputed", ["false", "true"])
 @pytest.mark.parametrize("task", TASKS)
-def test_no_step_waits_for_the_gpu(tmp_path, task, recomputed):
+def test_no_step_waits_for_the_gpu(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
-    flags += ["--max_steps", 8, "--eval_every", 0, "--gradient_checkpointing", recomputed]
+    flags += ["--max_steps", 8, "--eval_every", 0, "--gradient_checkpointing", "true"]
     env = {"CUDA_VISIBLE_DEVICES": GPUS, "ACCELERATE_MIXED_PRECISION": "bf16"}
     project.run("python", "-c", NO_WAITS, *flags, **env)
     assert lines(tmp_path / "run", "loss")[-1]["step"] == 8

@@ -11,8 +11,8 @@ from conftest import (
     lines,
     load_task,
     read_checkpoint,
+    read_weights,
     status,
-    wait_until,
 )
 from test_sharding import train as sharded_run
 
@@ -51,9 +51,9 @@ def whole(tiny, tmp_path_factory):
 
 
 def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
-    """Three steps each: 1, 2, 1, 2. Each process writes a file, and nothing else is written."""
+    """Three steps each: 1, 2, 1. Each process writes a file, and nothing else is written."""
     output = half(whole, 3, tmp_path / "1")
-    for step, processes in ((6, 2), (9, 1), (12, 2)):
+    for step, processes in ((6, 2), (9, 1)):
         output = half(output, step - 3, tmp_path / str(step))
         printed = tiny.train(processes, "--output_dir", output, *FLAGS)
         assert f"continuing from {checkpoint(output, step - 3)}" in printed
@@ -75,26 +75,22 @@ def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", ["false", "true"])
-def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
-    """Also evaluated alone, and exported from its best checkpoint."""
-    run, flags = tmp_path / "run", [*FLAGS, "--async_save", async_save]
-    sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags)
+def test_fsdp2_continues_bit_by_bit(tiny, tmp_path):
+    """Saved in the background, and exported from its best checkpoint."""
+    run, flags = tmp_path / "run", [*ASYNC, "--eval_every", 3, "--export", "best"]
+    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags)
     again = half(run, 6, tmp_path / "again")
     sharded_run(tiny, "fsdp2", 2, "--output_dir", again, *flags)
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         mine, theirs = ((checkpoint(output, 12) / name).read_bytes() for output in (again, run))
         assert mine == theirs
-    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags, "--eval_only", "true")
-    assert f"eval_loss {lines(run, 'eval_loss')[-1]['eval_loss']:.5g}" in printed
-    best = tmp_path / "best"
-    flags += ["--export", "best", "--eval_every", 3]
-    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", best, *flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
+    losses = {line["step"]: line["eval_loss"] for line in lines(run, "eval_loss")}
     step = min(losses, key=losses.get)
     assert step < 12 and f"the best evaluation was that of step {step}" in printed
-    exported, saved = torch.load(best / "model" / "weights.pt"), checkpoint(best, step)
-    weights = {n[6:]: v for n, v in read_checkpoint(saved).items() if n.startswith("model.")}
+    exported, weights = (
+        torch.load(run / "model" / "weights.pt"),
+        read_weights(checkpoint(run, step)),
+    )
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
@@ -118,10 +114,9 @@ def test_changes_of_settings(tmp_path):
 
 # ---- In the background ---------------------------------------------------------------------------
 
-# A program that trains with a writer that `SAVE` changes: it sees `write`, `calls` and `folder`.
-PROGRAM = """
-import os, signal, sys, threading, time
-import train
+# Runs a piece of Python before each file is written: it sees `write`, `calls` and `folder`.
+SLOWED = """
+import os, signal, threading, time
 from samestep.checkpoint import tensor_files
 write, calls, inside = tensor_files.write_share, [], []
 def slow(share, folder):
@@ -133,29 +128,16 @@ def slow(share, folder):
     write(share, folder)
     inside.clear()
 tensor_files.write_share = slow
-sys.argv = ["train.py", *sys.argv[1:]]
-train.shutdown.run(train.main, train.prepare)
 """
 
 
-@pytest.fixture
-def slowed(tiny):
-    """Gives a project in which a piece of Python runs before each file is written."""
-
-    def make(code):
-        (tiny.path / "slowed.py").write_text(PROGRAM.format(code))
-        return {"program": "slowed.py"}
-
-    return make
-
-
-def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path):
+def test_in_the_background_the_same_bytes_are_saved(tiny, tmp_path):
     """One save at a time, although each takes longer than the steps between two, and the main
     process's longer than the other's."""
     runs = [tmp_path / name for name in ("waiting", "background")]
     tiny.train(2, "--output_dir", runs[0], *FLAGS)
-    program = slowed("assert not main; time.sleep(0.6 - 0.3 * int(os.environ['RANK']))")
-    tiny.train(2, "--output_dir", runs[1], *ASYNC, **program)
+    slow = SLOWED.format("assert not main; time.sleep(0.6 - 0.3 * int(os.environ['RANK']))")
+    tiny.train(2, "--output_dir", runs[1], *ASYNC, before=slow)
     for step in (3, 6, 9, 12):
         files = [sorted(checkpoint(run, step).glob("*.safetensors")) for run in runs]
         assert [each.name for each in files[0]] == [each.name for each in files[1]]
@@ -170,65 +152,53 @@ def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path):
     assert steps == sorted(steps)
 
 
-def test_a_failure_in_the_background_ends_all_processes_in_one_line(tiny, slowed, tmp_path):
+def test_a_failure_in_the_background_ends_all_processes_in_one_line(tiny, tmp_path):
     """On the last process, at the second save; the first is kept."""
     output = tmp_path / "run"
     code = "if len(calls) == 2 and os.environ['RANK'] == '1':\n"
     code += "        raise ValueError('no more of this')"
     flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000]
-    printed = tiny.train(2, *flags, codes=[2], timeout=180, **slowed(code))
+    printed = tiny.train(2, *flags, codes=[2], before=SLOWED.format(code))
     assert printed.count("train.py: ") == 1 and "no more of this" in printed, printed
     assert "Traceback" not in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
     assert 6 <= lines(output, "loss")[-1]["step"] < 100 and status(output)["exit_code"] == 2
 
 
-def begin_and_wait(tiny, slowed, code, folder, *flags):
-    """Two processes of which one has begun to write this checkpoint."""
-    runs = tiny.start(2, *ASYNC, *flags, **slowed(code))
-    wait_until(lambda: any(folder.glob("*")), runs[0], 240)
-    return runs
-
-
-def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, slowed, tmp_path):
+def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
-    code = "write(share, folder); len(calls) == 2 and time.sleep(900)"
-    partial = output / "checkpoints" / ".step-00000006.partial"
+    code = "write(share, folder); len(calls) == 2 and os.kill(os.getpid(), 9)"
     slow = ["--task.row_seconds", 0.02]
-    runs = begin_and_wait(tiny, slowed, code, partial, "--output_dir", output, *slow)
-    for run in runs:
-        run.kill()
-        run.wait()
-    assert {p.name for p in partial.parent.iterdir()} == {"step-00000003", partial.name}
+    kill = {"before": SLOWED.format(code), "codes": [-9, 1]}
+    tiny.train(2, "--output_dir", output, *ASYNC, *slow, **kill)
+    found = {path.name for path in (output / "checkpoints").iterdir()}
+    assert found == {"step-00000003", ".step-00000006.partial"}
     tiny.train(2, "--output_dir", output, *ASYNC, "--accept_changes")
     tiny.train(2, "--output_dir", unbroken, *FLAGS)
     assert digest(checkpoint(output, 12)) == digest(checkpoint(unbroken, 12))
 
 
-def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path):
+def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--max_steps", 100_000, "--task.row_seconds", 0.01, "--save_every", 5]
     code = "if len(calls) == 1 and os.environ['RANK'] == '1':\n"
     code += "        os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)"
-    runs = tiny.start(2, *ASYNC, "--output_dir", output, *flags, **slowed(code))
-    printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
-    assert [run.returncode for run in runs] == [75] * 2, printed
+    stop = {"before": SLOWED.format(code), "codes": [75]}
+    printed = tiny.train(2, *ASYNC, "--output_dir", output, *flags, **stop)
     last = lines(output, "loss")[-1]["step"]
     saved = {p.name for p in (output / "checkpoints").iterdir()}
     assert saved == {"step-00000005", f"step-{last:08d}"}
     assert f"stopped after step {last}" in printed
 
 
-def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, slowed, tmp_path):
+def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, tmp_path):
     """The losses are not finite any more while the save is in flight."""
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
     flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-    from samestep.step import order
-
-    seen = [int(i) for i in order.sample_ids(range(4), 37, 0)]
-    flags += ["--task.poisoned", seen[2]]
-    printed = tiny.train(1, *flags, codes=[2], **slowed("time.sleep(2)"))
+    seen = load_task("samestep.step.order").sample_ids(range(4), 37, 0)
+    flags += ["--task.poisoned", int(seen[2])]
+    printed = tiny.train(1, *flags, codes=[2], before=SLOWED.format("time.sleep(2)"))
     assert "not finite in 1 steps in a row" in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     assert load_task("samestep.checkpoint.checkpoints").verify(checkpoint(output, 2))["step"] == 2

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from conftest import GPUS, ROOT
 from samestep.models import attention, next_token, preferences, pretrained
 from waits import host_waits
 
@@ -459,14 +457,6 @@ def print_peak(chunk, tokens=8192, vocabulary=32_768, width=256):
         loss = next_token.cross_entropy(hidden @ weight.T, labels)
     (loss / tokens).backward()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, loss.item())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not (GPUS and torch.version.cuda), reason="no NVIDIA GPU")
-def test_flash_attention_on_a_gpu_is_that_of_a_mask():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": GPUS}
-    command = [sys.executable, str(ROOT / "tests" / "packed_on_gpu.py")]
-    assert "cuda, 2 heads" in subprocess.check_output(command, text=True, env=environment)
 
 
 if __name__ == "__main__":

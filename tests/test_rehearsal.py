@@ -3,7 +3,6 @@
 A step that writes no line of metrics must not wait for the GPU, or the run fails.
 """
 
-import json
 import re
 import shutil
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ def rehearse(project, hardware, processes, *flags, program="train.py", card="H10
     """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
     config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
     env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False", "PRETEND": card}
-    env |= {"LAUNCH_CONFIG": config}
     envs = [{**each, **env} for each in project.envs(processes)]
     arguments = [str(PRETEND), *program.split(), *latest(flags)]
     ended = preloaded(project.path, envs, arguments, 300)
@@ -50,15 +48,13 @@ def continue_from(output, step, copy):
 
 
 CLOSE = {"no": (1e-5, 1e-4), "bf16": (1e-2, 0.1), "fp16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
-YAMLS = [("single_gpu_bf16", 1), ("multi_gpu_bf16", 2)]
-SLOW_YAMLS = [("single_gpu", 1), ("single_gpu_fp16", 1), ("multi_gpu", 2), ("multi_gpu_fp16", 2)]
 no_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
-SLOW_YAMLS += [("fsdp2", 2), ("fsdp2_offload", 2), ("hsdp", 4), ("tensor_parallel", 2)]
+SLOW_YAMLS = [("multi_gpu_fp16", 2), ("fsdp2_offload", 2), ("tensor_parallel", 2)]
 SLOW_YAMLS = [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_YAMLS]
 SLOW_YAMLS += [pytest.param("fp8", 1, marks=[pytest.mark.slow, no_torchao])]
 
 
-@pytest.mark.parametrize(("hardware", "processes"), [*YAMLS, *SLOW_YAMLS])
+@pytest.mark.parametrize(("hardware", "processes"), [("single_gpu_bf16", 1), *SLOW_YAMLS])
 def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes):
     """The losses of a CPU, and the same bytes after a kill."""
     flags = ["--deterministic", "true"]
@@ -83,35 +79,31 @@ def test_processes_of_several_machines_are_told_what_those_of_one_are(small, yam
     assert told == as_other and "ACCELERATE_MIXED_PRECISION" in told
 
 
-# Several options in a run, which do not hide each other; and how close it is to a CPU.
-MEMORY = "--async_save true --save_every 6 --gradient_checkpointing true --tf32 true"
-SPEED = "--num_workers 2 --task.loss_chunk 16 --profile_steps [2,3]"
+# Several options in a run, and how close it is to a CPU.
+TOGETHER = "--async_save true --save_every 6 --gradient_checkpointing true --tf32 true "
+TOGETHER += "--num_workers 2 --task.loss_chunk 16 --profile_steps [2,3]"
 OPTIONS = [
-    (1, f"{MEMORY} --gradient_compression fp16", CLOSE["no"]),  # nothing is sent
-    (2, MEMORY, CLOSE["no"]),
-    (1, f"{SPEED} --device_shares auto", CLOSE["no"]),  # nor dealt anew
-    (2, SPEED, CLOSE["no"]),
-    (2, "--gradient_compression fp16", CLOSE["fp16"]),
-    (2, "--device_shares auto --micro_batch_size 1 --max_steps 12", None),
+    (TOGETHER, CLOSE["no"]),
+    ("--gradient_compression fp16", CLOSE["fp16"]),
+    ("--device_shares auto --micro_batch_size 1 --max_steps 12", None),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, options, close", OPTIONS)
-def test_options_train(small, alone, tmp_path, processes, options, close):
-    hardware, output = {1: "single_gpu", 2: "multi_gpu"}[processes], tmp_path / "run"
-    rehearse(small, hardware, processes, *options.split(), "--output_dir", output)
+@pytest.mark.parametrize("options, close", OPTIONS)
+def test_options_train(small, alone, tmp_path, options, close):
+    rehearse(small, "multi_gpu", 2, *options.split(), "--output_dir", tmp_path / "run")
     if close:
-        agree(output, alone, *close)
+        agree(tmp_path / "run", alone, *close)
     else:
-        assert lines(output, "loss")[-1]["step"] == 12
+        assert lines(tmp_path / "run", "loss")[-1]["step"] == 12
 
 
 EXACT = ["--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("multi_gpu_bf16", 2), ("multi_gpu_bf16", 4), ("fsdp2", 2)])
+@pytest.mark.parametrize("case", [("multi_gpu_bf16", 4), ("fsdp2", 2)])
 def test_exact_has_the_bytes_of_one_gpu(small, run_once, tmp_path, case):
     one = run_once(rehearse, small, "single_gpu_bf16", 1, *EXACT)
     rehearse(small, *case, *EXACT, "--output_dir", tmp_path)
@@ -125,47 +117,23 @@ TASKS = ["text_classification", "causal_lm", "image_classification", "seq2seq", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_trains_continues_and_evaluates(tmp_path, task):
-    hardware = "single_gpu_bf16"
+def test_a_task_trains_and_exports_its_best_model(tmp_path, task):
     project = bake(tmp_path, pictures=False, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
     flags += ["--log_every", 2, "--eval_every", 2, "--save_every", 2, "--export", "best"]
-    flags += ["--task.validation_fraction", 0.01]
-    rehearse(project, hardware, 1, *flags, "--max_steps", 4)
-    printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--accept_changes")
-    assert "continuing from" in printed and "the best evaluation was that of step" in printed
-    rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--eval_only")
-    scores = json.loads((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
-    losses = [line["eval_loss"] for line in lines(tmp_path / "run", "eval_loss")]
-    assert scores["eval_loss"] == pytest.approx(min(losses))
+    flags += ["--task.validation_fraction", 0.01, "--max_steps", 4]
+    printed = rehearse(project, "single_gpu_bf16", 1, *flags)
+    assert "the best evaluation was that of step" in printed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hardware", "processes"), [("single_gpu_bf16", 1), ("multi_gpu_bf16", 2)])
-def test_a_plain_module_trains(tmp_path, hardware, processes):
+def test_a_plain_module_trains(tmp_path):
     project = bake(tmp_path, pictures=False, tracker="none")
     shutil.copy(ROOT / "templates" / "examples" / "plain_module.py", project.path / "task.py")
     flags = ["--max_steps", 6, "--log_every", 3, "--eval_every", 3, "--warmup_steps", 0]
     flags += ["--output_dir", tmp_path / "run", "--config", tmp_path / "empty.yaml"]
     (tmp_path / "empty.yaml").write_text("{}\n")
-    rehearse(project, hardware, processes, *flags)
-
-
-@pytest.mark.slow
-def test_synchronised_batch_norm_has_the_statistics_of_all_gpus(tmp_path):
-    """Two GPUs with micro-batches of 4 have the losses of a CPU with one of 8. The layer itself
-    waits for the GPU, so each step writes a line."""
-    project = bake(tmp_path, pictures=False, task="image_classification", tracker="none")
-    flags = ["--task.architecture", "resnet_batchnorm", "--task.hidden_size", 64]
-    flags += ["--task.validation_fraction", 0.01]
-    flags += ["--task.num_layers", 1, "--max_steps", 4, "--log_every", 1, "--eval_every", 2]
-    flags += ["--global_batch_size", 8, "--warmup_steps", 1, "--save_every", 0, "--output_dir"]
-    project.train(1, "--micro_batch_size", 8, *flags, tmp_path / "cpu")
-    rehearse(project, "multi_gpu", 2, "--micro_batch_size", 4, *flags, tmp_path / "gpus")
-    agree(tmp_path / "gpus", tmp_path / "cpu", 1e-4, 1e-3)
-    project.train(1, "--micro_batch_size", 4, *flags, tmp_path / "cut")
-    curves = [[x["loss"] for x in lines(tmp_path / n, "loss")] for n in ("cpu", "cut")]
-    assert curves[0] != pytest.approx(curves[1], rel=1e-2)
+    rehearse(project, "multi_gpu_bf16", 2, *flags)
 
 
 # ---- Cards ---------------------------------------------------------------------------------------
@@ -178,17 +146,17 @@ def test_a_card_trains(small, tmp_path, card):
     hardware = "single_gpu_fp16" if card == "T4" else "single_gpu_bf16"
     flags = ["--task.packing", "best_fit", "--max_steps", 4, "--output_dir", tmp_path / "run"]
     rehearse(small, hardware, 1, *flags, card=card)
-    flags = ["--check", "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
-    printed = rehearse(small, "single_gpu", 1, *flags, card=card, codes=[0, 2])
-    assert ("only emulates bf16" in printed) == (card == "T4")
+    if card == "T4":
+        flags = ["--check", "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
+        printed = rehearse(small, "single_gpu", 1, *flags, card=card, codes=[2])
+        assert "only emulates bf16" in printed
 
 
 # ---- samestep hardware ---------------------------------------------------------------------------
 
 
-VERBS = [(verb, "single_gpu_bf16", 1) for verb in ("check", "recommend")]
-VERBS += [(verb, "multi_gpu_bf16", 2) for verb in ("check", "smoke", "bench")]
-VERBS += [("smoke", "tensor_parallel", 2)]
+VERBS = [("check", "multi_gpu_bf16", 2), ("recommend", "single_gpu_bf16", 1)]
+VERBS += [("smoke", "tensor_parallel", 2), ("bench", "multi_gpu_bf16", 2)]
 
 
 @pytest.mark.slow

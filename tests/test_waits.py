@@ -60,13 +60,10 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_micro_batch_makes_the_cpu_wait_for_nothing(made, kind, checkpointing):
+def test_a_micro_batch_makes_the_cpu_wait_for_nothing(made, kind):
     task, model, batch_of = made(kind)
-    if checkpointing:
-        if not model.supports_gradient_checkpointing:
-            pytest.skip("the model cannot")
+    if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
     batches = [batch_of(range(8)), batch_of([0])]  # with padding, and without
     evaluated = batch_of(range(8), part=1)
@@ -122,79 +119,6 @@ def test_a_model_whose_answers_would_change_keeps_its_attention(made):
     for logits in (other, fails):
         assert not attention.always_mask(model, tokenizer, logits)
         assert model.config._attn_implementation == "sdpa" and model.training
-    model.set_attn_implementation("eager")
-    assert not attention.always_mask(model, tokenizer, lambda texts: model(**texts).logits)
-    assert model.config._attn_implementation == "eager"
 
 
 # ---- Compiled ------------------------------------------------------------------------------------
-
-
-class CountingBackend:
-    """Traces as inductor does, runs the traced operators, and counts what there is to count."""
-
-    def __init__(self):
-        self.graphs, self.tangents = 0, []
-
-    def __call__(self, graph, inputs):
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
-
-        def forward(traced, _):
-            self.graphs += 1
-            return make_boxed_func(traced.forward)
-
-        def backward(traced, _):
-            names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
-            self.tangents.append(sum("tangents" in name for name in names))
-            return make_boxed_func(traced.forward)
-
-        return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
-
-
-def compiled(task, model, batches, autocast):
-    """The backend, the number of graph breaks, and the losses, of a compiled TaskModule."""
-    from samestep.checkpoint.weights import TaskModule
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    backend, losses = CountingBackend(), []
-    module = torch.compile(TaskModule(model), backend=backend)
-    for batch in batches:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses.append(module(task.loss_sum, batch))
-        losses[-1].backward()
-    return backend, sum(torch._dynamo.utils.counters["graph_break"].values()), losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal_lm", "causal_lm chunked", "causal_lm packed"])
-def test_a_language_model_is_one_graph_with_one_gradient_to_start_from(made, kind):
-    task, model, batch_of = made(kind.removesuffix(" chunked"))
-    if kind.endswith("chunked"):
-        model.loss_plan = type(model.loss_plan)(**{**vars(model.loss_plan), "chunk": 100})
-    batches, plain = [batch_of(range(8 * i, 8 * i + 8)) for i in range(2)], copy.deepcopy(model)
-    losses = compiled(task, model, batches, False)[2]
-    for loss, batch in zip(losses, batches, strict=True):
-        expected = task.loss_sum(plain, batch)
-        expected.backward()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        atol = 1e-5 * theirs.grad.abs().max()
-        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=atol)
-    model.gradient_checkpointing_enable()
-    for autocast in (False, True):
-        backend, breaks, _ = compiled(task, model, batches, autocast)
-        assert (backend.graphs, backend.tangents, breaks) == (1, [1], 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text_classification", "seq2seq"])
-def test_eight_lengths_are_two_compilations(made, kind):
-    task, model, batch_of = made(kind)
-    batches = [batch_of([i] * 8) for i in range(200)]  # rows of one length each
-    by_length = {batch["input_ids"].shape[1]: batch for batch in batches}
-    chosen = [by_length[length] for length in sorted(by_length)[-8:]]
-    assert len(chosen) == 8
-    backend, breaks, _ = compiled(task, model, chosen, False)
-    assert breaks == 0 and backend.graphs <= 3 and {*backend.tangents} == {1}
