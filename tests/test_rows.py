@@ -4,10 +4,7 @@ import csv
 import gzip
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -15,8 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Value
 
-import hub
-from samestep.data import building, readers, rows, sources
+from samestep.data import readers, rows, sources
 from samestep.data.sources import IncompleteRow, UselessRow
 
 EXTENSIONS = (".txt", *readers.TABLES)
@@ -62,17 +58,17 @@ def small_spans(monkeypatch):
     monkeypatch.setattr(rows, "TABLE", 500)
 
 
-def load(data, /, normalize=normalize, bundled=(), **fields):
+def load(data, /, normalize=normalize, **fields):
     """(train, validation)"""
     options = {name: fields.pop(name) for name in [*fields] if name not in FIELDS}
     cfg = Config(data=str(data), **fields)
-    sources.check_data_config(cfg, bundled, reads_groups=True)
+    sources.check_data_config(cfg, (), reads_groups=True)
     found = rows.load_rows(
         cfg,
         normalize,
         {"text": Value("string")},
         columns=lambda own: {"text": own.text_column},
-        bundled=dict(bundled),
+        bundled={},
         extensions=EXTENSIONS,
         **options,
     )
@@ -124,7 +120,10 @@ def write(path, content):
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, cores, small_spans, ending, packing):
     if ending == ".parquet" and packing:
         pytest.skip("compresses itself")
-    assert both(write(tmp_path / f"a{ending}{packing}", TEXTS)) == sorted(TEXTS)
+    path = write(tmp_path / f"a{ending}{packing}", TEXTS)
+    assert both(path) == sorted(TEXTS)
+    if path.name == "a.jsonl":  # many programs name such a file .json
+        assert both(path.rename(tmp_path / "a.json")) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".txt", ".parquet"])
@@ -143,7 +142,7 @@ def test_any_number_of_processes_gives_the_same_rows(tmp_path, cores, small_span
     assert [*map(number, train["place"])] == sorted(map(number, train["place"]))
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".json"])
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".json"])
 def test_values_stay_as_they_are_written(tmp_path, cores, ending):
     """Traps 3, 4, 5, 6 and 7: dates, numbers, NA, columns called type and message."""
     odd = ["2020-03-01", "NA", "null", "007", "1e5", "nan", "true", '{"a": 1}', "0.12345678901234"]
@@ -152,7 +151,7 @@ def test_values_stay_as_they_are_written(tmp_path, cores, ending):
     assert both(write(tmp_path / f"a{ending}", content)) == sorted(odd)
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, ["a"], {"a": 1}])
+@pytest.mark.parametrize("value", [3, {"a": 1}])
 def test_a_value_of_another_type_is_an_error_and_no_json(tmp_path, cores, value):
     path = write(tmp_path / "a.jsonl", [*TEXTS, {"text": value}])
     with pytest.raises(ValueError, match="a.jsonl, line 41: the text is .* but must be text"):
@@ -163,25 +162,18 @@ def test_a_value_of_another_type_is_an_error_and_no_json(tmp_path, cores, value)
     "name, content, said",
     [
         ("a.csv", b"text,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
-        ("a.csv", b"text,kind\nx,1\ny\n", "line 3: the first line has 2 fields, this one 1"),
         ("a.csv", b'text,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
-        ("a.csv", b"text,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
         ("a.csv", b"", "it is empty: it has no column names"),
         ("a.csv", b"text,kind\nx,1\ntext,kind\ny,2\n", "line 3: the column names stand here"),
         ("a.csv", b"text,kind\rx,1\ry,2\r", "a line ends with \\r alone; save it with \\n"),
         ("a.csv", b"text,text,kind\nx,y,1\n", "more than one column text among text, text, kind"),
         ("a.tsv", b'text\tn\n"Why\t1\nx\t1\ny"\t2\n', 'line 2: a " takes the lines to 4 as one'),
         ("a.jsonl.gz", b"", "it has 0 bytes: it is truncated"),
-        ("a.json", b'[\n{"text": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
         ("a.json", b'[{"text": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
-        ("a.json", b'{"a": [{}], "b": [{}]}', "it holds no list of objects"),
         ("a.json", b'[{"text": "x"}, 3]', "row 2: not an object: 3"),
-        ("a.jsonl", b'["text"]\n', "line 1: not an object: ['text']"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', "line 2: byte 0xe9 is not UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text" "y"}', "line 3: invalid JSON at column 9"),
         ("a.jsonl", b'{"body": "x", "kind": 1}\n', "no column text among body, kind; name the"),
         ("a.parquet", b"PAR1", "cannot read"),
-        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "line 90001: byte 0xff is not UTF-8"),
     ],
 )
@@ -195,7 +187,7 @@ def test_a_bad_file_is_one_line_with_its_place(tmp_path, cores, name, content, s
     assert text.isprintable() and len(text) < 500
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_the_first_problem_is_raised_with_its_line(tmp_path, cores, small_spans, processes):
     """Trap 14: not that of the process that ends first."""
     cores(processes)
@@ -302,30 +294,6 @@ def test_hashes_use_all_64_bits(tmp_path, cores):
     assert signs == {True, False} and len(validation) > len(train)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_reason_why_nothing_is_stored_is_one_line(tmp_path, cores, small_spans, processes):
-    """Trap 8, for what is no fault of a row."""
-    cores(processes)
-    path = write(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(ValueError, match="^task.data: the rows cannot be stored: .*'list' object"):
-        load(path, normalize=lambda row: ({"text": ["a"], "more": 1}, []))
-
-
-def test_a_full_disk_stays_an_error_of_the_system(tmp_path, cores):
-    def full(units):
-        raise OSError(28, "No space left on device")
-        yield
-
-    features = datasets.Features({"text": Value("string")})
-    with pytest.raises(OSError, match="No space left on device"):
-        building.build(full, features, [1], None)
-
-
-def test_processes_for_map(cores):
-    cores(4)
-    assert [rows.num_processes(n) for n in (0, 1, 2, 100)] == [None, None, 2, 4]
-
-
 # ---- What is read and left out -------------------------------------------------------------------
 
 
@@ -346,27 +314,12 @@ def test_what_is_read_and_left_out_is_printed(tmp_path, cores, capsys):
 
 @pytest.mark.parametrize(
     "content, said",
-    [
-        (["", " "], "there are no rows in"),
-        (["one"], "all rows of .* are equal; add others"),
-        (["one", "one"], "all rows of .* are equal; add others"),
-    ],
+    [(["", " "], "there are no rows in"), (["one", "one"], "all rows of .* are equal; add others")],
 )
 def test_too_few_rows(tmp_path, cores, content, said):
     path = write(tmp_path / "a.jsonl", content)
     with pytest.raises(ValueError, match=f"^task.data: {said}"):
         load(path, incomplete_rows="skip")
-
-
-def test_no_file(tmp_path, cores):
-    with pytest.raises(ValueError, match="^task.data: nothing to read at .*none.jsonl"):
-        load(tmp_path / "none.jsonl")
-    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(ValueError, match="^task.data: .*a.jsonl is a broken link"):
-        load(tmp_path / "a.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="^task.data: there are no rows in .*empty.jsonl"):
-        load(tmp_path / "empty.jsonl")
 
 
 # ---- Splits --------------------------------------------------------------------------------------
@@ -394,9 +347,7 @@ def test_rows_of_a_group_are_on_one_side(tmp_path, cores, ending):
         assert sides[0] and sides[1] and not sides[0] & sides[1]
         found[number] = sides
     assert found[100] == found[200]
-    with pytest.raises(
-        ValueError, match="no column doctor among text, patient; .*task.group_column"
-    ):
+    with pytest.raises(ValueError, match="no column doctor among text, patient; .*group_column"):
         load(path, group_column="doctor")
 
 
@@ -404,16 +355,9 @@ def test_a_group_must_be_there(tmp_path, cores):
     path = write(tmp_path / "a.jsonl", [{"text": "x", "g": 1}, {"text": "y", "g": None}])
     with pytest.raises(ValueError, match="line 2: the group is empty; --task.incomplete_rows skip"):
         load(path, group_column="g")
-    (tmp_path / "b.txt").write_text("a text\n" * 9)
-    with pytest.raises(ValueError, match="a text has no column g; leave out task.group_column"):
-        load(tmp_path / "b.txt", group_column="g")
-    with pytest.raises(
-        ValueError, match="group_column is 'g', but nothing reads it when validation"
-    ):
+    with pytest.raises(ValueError, match="group_column is 'g', but nothing reads it when valid"):
         load(path, group_column="g", validation_data=str(path))
-    with pytest.raises(
-        ValueError, match="group_column is 'g', but nothing reads it with this task"
-    ):
+    with pytest.raises(ValueError, match="group_column is 'g', but nothing reads it with this"):
         sources.check_data_config(Config(data=str(path), group_column="g"), [])
 
 
@@ -446,53 +390,3 @@ def test_mixtures_are_in_the_order_of_the_config(tmp_path, cores, small_spans):
         assert ["bac"[number] for number in split["source"]] == [t[0] for t in texts(split)]
         assert [*split["source"]] == sorted(split["source"]) and {*split["source"]} == {0, 1, 2}
         assert len(split) > 3
-
-
-def test_bundled_rows(cores):
-    found = [({"text": text}, f"place {i}") for i, text in enumerate(TEXTS)]
-    train, validation = load("own", bundled={"own": lambda: iter(found)})
-    assert sorted(texts(train) + texts(validation)) == sorted(TEXTS)
-    assert train[0]["place"] == "place 0" and train.features["source"].names == ["own"]
-
-
-# ---- The Hub -------------------------------------------------------------------------------------
-
-LOAD = """
-import sys; sys.path[:0] = [{here!r}]
-import datasets, pathlib
-datasets.config.HF_DATASETS_CACHE = pathlib.Path({work!r})
-import test_rows
-for fields in {cases!r}:
-    try:
-        print("rows", *map(len, test_rows.load({data!r}, **fields)))
-    except ValueError as error:
-        print("error", error)
-"""
-
-
-@pytest.mark.slow
-def test_the_hub_by_name_config_split_and_commit(tmp_path):
-    pinned = {"data_revision": hub.COMMIT, "data_config": "easy"}
-    cases = [pinned | {"validation_split": "test"}, pinned, {"data_config": "easy"}]
-    cases += [pinned | {"data_split": "none"}, pinned | {"text_column": "words"}]
-    with hub.serve(tmp_path) as (address, _):
-        env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-        env |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
-
-        def run(cases, work, **more):
-            known = {"here": str(Path(__file__).parent), "work": str(tmp_path / work)}
-            program = LOAD.format(cases=cases, data=hub.DATA, **known)
-            command = [sys.executable, "-c", program]
-            done = subprocess.run(command, env=env | more, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return [x for x in done.stdout.splitlines() if x.startswith(("rows", "error"))]
-
-        found = run(cases, "first")
-    assert found[0] == "rows 50 10" and found[1].startswith("rows 4")
-    assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in found[2]
-    assert 'Unknown split "none"' in found[3]
-    assert "owner/rows, split train: no column words among text" in found[4]
-    # All of it is on this disk now: a fresh folder needs no network.
-    assert run(cases[:1], "second", HF_HUB_OFFLINE="1") == ["rows 50 10"]
-    gone = run([{**pinned, "data_revision": "1" * 40}], "third", HF_HUB_OFFLINE="1")
-    assert "cannot load owner/rows" in gone[0] and "has another commit of it" in gone[0]
