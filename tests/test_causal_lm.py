@@ -87,8 +87,6 @@ def test_text_of_any_bytes_survives(kit, prepare):
 
 SEPARATORS = {
     "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "byte-level, first space": pre_tokenizers.ByteLevel(),
-    "metaspace": pre_tokenizers.Metaspace(),
     "metaspace, whole texts": pre_tokenizers.Metaspace("▁", "first", False),
     "llama 2": None,  # writes spaces by its normaliser, and separates nowhere
 }
@@ -211,12 +209,6 @@ def test_completions_alone_are_learnt_and_every_one_of_them(pack):
     assert len(found) == 53 and {learnt for _, learnt in found} < answers
 
 
-def test_a_completion_may_be_json(pack):
-    rows = [{"prompt": f"{i}? ", "completion": f'[{{"sum": {i}}}]'} for i in range(40)]
-    found = texts_and_learnt(*pack(rows))
-    assert {learnt for _, learnt in found} < {f"{r['completion']}<|endoftext|>" for r in rows}
-
-
 def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_another(tmp_path):
     """Its own bos, eos and pad; what a run keeps is not taken for what is given now."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -234,26 +226,7 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_anoth
         assert before == made.chat_template
 
 
-ENDED = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
-
-
-def test_a_tokenizer_without_an_end_of_text_has_that_of_its_template(tmp_path):
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))
-    own = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, additional_special_tokens=["<end>"], chat_template=ENDED
-    )
-    own.save_pretrained(tmp_path / "own")
-    (tmp_path / "made").mkdir()
-    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
-    made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [])
-    assert made.eos_token == made.pad_token == "<end>" and made.eos_token_id == 1
-    with pytest.raises(ValueError, match="has no end-of-text token"):
-        text_module.prepare_tokenizer(cfg, tmp_path, [], ENDED.replace("<end>", "a"))
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
     chats = [row["messages"] for row in CHATS]
     rows = [{"talk": json.dumps(chat) if kind == "csv" else chat} for chat in chats]
@@ -304,27 +277,19 @@ OWN = (
 def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_path):
     text, learnt = texts_and_learnt(*pack(CHATS, template="\ufeff" + OWN))[0]
     assert text.startswith("<system>Be brief.<user>") and learnt.startswith("that is ")
-    odd = write_template(tmp_path, "{{ messages | length }}" + OWN)
-    for given, said in (
-        (odd, "does not begin with what the template gives"),
-        ({"chat_template": str(tmp_path / "none.jinja")}, "no file"),
+    for template, said in (
+        ("{{ messages | length }}" + OWN, "does not begin with what the template gives"),
+        ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
+        ("{% for %}", "Expected"),
     ):
-        text = refusal(kit, config(CHATS, **given))
+        text = refusal(kit, config(CHATS, **write_template(tmp_path, template)))
         assert text.startswith("task.chat_template") and said in text
-
-
-def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack):
-    thinks = "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}{{ m['content'] }}"
-    found = texts_and_learnt(*pack(CHATS, template=OWN.replace("{{ m['content'] }}", thinks)))
-    assert len(found) == 2 * 57
-    for text, learnt in found:
-        assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
-        assert text.count("<assistant>") == (2 if "yes" in learnt else 1)
+    text = refusal(kit, config(CHATS, chat_template=str(tmp_path / "none.jinja")))
+    assert text.startswith("task.chat_template") and "no file" in text
 
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("weather", "tides")
@@ -362,13 +327,13 @@ def learnt_by_number(tokenizer, batch):
     return {int(text.split("Weather of ")[1].split("?")[0]): (text, said) for text, said in found}
 
 
-@pytest.mark.parametrize("kind", ["dicts", "text", "parquet", "structs", "csv"])
+@pytest.mark.parametrize("kind", ["dicts", "structs", "csv"])
 def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
     # A struct has the keys of all messages and calls, null where one has none.
-    rows = agents(text=kind not in ("dicts", "structs"))
+    rows = agents(text=kind == "csv")
     if kind == "csv":
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
-    file = {"dicts": "jsonl", "text": "jsonl", "structs": "parquet"}.get(kind, kind)
+    file = {"dicts": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
     out = capsys.readouterr().out
     assert "from messages, tools\n" in out and "in 40 chats there are tools\n" in out
@@ -389,7 +354,7 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
 
 
 def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
-    """The form in which OpenAI takes chats: 0 for an answer that is context alone. Or axolotl's."""
+    """As OpenAI and axolotl mark an answer that is context alone."""
 
     def chats(*weights, name="weight"):
         rows = [chat(f"Weather of {i}?", "Bad.", "No?", "Sun.") for i in range(20)]
@@ -403,9 +368,7 @@ def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
         found = learnt_by_number(*pack(rows, context_length=200, **fields))
         assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
         assert all("Bad." in text for text, _ in found.values())
-    said = refusal(kit, config(chats(0, 0)))
-    assert "line 1: no message of the assistant is trained on" in said
-    assert "is 2; give 0 or 1" in refusal(kit, config(chats(1, 2)))
+    assert "no message of the assistant is trained on" in refusal(kit, config(chats(0, 0)))
 
 
 FORMS = {  # a row, whose number is N; the text of its question, and what is said of it
@@ -417,9 +380,6 @@ FORMS = {  # a row, whose number is N; the text of its question, and what is sai
     "alpaca": (
         '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
         "User: Repeat.\n\nN", "input, output (not read: text)",
-    ),
-    "no input": (
-        '{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "input, output",
     ),
 }  # fmt: skip
 
@@ -440,11 +400,9 @@ def test_share_gpt_and_alpaca_are_chats(pack, capsys, form):
 
 KNOWN = [  # columns of a row, settings, what the row is, and the columns that are read
     ("text prompt completion", {}, "prompt", ["prompt", "completion"]),
-    ("text prompt", {}, "text", ["text"]),
     ("text messages", {}, "chat", ["messages", "tools"]),
     ("instruction output", {}, "chat", ["instruction", "output", "input"]),
     ("text body", {"text_column": "body"}, "text", ["body"]),
-    ("text talk", {"messages_column": "talk"}, "chat", ["talk", "tools"]),
     ("text q a", {"prompt_column": "q", "completion_column": "a"}, "prompt", ["q", "a"]),
     ("text prompt completion", {"rows": "text"}, "text", ["text"]),
 ]
@@ -480,20 +438,14 @@ def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, conf
     assert said == [f"Preparing data: in 30 chats {each}" for each in pairs]
 
     own = [{"talk": each} for each in named("Agent 7", "clerk", "who", "text")]
-    fields = {"messages_column": "talk", "roles": "who=role, text=content, Agent 7=user,clerk=tool"}
-    with pytest.raises(ValueError, match="no message after the first has the role assistant"):
-        pack(own, **fields)
-    fields["roles"] = fields["roles"].replace("tool", "assistant")  # prepared anew
+    fields = {
+        "messages_column": "talk",
+        "roles": "who=role, text=content, Agent 7=user,clerk=assistant",
+    }
     assert torch.equal(expected, pack(own, **fields)[1]["labels"])
     said = refusal(kit, config(own, messages_column="talk", roles="who=role,text=content"))
     role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
     assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
-    said = refusal(kit, config(own, messages_column="talk"))
-    assert said.endswith("has no role, only who, text; name its key with --task.roles KEY=role")
-    for roles in ("bot", "bot=robot", "=user", "a=user,a=tool"):
-        assert "gives no name a meaning" in refusal(kit, config(own, rows="chat", roles=roles))
-    said = refusal(kit, config([{"text": "a"}], rows="text", roles="a=user"))
-    assert "roles" in said and "where task.rows is text" in said
 
 
 PLAIN = (
@@ -501,8 +453,8 @@ PLAIN = (
     "{{ m['content'] | trim }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-CALLS, ROLE, CALLED = "m['tool_calls'] | tojson", "<{{ m['role'] }}>", "if m['tool_calls']"
-NAMES = "m['tool_calls'] | map(attribute='function.name') | list | tojson"
+CALLS = "m['tool_calls'] | tojson"
+ROLE = "<{{ m['role'] }}>"
 LAST = "{% if loop.last %}{{ m['reasoning_content'] }}{% endif %}"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
 WHOLE = [{"messages": [SYSTEM, *agents()[7]["messages"][:4]], "tools": TOOLS}]
@@ -511,53 +463,20 @@ THOUGHT = chat("a", "b")["messages"]
 THOUGHT[1]["reasoning_content"] = "because"
 
 
-def called(asked, said, heard, **more):
-    """A chat in which a tool is called; its argument may stand in the question, too."""
-    messages = [
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": said, "tool_calls": [CALL]},
-        {"role": "tool", "content": heard}, {"role": "assistant", "content": "a"},
-    ]  # fmt: skip
-    return {"messages": messages, **more}
-
-
 CONTENT = "m['content']"
-THINKS, SAYS, PLAINLY = (
-    chat("a", text, "b", "c")
-    for text in ("<think>why 7</think>answer 7", "Thought: why 7.\nAnswer: 7", "answer 7")
-)
-SILENT, LOUD = (called("Paris?", said, "rain", tools=TOOLS) for said in (None, "I look."))
-BESIDE = f"{CALLED} and not m['content']"
+THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
     ("", "", WHOLE, ""),
-    ("m['content'] | trim", "m['content'] | tojson", WHOLE, ""),  # then JSON, no text
     ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
-    ("OF", "m['role'] != 'tool'", WHOLE, "content of message 4 (tool)"),
-    ("OF", "m['role'] != 'user'", WHOLE, "content of message 2 (user)"),
     ("OF", "not m['tool_calls']", WHOLE, "tool_calls of message 3 (assistant)"),
     ("if tools", "if no_tools", WHOLE, "tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", WHOLE, ""),
     (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
-    (CALLS, NAMES, PARALLEL, "arguments of tool_calls of message 2"),
     ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
     # Of an earlier turn it may be gone later: that turn is learnt from a text of its own.
     (ROLE, ROLE + LAST, [{"messages": THOUGHT * 2}], ""),
-    # A word that stands elsewhere by chance.
-    ("OF", "m['role'] != 'tool'", [called("1 + 1?", "", "1")], "content of message 3 (tool)"),
-    (
-        "OF",
-        "m['content'] | length < 30",
-        [called("a", "", "b"), called("a", "", "b" * 30)],
-        "content of message 3 (tool)",
-    ),
-    # A part of a content: what stands before a mark, a first line, reasoning that is written anew.
+    # A part of a content: what stands before a mark, reasoning that is written anew.
     (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
-    (CONTENT, f"{CONTENT}.split('Answer:')[-1]", [SAYS], "the beginning of content of message 2"),
-    (CONTENT, f"{CONTENT}.split('\\n')[0]", [SAYS], "leaves out content of message 2 (assistant)"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [PLAINLY, THINKS], "'why 7' of content"),
-    (CALLED, BESIDE, [SILENT], ""),
-    (CALLED, BESIDE, [SILENT, SILENT, LOUD], "tool_calls of message 2 (assistant)"),
 ]
 
 
@@ -582,17 +501,15 @@ THINKING = (  # as Qwen3's template, reasoning stays in the last turn alone
 )
 
 
-@pytest.mark.parametrize("kind", ["chat", "prompt"])
-def test_a_turn_is_trained_as_inference_renders_it(pack, kind):
+def test_a_turn_is_trained_as_inference_renders_it(pack):
     """Its reasoning is in the loss; that of the turns before it is not in the context."""
     rows, wanted = [], {}
     for i in range(30):
         thoughts = [f"<think>{i} is {word}</think>{word} {i}" for word in ("odd", "even")]
         messages = chat(f"{i}?", thoughts[0], "No?", thoughts[1])["messages"]
-        parts = {"prompt": messages[:3], "completion": messages[3:]}
-        rows.append({"messages": messages} if kind == "chat" else parts)
-        for last in (1, 3) if kind == "chat" else (3,):
-            wanted[thoughts[last // 2]] = messages[: last + 1]
+        rows.append({"messages": messages})
+        wanted[thoughts[0]] = messages[:2]
+        wanted[thoughts[1]] = messages
     tokenizer, batch = pack(rows, template=THINKING)
     found = [*segments(batch)]
     assert len(found) > 0.6 * len(wanted)
@@ -606,23 +523,13 @@ def test_a_turn_is_trained_as_inference_renders_it(pack, kind):
         assert ids.tolist() == whole == prompt + learnt.tolist()
 
 
-@pytest.mark.parametrize("kind", ["chat", "prompt"])
-def test_keys_of_messages_that_nothing_reads_are_named_with_a_count(pack, capsys, kind):
+def test_keys_of_messages_that_nothing_reads_are_named_with_a_count(pack, capsys):
     rows = [chat(f"{i}?", f"{i}!") for i in range(30)]
     for i, row in enumerate(rows):
         row["messages"][0]["name"] = "Ann"
         row["messages"][1] |= {"weight": 1, "seen": i} if i % 3 else {"content": f"{i}."}
-    if kind == "prompt":
-        rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
-    labels = pack(rows)[1]["labels"]
+    pack(rows)
     said = capsys.readouterr().out
     number = re.search(r"30 \w+ read, (\d+) to train on", said)[1]
     start = f"reads none of these keys of messages: name (in {number} chats), seen (in "
     assert said.count(start) == 1 and 15 <= int(said.split(start)[1].split()[0]) <= 20
-    named = OWN.replace("<{{", "<{{ m['name'] }}{{")
-    tokenizer, batch = pack(rows, template=named)
-    assert tokenizer.decode(batch["input_ids"][0]).startswith("<Annuser>")
-    out = capsys.readouterr().out
-    assert "of messages: seen (in " in out and not torch.equal(batch["labels"], labels)
-    # This template ends an answer with nothing, and a model cannot learn where to stop.
-    assert "warning: the chat template ends answers without a special token" in out

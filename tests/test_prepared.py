@@ -92,9 +92,6 @@ CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
 CODE = {  # task.py, helpers.py, and edits: of which file, old, new
     "function": (CLEAN, "", "task.py", ".lower()", ".upper()"),
     "module": ("from helpers import clean", CLEAN, "helpers.py", ".lower()", ".upper()"),
-    "attribute": (
-        "import helpers as h\nclean = h.clean", CLEAN, "helpers.py", ".lower()", ".upper()",
-    ),
     "constant": (
         "CUT = 9\n" + CLEAN.replace("lower()", "lower()[:CUT]"), "", "task.py",
         "CUT = 9", "CUT = 5",
@@ -104,20 +101,10 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "def clean(text): return ' '.join(set(text.split()) - STOP['en'][0])", "", "task.py",
         "'of'", "'in'",
     ),
-    "order": (
-        "WORDS = ['a', 'b']\ndef clean(text): return text + WORDS[0]", "", "task.py",
-        "['a', 'b']", "['b', 'a']",
-    ),
     "pattern": (
         "import re\nFIND = re.compile('" + "x" * 300 + "1')\n"
         "def clean(text): return FIND.sub('', text)", "", "task.py", "x1')", "x2')",
     ),
-    "logger": (
-        "import logging\nlogger = logging.getLogger(__name__)\n"
-        "def clean(text):\n    logger.debug('low')\n    return text.lower()", "", "task.py",
-        ".lower()", ".upper()",
-    ),
-    "lambda": ("clean = lambda text: text.lower()", "", "task.py", ".lower()", ".upper()"),
     "table": (
         "def low(text): return text.lower()\nTABLE = {}\nTABLE['low'] = low\n"
         "def clean(text): return TABLE['low'](text)", "", "task.py", ".lower()", ".upper()",
@@ -133,10 +120,6 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "    def call(text): return function(text).lower()\n    return call\n"
         "@low\ndef clean(text): return text", "", "task.py", ".lower()", ".upper()",
     ),
-    "local import": (
-        "def clean(text):\n    from package import words\n    return words.clean(text)", CLEAN,
-        "package/words.py", ".lower()", ".upper()",
-    ),
     "relative import": (
         "def clean(text):\n    import package.words\n    return package.words.clean(text)",
         "from .other import clean", "package/other.py", ".lower()", ".upper()",
@@ -149,7 +132,7 @@ def some_slow(names, quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", some_slow(CODE, ("method", "local import")))
+@pytest.mark.parametrize("name", some_slow(CODE, ("method", "relative import")))
 def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, name):
     own, other, file, old, new = CODE[name]
     (tmp_path / "package").mkdir()
@@ -219,14 +202,7 @@ def test_files_count_by_content(texts):
     os.utime(file, (1, 1))
     copied = shutil.copy(file, texts.path / "copy")
     os.replace(copied, file)  # another inode, and another time
-    assert prepares(texts) == 0
     assert prepares(texts) == 0 and len(folders(texts)) == 1
-    text = file.read_text()
-    times = file.stat()
-    file.write_text(text.replace("red", "big"))  # of the same size and time
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    os.replace(shutil.copy2(file, texts.path / "copy"), file)
-    assert prepares(texts) == 1
     folder = texts.path / "all"
     folder.mkdir()
     write_rows(folder)
@@ -239,25 +215,17 @@ def test_files_count_by_content(texts):
     assert prepares(texts, *flags) == 1
     os.mkfifo(folder / "pipe")
     assert "pipe is no regular file" in refused(texts, *flags)
-    (folder / "pipe").unlink()
-    (folder / "link").symlink_to("nowhere")
-    assert "link is a link to nothing" in refused(texts, *flags)
-    assert "lies in task.data" in refused(texts, *flags, "--task.cache_dir", "all/cache")
 
 
 RETURNS = {
     "None": "task.prepare_data returns None, and task.py has no views",
-    "[1]": "task.prepare_data returns list; give a datasets.DatasetDict",
     "rows.to_iterable_dataset()": "returns IterableDataset; give a datasets.DatasetDict",
-    "datasets.IterableDatasetDict(train=rows.to_iterable_dataset())": "returns IterableDatasetDict",
     "datasets.DatasetDict(train=rows)": "task.prepare_data returns no split validation; add it",
-    "datasets.DatasetDict(train=rows, validation=rows.select([]))": "returns no row in validation",
     "open('nothing.txt')": "task.prepare_data: [Errno 2] No such file or directory: 'nothing.txt'",
-    "datasets.load_dataset('json', data_files='no.jsonl')": "task.prepare_data: Unable to find",
 }
 
 
-@pytest.mark.parametrize("value", some_slow(RETURNS, ("None", "[1]")))
+@pytest.mark.parametrize("value", some_slow(RETURNS, ("None",)))
 def test_what_prepare_data_gives_wrongly_is_one_line(texts, value):
     change(texts, "    rows = rows.map(", f"    return {value}\n    rows = rows.map(")
     assert RETURNS[value] in refused(texts)
@@ -329,13 +297,13 @@ READ = "data = read(); assert data['train'][4999] == {'x': 5000}; assert len(dat
 
 
 @pytest.mark.slow
-def test_killed_at_ten_moments_it_prepares_again(small):
+def test_killed_at_four_moments_it_prepares_again(small):
     start = time.monotonic()
     assert small(READ).returncode == 0
     taken = time.monotonic() - start
-    for number in range(10):
+    for number in range(4):
         shutil.rmtree(small.path / "cache")
-        assert small(KILL.format(taken * (number + 1) / 10)).returncode == -signal.SIGKILL
+        assert small(KILL.format(taken * (number + 1) / 4)).returncode == -signal.SIGKILL
         result = small(READ)
         assert result.returncode == 0, result.stderr
         left = [path.name for path in (small.path / "cache").iterdir()]
@@ -459,45 +427,51 @@ def views(cfg, data):
 
 
 """
-CHANGES = {  # and what is said on two processes, in a new run, and where it resumes
-    "random.Random().shuffle(places)": ["the second time"] * 3,
-    "random.Random(int(os.environ.get('RANK', 0))).shuffle(places)": ["on another process", "", ""],
-    "random.Random(os.environ.get('WORD')).shuffle(places)": [
-        "", "", "of the same data than at an earlier start: runs/default/checkpoints/step-00000004",
-    ],
-}  # fmt: skip
+CHANGES = {  # starts, as (processes, word), and what the last of them says
+    "random.Random().shuffle(places)": ([(1, "a")], "the second time"),
+    "random.Random(int(os.environ.get('RANK', 0))).shuffle(places)": (
+        [(2, "a")],
+        "on another process",
+    ),
+    "random.Random(os.environ.get('WORD')).shuffle(places)": (
+        [(1, "a"), (1, "b")],
+        "of the same data than at an earlier start: runs/default/checkpoints/step-00000004",
+    ),
+}
 
 
 @pytest.mark.parametrize("line", CHANGES)
 def test_views_that_give_other_rows_are_named_as_that(texts, line):
     change(texts, "def metrics(sums)", f"{OTHER_ROWS.format(line)}def metrics(sums)")
-    for (processes, word), said in zip(((2, "a"), (1, "a"), (1, "b")), CHANGES[line], strict=True):
-        codes = [2] if said else [0]
-        printed = texts.train(processes, codes=codes, env={"WORD": word})
-        assert f"train.py: task.views gives other rows {said}" in printed or not said
-        assert "the machines" not in printed and "Traceback" not in printed
+    starts, said = CHANGES[line]
+    for processes, word in starts[:-1]:
+        texts.train(processes, env={"WORD": word})
+    processes, word = starts[-1]
+    printed = texts.train(processes, codes=[2], env={"WORD": word})
+    assert f"train.py: task.views gives other rows {said}" in printed
+    assert "the machines" not in printed and "Traceback" not in printed
 
 
 def test_every_row_is_in_the_digest():
     def stored(tokens):
-        ids = pa.ListArray.from_arrays(np.arange(0, 160_001, 2, dtype=np.int32), tokens)
-        return datasets.Dataset(pa.table({"ids": ids, "n": np.arange(80_000)}))
+        ids = pa.ListArray.from_arrays(np.arange(0, 6_001, 2, dtype=np.int32), tokens)
+        return datasets.Dataset(pa.table({"ids": ids, "n": np.arange(3000)}))
 
-    tokens = np.arange(160_000, dtype=np.uint16)
+    tokens = np.arange(6000, dtype=np.uint16)
     data = stored(tokens)
     first = startup.digest_view(data)
     changed = tokens.copy()
-    changed[2 * 70_001 + 1] += 1
+    changed[2 * 2001 + 1] += 1
     later = lambda n: [i > 3 for i in n]  # noqa: E731
     subset = torch.utils.data.Subset
     views = [
         stored(changed), data.shuffle(seed=1), data.filter(later, input_columns="n", batched=True),
-        data.select(range(79_999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
+        data.select(range(2999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
         data.select_columns(["ids"]), subset(data, range(9)), subset(data, range(1, 10)),
     ]  # fmt: skip
     digests = [startup.digest_view(view) for view in views]
     assert len({first, *digests}) == 1 + len(views) and all(digests)
-    parts = [data.select(range(start, start + 16_000)) for start in range(0, 80_000, 16_000)]
+    parts = [data.select(range(start, start + 600)) for start in range(0, 3000, 600)]
     same = [
         datasets.concatenate_datasets(parts),
         data.map(lambda row: row, batched=True, num_proc=2),
@@ -505,14 +479,6 @@ def test_every_row_is_in_the_digest():
     same += [data.with_format("torch"), data.shuffle(seed=1).sort("n").flatten_indices()]
     assert {startup.digest_view(view) for view in same} == {first}
     assert startup.digest_view(data.with_transform(lambda rows: rows)) == ""
-
-
-def test_it_is_said_where_few_rows_are_compared(texts):
-    write_rows(texts.path, last=120)
-    view = "def views(cfg, data):\n    return list(data['train']), data['validation']\n"
-    assert "of the rows to train on 64 are compared" not in texts.train(1, "--check")
-    change(texts, "def metrics(sums)", f"{view}\n\ndef metrics(sums)")
-    assert texts.train(1, "--check").count("of the rows to train on 64 are compared") == 1
 
 
 @pytest.mark.slow
