@@ -63,14 +63,6 @@ def test_a_head_for_other_classes_is_new(tmp_path, capsys):
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
 
 
-def test_numbers_as_classes_are_told():
-    for count, told in ((30, True), (10, False)):
-        names = [str(n) for n in range(count)]
-        rows = datasets.Dataset.from_dict({"label": 3 * names, "place": 3 * names})
-        lines = labels.describe_labels(rows, np.full(count, 3), names, labels.SINGLE)
-        assert ("--task.problem_type regression" in "".join(lines)) == told
-
-
 def test_classes_with_few_rows_are_named_with_their_first_place():
     """A 7 among names is rather a mistake."""
     values = ["neg", "pos"] * 1000 + ["7"]

@@ -18,10 +18,10 @@ from sklearn import metrics
 from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, prepare_task, with_classes, write_table
-from samestep.data import columns, hub, labels, prepared
+from samestep.data import columns, hub, prepared
 from samestep.images import images
 from samestep.settings import contract
-from test_tasks import COLORS, STEPS, check_two_processes_and_a_lost_half, picture, refusal
+from test_tasks import COLORS, STEPS, picture, refusal
 
 SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1]
 SHORT += ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
@@ -77,13 +77,6 @@ def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
     assert names_of(prepare(tmp_path / "b")[1]) == ["blue", "green", "train"]
 
 
-@pytest.mark.parametrize("label, name", [(" cat ", "cat"), (1, "1"), (1.0, "1"), ("1.0", "1.0")])
-def test_the_name_of_a_class_is_that_of_labelled_texts(task, label, name):
-    """Without blanks around it. With nulls in its column, pandas makes 1 to 1.0."""
-    row, _ = task.image_rows.normalize({"image": icon(3, "LA"), "label": label}, skip=False)
-    assert row["label"] == name == labels.parse_label(label, labels.SINGLE)
-
-
 def test_a_folder_of_splits_is_known_by_its_names(prepare, tmp_path, capsys):
     for split, each in (("train", 4), ("val", 2), ("test", 3)):
         folders(tmp_path / "a" / split, each)
@@ -94,13 +87,6 @@ def test_a_folder_of_splits_is_known_by_its_names(prepare, tmp_path, capsys):
     check_colors(known, parts, 18)
     named = prepare(tmp_path / "a/train", validation_data=str(tmp_path / "a/val"))[2]
     assert digests(parts) == digests(named)
-
-
-def test_a_class_may_be_called_like_a_split(prepare, tmp_path):
-    folders(tmp_path / "a", 5)
-    (tmp_path / "a" / "red").rename(tmp_path / "a" / "test tube")
-    _, prepared, parts = prepare(tmp_path / "a")
-    assert names_of(prepared) == ["blue", "green", "test tube"] and sum(map(len, parts)) == 15
 
 
 def test_a_dataset_of_the_hub(prepare, monkeypatch):
@@ -140,18 +126,15 @@ def icon(number, kind, size=12):
         image = Image.fromarray(1 - alpha // 255)
         image.putpalette([0] * 12)
         options["transparency"] = 1
-    elif kind == "RGB with tRNS":
-        image = Image.fromarray(np.stack([np.zeros_like(alpha), 255 - alpha, alpha * 0], -1))
-        options["transparency"] = (0, 255, 0)
     else:
         image = Image.new("RGB", (size, size))
         image.putalpha(Image.fromarray(alpha))
         image = image.convert("LA" if kind == "LA" else "RGBA")
-    image.save(file, kind if kind in ("GIF", "WEBP") else "PNG", **options)
+    image.save(file, "GIF" if kind == "GIF" else "PNG", **options)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["LA", "RGB with tRNS", "GIF", "WEBP"])
+@pytest.mark.parametrize("kind", ["LA", "GIF"])
 def test_what_is_transparent_is_put_on_the_background(kind):
     for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
         stored = images.square(icon(4, kind), 12, background)
@@ -174,13 +157,6 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
         found |= {prepared.folder, *digests(parts)}
         assert task.build_model(cfg, prepared).config.to_dict()["background"] == background
     assert len(found) in (5, 6)  # icons may all be on one side
-
-
-def test_a_full_disk_is_one_line_and_no_fault_of_an_image(kit, config, tmp_path, monkeypatch):
-    cfg = config(folders(tmp_path / "a"), unreadable_images="skip")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
-        assert re.match(r"task.cache_dir: .*No space left .*decoded_gb", refusal(kit, cfg))
 
 
 def test_unreadable_images_are_refused_or_named_and_left_out(
@@ -214,20 +190,17 @@ def test_unreadable_images_are_refused_or_named_and_left_out(
     assert re.match(f"task.data: {root}/green/.*; of 35 images 6 cannot be decoded", said)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_a_broken_exif_block_spoils_no_training(prepare, tmp_path, kind):
+def test_a_broken_exif_block_spoils_no_training(prepare, tmp_path):
     root = folders(tmp_path / "a", 4)
     path = root / "red" / "0.png"
     with Image.open(path) as image:
-        image.save(path, kind, exif=b"Exif\0\0garbage!", lossless=True)
+        image.save(path, "PNG", exif=b"Exif\0\0garbage!")
     check_colors(*prepare(root)[1:], 12)
 
 
-@pytest.mark.parametrize("kind", ["folders", "csv"])
-def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path, kind):
+def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path):
     """Also of one that a table names."""
     data = table(tmp_path, "csv", 40)
-    data = data if kind == "csv" else tmp_path / "images"
     _, first, parts = prepare(data)
     image = tmp_path / "images" / "red" / "17.png"
     pixels = np.array(Image.open(image))
@@ -238,9 +211,8 @@ def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path, kind):
     assert digests(parts) != digests(others)
     assert prepare(data)[1].folder == second.folder
     image.unlink()
-    if kind == "csv":
-        with pytest.raises(ValueError, match="^task.data: .*, line .*red/17.png: .*No such"):
-            prepare(data)
+    with pytest.raises(ValueError, match="^task.data: .*, line .*red/17.png: .*No such"):
+        prepare(data)
 
 
 def test_a_run_that_resumes_keeps_its_classes(task, config, prepare, tmp_path):
@@ -269,31 +241,15 @@ def test_any_number_of_processes_prepares_the_same(task, prepare, tmp_path, monk
     assert found[0] == found[1]
 
 
-def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config, prepare, tmp_path):
-    root, rows = folders(tmp_path / "a"), folders(tmp_path / "b")
-    for path in [*(root / "red").iterdir(), *(root / "blue").iterdir()]:
-        path.write_bytes(b"no image")
-    said = refusal(kit, config(root, unreadable_images="skip"))
-    assert "has one class, green; give at least two classes" in said
-    given = config(folders(tmp_path / "c"), unreadable_images="skip", validation_data=str(root))
-    assert kit.prepare_data(given)  # of its three classes green alone can be read
-    named = [{"image": f"{n}/{i}.png", "label": n} for n in COLORS for i in range(8)]
-    table = write_table(rows, [*named, {"image": "x" * 300, "label": "red"}], "csv")
-    said = refusal(kit, config(table))
-    assert said.startswith(f"task.data: {table}, line 26: xxx") and "File name too long" in said
-    assert sum(map(len, prepare(table, unreadable_images="skip")[2])) == 24
-
-
-@pytest.mark.parametrize("kind", ["digits", "skip", "csv", "parquet of bytes"])
+@pytest.mark.parametrize("kind", ["skip", "csv", "parquet of bytes"])
 def test_rows_are_the_same_decoded_and_from_the_files(prepare, tmp_path, capsys, kind):
     fields = {"cache_image_size": 9, "unreadable_images": "skip" if kind == "skip" else "refuse"}
-    data = "digits"
     if kind == "skip":
         data = folders(tmp_path / "a", 12, ("png", "jpg", "webp", "gif"))
         (data / "red" / "0.png").write_bytes(icon(5, "RGBA"))
         (data / "blue" / "0.png").write_bytes(b"no image")
         (data / "red" / "11.gif").write_bytes(b"no image")
-    elif kind != "digits":
+    else:
         data = table(tmp_path, kind, 12)
     _, kept, before = prepare(data, **fields)
     assert ("left out" in capsys.readouterr().out) == (kind == "skip")
@@ -312,7 +268,7 @@ def test_rows_are_the_same_decoded_and_from_the_files(prepare, tmp_path, capsys,
                 assert np.array_equal(mine[i]["image"], theirs[i]["image"])
 
 
-@pytest.mark.parametrize("damage", ["gone", "other", "half"])
+@pytest.mark.parametrize("damage", ["gone", "other"])
 def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path, damage):
     from samestep.step import batches
 
@@ -323,10 +279,8 @@ def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path,
     content = path.read_bytes()
     if damage == "gone":
         path.unlink()
-    elif damage == "other":
-        picture(COLORS["green"], 77).save(path)
     else:
-        path.write_bytes(content[: len(content) // 2])
+        picture(COLORS["green"], 77).save(path)
     with pytest.raises(batches.UserError) as error:
         rows.__getitems__(places)
     said = str(error.value)
@@ -447,15 +401,12 @@ BAD = [
         "/a has one class, red; give at least two",
     ),
     ("a", {"a/1.png": "red", "a/red/1.png": "red"}, "it should be {root}/a/CLASS/1.png"),
-    ("a", {"a/new/red/1.png": "red"}, "not in the folder of its class"),
-    ("a", {"a/train/red/1.png": "red", "a/train/red/2.png": "blue"}, "has one class, red"),
     ("a", {"a/val/red/1.png": "red", "a/test/blue/1.png": "blue"}, "and none to train on; name"),
     (
         "a",
         {"a/red/1.png": "red", "a/blue/1.png": "blue"},
         "evaluate on, since each class has one; add",
     ),
-    ("a.csv", {"a.csv": "image,label\n"}, "there are no rows in {root}/a.csv"),
 ]
 
 
@@ -470,14 +421,6 @@ def test_bad_folders_are_answered_in_one_line(kit, config, tmp_path, data, files
             path.write_text(content)
     text = refusal(kit, config(tmp_path / data))
     assert text.startswith("task.") and said.format(root=tmp_path) in text and str(tmp_path) in text
-
-
-def test_a_folder_without_a_model_is_refused_at_once(kit, config, tmp_path):
-    cfg = config("digits", model_name_or_path=str(tmp_path))
-    assert "holds no model" in refusal(kit, cfg)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    said = refusal(kit, cfg)
-    assert said.startswith("task.model_name_or_path: cannot load") and "preprocessor_con" in said
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -522,26 +465,20 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
 
 @pytest.mark.slow
 def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path):
-    """On any number of processes, in exact to the last byte, with images decoded when read."""
+    """To the last byte on any number of processes, with images decoded when read."""
     for split, each in (("train", 12), ("val", 3)):
         folders(tmp_path / "photos" / split, each, ("jpg",))
     flags = ["--config", "configs/train/resnet50.yaml", "--task.data", tmp_path / "photos"]
     flags += ["--task.hidden_size", 64, "--task.stages", "[1,1,1,1]", "--task.image_size", 32]
     flags += ["--task.decoded_gb", 0, "--warmup_steps", 1, "--task.channels_last", "false"]
-    flags += ["--num_epochs", 0, *STEPS, "--num_workers", 1, "--learning_rate", 1e-4]
-    check_two_processes_and_a_lost_half(baked, tmp_path, *flags)
-    exact = [*flags, "--exact", "true", "--output_dir"]
+    flags += ["--num_epochs", 0, *STEPS, "--max_steps", 3, "--num_workers", 1]
+    flags += ["--learning_rate", 1e-4, "--output_dir"]
+    ends = []
     for processes in (1, 2):
-        baked.train(processes, *exact, tmp_path / f"exact-{processes}")
-    ends = [tmp_path / f"exact-{n}" / "checkpoints" / "step-00000006" for n in (1, 2)]
-    assert digest(ends[0]) == digest(ends[1])
-    batched = [
-        *flags,
-        "--task.architecture",
-        "resnet_batchnorm",
-        "--output_dir",
-        tmp_path / "norms",
-    ]
+        baked.train(processes, *flags, tmp_path / f"{processes}", "--exact", "true")
+        ends.append(digest(tmp_path / f"{processes}" / "checkpoints" / "step-00000003"))
+    assert ends[0] == ends[1]
+    batched = [*flags, tmp_path / "norms", "--task.architecture", "resnet_batchnorm"]
     assert "warning: the model has BatchNorm" in baked.train(1, *batched)
 
 
@@ -555,17 +492,15 @@ def test_fine_tuning_goes_on_from_the_same_loss(baked, trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, tracker):
     output = tmp_path / "run"
     flags = ["--max_steps", "2", "--eval_every", "0", "--tracker", tracker, "--project", "pictures"]
-    env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
-    baked.train(1, *SHORT, *flags, "--output_dir", output, **env)
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    baked.train(1, *SHORT, *flags, "--output_dir", output, env=env)
     if tracker == "tensorboard":
         written = b"".join(path.read_bytes() for path in output.rglob("events.*"))
         assert all(name in written for name in (b"confusion", b"samples", b"classes"))
-    elif tracker == "wandb":
+    else:
         media = [path.read_bytes() for path in (output / "wandb").rglob("confusion_*.png")]
         assert media == [(output / "confusion.png").read_bytes()]
-    else:
-        assert len([*(tmp_path / "trackio").rglob("*.png")]) == 2

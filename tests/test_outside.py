@@ -59,12 +59,6 @@ def models(tmp_path_factory):
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
     (folder / "texts.txt").write_text("one\ntwo\n")
-    os.mkfifo(folder / "pipe")
-    (folder / "adapters").mkdir()
-    base = {"base_model_name_or_path": "runs/gone/model", "task_type": "CAUSAL_LM"}
-    about = json.dumps({**base, "peft_type": "LORA"})
-    (folder / "adapters" / "adapter_config.json").write_text(about)
-    (folder / "adapters" / "adapter_model.safetensors").write_bytes(b"")
     return folder
 
 
@@ -74,10 +68,8 @@ def models(tmp_path_factory):
 LM = ["--model", "lm"]
 ARGUMENTS = [
     ([*LM, "--tokens", "many", "x"], "argument --tokens: invalid int value: 'many'"),
-    (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
     (["--model", "a\nb\u202e", "x"], "a b\\u202e holds no model of transformers; train first"),
     ([*LM], "there is no input; give texts or paths, or standard input"),
-    (["--model", "adapters", "x"], "cannot load adapters: "),
 ]
 
 
@@ -90,7 +82,6 @@ def test_wrong_arguments_are_one_line(models, arguments, said):
     "model, inputs, said",
     [
         ("images", ["a.png", "texts.txt", "a.png"], "texts.txt: UnidentifiedImageError: its form"),
-        ("images", ["a.png", "pipe", "a.png"], "pipe: ValueError: it is a folder, a pipe or"),
         ("short", ["x", "y" * 20, "x"], "IndexError: "),
     ],
 )
@@ -109,8 +100,7 @@ def test_an_input_without_an_answer_is_named_and_the_others_are_answered(
 # ---- Its models ----------------------------------------------------------------------------------
 
 
-CONFIGS = [b"null", b"[" * 5000, b"\xff\xfe", b'{"architectures": []}']
-CONFIGS += [b'{"is_encoder_decoder": true}', b'{"architectures": ["MyEncoder", "GPT2LMHeadModel"]}']
+CONFIGS = [b"null", b"\xff\xfe", b'{"architectures": []}']
 
 
 @pytest.mark.parametrize("content", CONFIGS)
@@ -124,9 +114,7 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
     "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
-    "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
     "code of its own": ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, ""),
-    "pipe for a config": ("config.json", "pipe", "holds no model of transformers"),
 }
 
 
@@ -139,9 +127,7 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
     if isinstance(content, dict):
         content = json.dumps(json.loads((model / file).read_text()) | content).encode()
     (model / file).unlink(missing_ok=True)
-    if content == "pipe":
-        os.mkfifo(model / file)
-    elif content == "classes":
+    if content == "classes":
         shutil.copy(models / content / file, model / file)
     else:
         (model / file).write_bytes(content)
@@ -187,17 +173,6 @@ def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):
     assert sorted(each["label"] for each in found["classes"]) == sorted(HOSTILE)
 
 
-def test_a_terminal_of_ascii_gets_ascii_and_json_stays_exact(models):
-    flags = [*LM, "--tokens", "3"]
-    result = programs.run(predict, models, *flags, "h\u00e9 \u4e2d\x1b[31m\n\ty", encoding="ascii")
-    assert result.returncode == 0 and result.stdout.isascii()
-    assert result.stdout.startswith("h\\xe9 \\u4e2d\\x1b[31m\n\ty")
-    given = "h\u00e9 \u4e2d \U0001f600"
-    for encoding in ("ascii", "utf-8"):
-        result = programs.run(predict, models, *flags, "--json", given, encoding=encoding)
-        assert json.loads(result.stdout)["input"] == given
-
-
 # ---- Images --------------------------------------------------------------------------------------
 
 
@@ -234,11 +209,10 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
     assert ghostscript.exists()  # so that it would have been seen above
 
 
-@pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "folder", "none.png", "a\u0000.png"])
+@pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "a\u0000.png"])
 def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
     task = load_task("image_classification")
     os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "folder").mkdir()
     rows = [{"image": named, "label": "a"}, {"image": named, "label": "b"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = task.TaskConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
@@ -260,17 +234,6 @@ def test_predictions_see_images_as_training_does(models, tmp_path):
     result = programs.run(predict, tmp_path, *flags, *names)
     found = [json.loads(line)["classes"] for line in result.stdout.splitlines()]
     assert found[0] == found[1] != found[2] and len(found) == 4
-
-
-def test_a_broken_exif_block_is_named_and_all_images_are_answered(models, tmp_path):
-    picture(tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as image:
-        image.save(tmp_path / "broken.png", exif=b"Exif\0\0garbage!")
-    flags = ["--model", models / "images", "--json"]
-    result = programs.run(predict, tmp_path, *flags, "broken.png", "a.png")
-    broken, plain = map(json.loads, result.stdout.splitlines())
-    assert broken["classes"] == plain["classes"] and result.returncode == 0
-    assert "broken.png is not turned: broken EXIF block: not a TIFF file" in result.stderr
 
 
 def test_predictions_see_transparent_images_as_training_does(models, tmp_path):

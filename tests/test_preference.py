@@ -34,16 +34,11 @@ FORMS = [
     ("1 + 1?", "2", "3", ("1 + 1?", "2", "3")),
     (None, "Q: 1 + 1? A: 2", "Q: 1 + 1? A: 3", ("Q: 1 + 1? A:", " 2", " 3")),
     ("1 + 1?", "1 + 1? 2", "1 + 1? 3", ("1 + 1?", " 2", " 3")),
-    ("1 + 1?", "1 + 1? 2", "3", ("1 + 1?", "1 + 1? 2", "3")),
-    ("", '[{"role": 1', "3", ("", '[{"role": 1', "3")),
     ("a", '[{"sum": 2}]', "[]", ("a", '[{"sum": 2}]', "[]")),
     ([USER], [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
     ([SYSTEM, USER], "2", "3", ([SYSTEM, USER], [RIGHT], [WRONG])),
     ("1 + 1?", [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
-    ("1 + 1?", [SYSTEM, USER, RIGHT], [SYSTEM, USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
-    ("1 + 1?", [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
     (None, [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
-    (None, SHAREGPT, [USER, WRONG], ([USER], [RIGHT], [WRONG])),
     (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [USER, RIGHT], ([USER], [RIGHT, TURNS[2], RIGHT], [RIGHT])),
@@ -61,21 +56,15 @@ def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, re
 
 MISTAKES = [
     ("a", "b", "b", UselessRow, "have equal answers"),
-    (None, "a b", "a b", UselessRow, "have equal answers"),
     (None, [USER, RIGHT], SHAREGPT, UselessRow, "have equal answers"),
     ("a", " ", "b", IncompleteRow, "the chosen is empty"),
-    ("a", "b", None, IncompleteRow, "the rejected is empty"),
     (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
-    (None, "a b c", "", IncompleteRow, "the rejected is empty"),
-    ("a", "a b", "a", IncompleteRow, "the rejected is empty"),
     (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),
     ("a", [USER], [USER, RIGHT], IncompleteRow, "chosen: no message after the first has the role"),
     ("a", 1, "b", ValueError, "the chosen is 1 but must be text or messages"),
-    (1, "a", "b", ValueError, "the prompt is 1 but must be text or messages"),
     ("a", "b", [RIGHT], ValueError, "one of chosen and rejected is text, and the other has"),
     ("other", [USER, RIGHT], [USER, WRONG], ValueError, "chosen: begins with another prompt than"),
     (None, [USER, RIGHT], [SYSTEM, USER, RIGHT], ValueError, "begin with different messages"),
-    (None, [USER, USER | {"role": "npc"}], [RIGHT], ValueError, "chosen: message 2 is from 'npc'"),
     ([USER], [RIGHT], [WRONG, TURNS[2]], ValueError, "rejected ends with a message of the user"),
 ]
 
@@ -88,16 +77,7 @@ def test_a_row_that_cannot_be_used_says_why(prompt, chosen, rejected, kind, said
     assert type(error.value) is kind and "\n" not in str(error.value)
 
 
-def test_equal_answers_are_left_out_and_counted(kit, prepare, capsys):
-    rows = [dict(row) for row in kit.rows]
-    rows[3]["rejected"] = rows[3]["chosen"]
-    _, _, parts = prepare(rows)
-    said = capsys.readouterr().out
-    assert sum(map(len, parts)) == 59 and "Prepared: 60 pairs read, " in said
-    assert "left out: 1 have equal answers (the first: " in said and "line 4)" in said
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_chats_are_read_from_any_table(kit, prepare, tmp_path, kind):
     cell = json.dumps if kind == "csv" else list
     rows = []
@@ -126,8 +106,6 @@ def test_a_missing_prompt_is_said_and_a_column_that_is_named_must_be_there(kit, 
     assert "in 1 pairs both answers begin with the prompt: it is read once" in said
     with pytest.raises(ValueError, match="no column question among prompt, chosen, rejected"):
         prepare(rows, prompt_column="question")
-    with pytest.raises(ValueError, match="no column functions among"):
-        prepare(rows, tools_column="functions")
 
 
 # The limit, tokens lost in front, kept.
@@ -144,15 +122,17 @@ def test_a_long_pair_loses_its_beginning_and_then_its_end(limit, lost, kept):
     assert pair[0][1].any() and pair[1][1].any() and not pair[0][1][0]
 
 
-def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, config, capsys):
+def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, capsys):
     """Answers that differ only after max_length, or only in what a template drops: gradients of
     noise, which Adam makes weights of."""
     rows = [dict(row) for row in kit.rows]
     for row in rows[:5]:
         row |= {"chosen": "word " * 200 + "yes", "rejected": "word " * 200 + "no"}
+    rows[5]["rejected"] = rows[5]["chosen"]
     _, _, parts = prepare(rows, max_length=64)
     said = capsys.readouterr().out
-    assert sum(map(len, parts)) == 55 and " have answers of equal tokens (the first: " in said
+    assert "1 have equal answers (the first: " in said
+    assert sum(map(len, parts)) == 54 and " have answers of equal tokens (the first: " in said
     for row in rows:
         row |= {"chosen": "word " * 200 + "yes", "rejected": "word " * 200 + "no"}
     with pytest.raises(ValueError, match="none is left; raise task.max_length"):
@@ -342,6 +322,7 @@ def test_a_run_begins_at_its_reference_and_exports_no_copy_of_it(base, tuned):
     assert (kind == "lora") != ({*weights} == {*first})
 
 
+@pytest.mark.parametrize("tuned", ["full"], indirect=True)
 def test_two_processes_tune_as_one_does_and_a_lost_half_is_made_up_for(base, tuned, tmp_path):
     kind, output, _ = tuned
     check_two_processes_and_a_lost_half(base, tmp_path, *flags_of(kind), whole=output)
@@ -352,12 +333,12 @@ def test_two_processes_tune_as_one_does_and_a_lost_half_is_made_up_for(base, tun
 
 
 @pytest.mark.slow
-def test_exact_has_the_same_bytes_on_any_processes_and_under_fsdp2(base, tuned, tmp_path):
-    flags = [*flags_of(tuned[0]), "--exact", "true", "--micro_batch_size", 1, "--output_dir"]
-    runs = [("cpu", 1), ("cpu_multi", 3), ("fsdp2", 2)]
+def test_exact_has_the_same_bytes_on_any_processes_and_under_fsdp2(base, tmp_path):
+    flags = [*flags_of("full"), "--exact", "true", "--micro_batch_size", 1, "--output_dir"]
+    runs = [("cpu_multi", 3), ("fsdp2", 2)]
     for hardware, processes in runs:
-        train(base, hardware, processes, *flags, tmp_path / f"{hardware}{processes}")
-    check_same(*(tmp_path / f"{hardware}{processes}" for hardware, processes in runs))
+        train(base, hardware, processes, *flags, tmp_path / hardware)
+    check_same(*(tmp_path / hardware for hardware, _ in runs))
 
 
 def test_the_report_has_the_answers_of_the_base_and_of_the_export(base, tuned, monkeypatch):

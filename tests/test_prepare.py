@@ -36,9 +36,7 @@ def test_train_finds_what_prepare_has_prepared(tmp_path):
     assert "Prepar" not in printed and len(lines(tmp_path / "run", "loss")) > 0
     assert files(Path(folder)) == prepared
     # A run that is there is refused by train.py; `prepare` does not look for one.
-    flags += ["--resume", "never"]
-    assert fresh.run("python", "train.py", *flags, "--check", check=False).returncode == 2
-    assert fresh.run(*PREPARE, *flags).stdout == again
+    assert fresh.run(*PREPARE, *flags, "--resume", "never").stdout == again
 
 
 def test_no_gpu_and_no_process_group_are_touched(tiny):
@@ -65,7 +63,6 @@ RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
         (["--config", "no.yaml"], "no.yaml: No such file or directory"),
         (RAISED, "no prepare_data here"),
         (["--check"], "only train.py can do --check; leave it out"),
-        (["--eval_only"], "only train.py can do --eval_only; leave it out"),
     ],
 )
 def test_a_mistake_is_a_line(tiny, flags, said):
@@ -74,7 +71,7 @@ def test_a_mistake_is_a_line(tiny, flags, said):
     assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
 
 
-def test_a_signal_stops_the_preparation_at_once(tiny, number=signal.SIGTERM):
+def test_a_signal_stops_the_preparation_at_once(tiny):
     program = """
 import task, time
 from samestep.programs import prepare
@@ -90,7 +87,7 @@ prepare.main()
     env = tiny.env(PYTHONPATH=str(tiny.path))
     with subprocess.Popen(["python", "-c", program], cwd=tiny.path, env=env, **pipes) as run:
         assert run.stdout.readline() == "begun\n"
-        run.send_signal(number)
+        run.send_signal(signal.SIGTERM)
         printed = run.communicate(timeout=300)
         assert run.returncode == 75
     assert printed[1].endswith("stopped before the first step; the same command starts again\n")
@@ -103,8 +100,8 @@ from samestep.programs import prepare
 def prepare_data(cfg):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-    except BaseException as error:
-        {then}
+    except BaseException:
+        pass
     time.sleep(100)
 
 task.prepare_data = prepare_data
@@ -112,10 +109,8 @@ prepare.main()
 """
 
 
-@pytest.mark.parametrize("then", ["pass", "raise ImportError('initialization failed') from error"])
-def test_a_signal_counts_where_its_exception_is_lost(tiny, then):
+def test_a_signal_counts_where_its_exception_is_lost(tiny):
     """As in a destructor, in the compilation of a module, and in the start of one in C."""
-    program = SWALLOWED.format(then=then)
-    result = tiny.run("python", "-c", program, check=False, PYTHONPATH=str(tiny.path))
+    result = tiny.run("python", "-c", SWALLOWED, check=False, PYTHONPATH=str(tiny.path))
     said = "-c: stopped before the first step; the same command starts again\n"
     assert (result.returncode, result.stdout, result.stderr) == (75, "", said)

@@ -25,7 +25,7 @@ def draw_rows(random, count):
     return [(f"{random.integers(count)}", int(random.integers(9))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_rows_are_those_of_a_plain_loop(seed):
     random = np.random.default_rng(seed)
     rows = draw_rows(random, random.integers(1, 300))
@@ -34,20 +34,17 @@ def test_the_rows_are_those_of_a_plain_loop(seed):
     assert hold_out(rows, fraction, most) == {key for key, _ in held}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("most", [5, 1000])
 def test_no_row_of_data_that_grows_is_held_out_after_it_was_trained_on(seed, most):
     random = np.random.default_rng(seed)
     rows = [(f"{seed}-{i}", int(random.integers(4))) for i in range(800)]
     some, all_rows = hold_out(rows[:500], 0.1, most), hold_out(rows, 0.1, most)
     assert {key for key, _ in rows[:500]} & all_rows <= some
-    assert (
-        most == 5
-        or 30 <= len(some) <= 80
-        and some
-        <= all_rows
-        | {min((key for key, own in rows[:500] if own == label), key=hash_of) for label in range(4)}
-    )
+    if most == 1000:
+        assert 30 <= len(some) <= 80
+        labels = [[key for key, own in rows[:500] if own == label] for label in range(4)]
+        assert some <= all_rows | {min(keys, key=hash_of) for keys in labels}
 
 
 def test_each_label_with_two_rows_has_one_held_out():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score
 
-import reference
 from conftest import lines
 from samestep.data import demo_data, labels
 from samestep.data import prepared as prepared_data
@@ -27,10 +26,12 @@ ROWS = [
 # ---- What is read --------------------------------------------------------------------------------
 
 
-CLASSES = [("parquet", [1.0, 2.0, float("nan")], ["1", "2"])]
-for each in ("jsonl", "csv", "parquet"):
-    CLASSES += [(each, [2, 10, 1], ["1", "2", "10"]), (each, [True, False], ["False", "True"])]
-    CLASSES += [(each, ["a", "nan", None], ["a", "nan"])]
+CLASSES = [
+    ("parquet", [1.0, 2.0, float("nan")], ["1", "2"]),
+    ("csv", [2, 10, 1], ["1", "2", "10"]),
+    ("jsonl", [True, False], ["False", "True"]),
+    ("csv", ["a", "nan", None], ["a", "nan"]),
+]
 
 
 @pytest.mark.parametrize("kind, labels, names", CLASSES)
@@ -56,13 +57,10 @@ def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp
 
 
 @pytest.mark.slow
-def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
+def test_no_function_is_in_the_demo_twice():
     rows = list(demo_data.area_rows())
     assert len({row["label"] for row, _ in rows}) == 10
     assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
-    parts = reference.hold_out(rows, 0.1, lambda row: row[1], lambda row: row[0]["label"])
-    train, held = ({place for _, place in part} for part in parts)
-    assert not train & held and len({row["label"] for row, _ in parts[1]}) >= 8
 
 
 def labels_in(prepared, parts):
@@ -72,16 +70,16 @@ def labels_in(prepared, parts):
     return sorted([names[i] for i in np.nonzero(row["labels"])[0]] for row in rows)
 
 
-@pytest.mark.parametrize("form", [json.dumps, str, lambda x: str(np.array(x)), ";".join])
+@pytest.mark.parametrize("form", [json.dumps, lambda x: str(np.array(x)), ";".join])
 def test_lists_in_cells_are_several_labels(kit, prepare, tmp_path, form):
-    """As JSON, Python and NumPy write them, and as text."""
+    """As JSON and NumPy write them, and as text."""
     lists = [["love", "it's god"], [], ["god"], ["love"]]
     rows = [(f"text {i}", form(lists[i % 4])) for i in range(40)]
     _, prepared, parts = prepare(kit.write(tmp_path, rows, "csv"), problem_type=SEVERAL)
     assert labels_in(prepared, parts) == sorted(sorted(lists[i % 4]) for i in range(40))
 
 
-FLAGS = {"csv": ["0", "1", "True", "false"], "jsonl": [0, 1, True, False], "parquet": [0.0, 1.0]}
+FLAGS = {"csv": ["0", "1", "True", "false"], "parquet": [0.0, 1.0]}
 
 
 @pytest.mark.parametrize("kind", FLAGS)
@@ -298,22 +296,6 @@ def test_areas_of_the_library_are_told_apart_and_the_exported_model_answers_so(t
     assert printed["classes"][0]["label"] == best["label"] == "encodings"
 
 
-def tune(baked, data, name, *flags):
-    """Trains runs/NAME from that run; gives what was printed and how predict is called."""
-    start = ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags = [*STEPS, "--warmup_steps", 2, *start, *flags]
-    printed = baked.train(1, *flags, "--task.data", data, "--output_dir", f"runs/{name}")
-    return printed, [
-        "python",
-        "-m",
-        "samestep",
-        "predict",
-        "--json",
-        "--model",
-        f"runs/{name}/model",
-    ]
-
-
 @pytest.mark.slow
 def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, tmp_path):
     rows = [
@@ -323,8 +305,11 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     data = kit.write(tmp_path, rows, "csv", ("text", "pair", "label"))
     flags = ["--task.problem_type", "regression", "--task.text_pair_column", "pair"]
     flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
-    flags += ["--max_steps", 80, "--task.token_dropout", 0]
-    printed, command = tune(baked, data, "numbers", *flags)
+    flags += [*STEPS, "--max_steps", 80, "--warmup_steps", 2, "--task.token_dropout", 0]
+    flags += ["--save_every", 0, "--eval_every", 0, "--task.data", data, "--task.max_length", 32]
+    flags += ["--task.model_name_or_path", "runs/learnt/model", "--output_dir", "runs/numbers"]
+    printed = baked.train(1, *flags)
+    command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/numbers/model"]
     assert "new weights for classifier" in printed
     given = ["the oak\tand the elm", "the carp\tand the eel"]
     said = baked.run(*command, *given).stdout.splitlines()
@@ -342,25 +327,12 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     assert "the oak: ValueError: it has no tab, but" in refused.stderr
 
 
-@pytest.mark.slow
-def test_several_labels_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, tmp_path):
-    rows = [(text, "tree;living" if name == "tree" else "living") for text, name in ROWS]
-    flags = ["--task.problem_type", SEVERAL, "--max_steps", 20]
-    _, command = tune(baked, kit.write(tmp_path, rows, "csv"), "several", *flags)
-    said = baked.run(*command, "the oak and the elm", "the carp and the eel").stdout.splitlines()
-    found = [json.loads(line)["classes"] for line in said]
-    found = [{each["label"]: each["score"] for each in classes} for classes in found]
-    assert found[0]["tree"] > found[1]["tree"] + 0.1
-    assert [{*each} for each in found] == [{"living", "tree"}] * 2
-
-
 def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
     """Its bytes are part of the identity: runs of older projects would be refused otherwise."""
     from samestep.text import tokenizing
 
-    tokenizing.learn_vocabulary(
-        ["one text"], 262, tmp_path, first=["[P]", "[C]", "[S]"], begin="[C]", end="[S]"
-    )
+    marks = {"first": ["[P]", "[C]", "[S]"], "begin": "[C]", "end": "[S]"}
+    tokenizing.learn_vocabulary(["one text"], 262, tmp_path, **marks)
     saved = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
     assert saved == {"type": "BertProcessing", "sep": ["[S]", 2], "cls": ["[C]", 1]}
 
