@@ -21,7 +21,6 @@ import platform
 import re
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -176,48 +175,43 @@ def split_documents(batches, tokenizer):
 
 def compare(name, case, old, new):
     """Lines that say what differs between the facts of a case; none if nothing does."""
-    place, found = f"{name}, {case}", []
-    for part in ("train", "validation"):
-        mine, theirs = old[part], new[part]
-        for key in ("examples", "documents"):
-            if mine[key] != theirs[key]:
-                found.append(f"{place}: {part} has {theirs[key]} {key}; it had {mine[key]}")
-        if mine["documents_sha256"] != theirs["documents_sha256"]:
-            found.append(f"{place}: {part}: {moved(mine, theirs)}")
-        for which, number in (("first", 0), ("last", mine["examples"] - 1)):
-            for key in sorted({*mine[which], *theirs[which]}):
-                before, now = mine[which].get(key), theirs[which].get(key)
-                if before != now:
-                    where = f"{place}: {part} example {number} ({which}): {key}"
-                    found.append(f"{where}: old {around(before, now)}, new {around(now, before)}")
-        if mine["examples_sha256"] != theirs["examples_sha256"]:
-            found.append(f"{place}: {part}: other examples, or in another order")
-    numbers = {f"loss of step {i + 1}": loss for i, loss in enumerate(old["losses"])}
-    others = {f"loss of step {i + 1}": loss for i, loss in enumerate(new["losses"])}
-    for key in sorted({**numbers, **others, **old["scores"], **new["scores"]}):
-        before = {**numbers, **old["scores"]}.get(key, math.nan)
-        now = {**others, **new["scores"]}.get(key, math.nan)
-        if not math.isclose(before, now, rel_tol=ROUNDING, abs_tol=1e-9):
-            found.append(f"{place}: {key}: old {before:.9g}, new {now:.9g}")
+    mine, theirs = flatten(old), flatten(new)
+    found = []
+    for key in sorted({*mine, *theirs}):
+        before, now = mine.get(key), theirs.get(key)
+        if not is_same(before, now):
+            shown = f"old {around(before, now)}, new {around(now, before)}"
+            found.append(f"{name}, {case}: {key}: {shown}")
     return found
 
 
-def moved(old, new):
-    """How many documents of a split are not those of before."""
-    if "documents_listed" not in old or "documents_listed" not in new:
-        return "other documents"
-    mine, theirs = (Counter(facts["documents_listed"].split()) for facts in (old, new))
-    gone, added = (mine - theirs).total(), (theirs - mine).total()
-    return f"{gone} documents of {mine.total()} are gone, {added} were added"
+def flatten(facts, place=""):
+    """Facts by their places, such as "train: first: input_ids"."""
+    found = {}
+    for key, value in facts.items():
+        where = f"{place}: {key}" if place else key
+        if key == "losses":
+            found |= {f"loss of step {i}": loss for i, loss in enumerate(value, 1)}
+        elif isinstance(value, dict):
+            found |= flatten(value, where)
+        else:
+            found[where] = value
+    return found
+
+
+def is_same(old, new):
+    """Whether two facts are equal; losses and scores but for rounding."""
+    if isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=ROUNDING, abs_tol=1e-9)
+    return old == new
 
 
 def around(value, other):
     """A value from shortly before the place where it begins to differ from another."""
     if not isinstance(value, list | str) or not isinstance(other, type(value)):
         return repr(value)
-    place = len(os.path.commonprefix([value, other]))
-    shown = value[max(place - 3, 0) : place + 9]
-    return f"{shown!r} from {max(place - 3, 0)} of {len(value)}"
+    place = max(len(os.path.commonprefix([value, other])) - 3, 0)
+    return f"{value[place : place + 12]!r} from {place} of {len(value)}"
 
 
 def stored(name):

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -64,14 +63,6 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, 
     for samples in (False, True):
         answer = loaded.generate(**inputs, max_new_tokens=5, do_sample=samples)
         assert answer.shape == (1, 8) and answer.max() < used
-
-
-def test_sequences_longer_than_the_model_sees_are_refused(kit, task, prepare, config, tmp_path):
-    cfg, data, _ = prepare(kit.rows)
-    task.build_model(cfg, data).save_pretrained(tmp_path / "base")
-    kit.tokenizer(data).save_pretrained(tmp_path / "base")
-    cfg = config(kit.rows, model_name_or_path=str(tmp_path / "base"), context_length=32)
-    assert "context_length is 32 but must be at most 16, which the model" in refusal(kit, cfg)
 
 
 def test_text_of_any_bytes_survives(kit, prepare):
@@ -521,15 +512,3 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
             for each, ask in ((messages[:-1], True), (messages, False))
         )
         assert ids.tolist() == whole == prompt + learnt.tolist()
-
-
-def test_keys_of_messages_that_nothing_reads_are_named_with_a_count(pack, capsys):
-    rows = [chat(f"{i}?", f"{i}!") for i in range(30)]
-    for i, row in enumerate(rows):
-        row["messages"][0]["name"] = "Ann"
-        row["messages"][1] |= {"weight": 1, "seen": i} if i % 3 else {"content": f"{i}."}
-    pack(rows)
-    said = capsys.readouterr().out
-    number = re.search(r"30 \w+ read, (\d+) to train on", said)[1]
-    start = f"reads none of these keys of messages: name (in {number} chats), seen (in "
-    assert said.count(start) == 1 and 15 <= int(said.split(start)[1].split()[0]) <= 20

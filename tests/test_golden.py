@@ -42,29 +42,11 @@ def test_examples_splits_and_losses_are_those_of_the_file(projects, name, case):
 def test_what_has_changed_is_named():
     old = golden.stored("causal_lm")["texts"]
     assert golden.compare("causal_lm", "texts", old, old) == []
-
-    def said(change):
-        new = copy.deepcopy(old)
-        change(new)
-        return "\n".join(golden.compare("causal_lm", "texts", old, new))
-
-    def shift(new):
-        new["train"]["last"]["targets"].insert(0, -100)
-
-    def swap(new):
-        listed = new["validation"]["documents_listed"].split()
-        new["validation"] |= {"documents_listed": " ".join(["ffffff", *listed[1:]])}
-        new["validation"]["documents_sha256"] = "other"
-
-    def order(new):
-        new["train"]["examples_sha256"] = "other"
-
-    def lose(new):
-        new["losses"][1] *= 1.0001
-
-    last, documents = old["train"]["examples"] - 1, old["validation"]["documents"]
-    assert f"train example {last} (last): targets: old [" in said(shift)
-    assert f"1 documents of {documents} are gone, 1 were added" in said(swap)
-    assert "train: other examples, or in another order" in said(order)
-    assert said(lose).startswith("causal_lm, texts: loss of step 2: old ")
-    assert said(lambda new: new["losses"].pop()).endswith("new nan")
+    new = copy.deepcopy(old)
+    new["train"]["last"]["targets"].insert(0, -100)
+    new["losses"][1] *= 1.0001
+    changed = golden.compare("causal_lm", "texts", old, new)
+    assert [line.split(": old ")[0] for line in changed] == [
+        "causal_lm, texts: loss of step 2",
+        "causal_lm, texts: train: last: targets",
+    ]

@@ -101,14 +101,6 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "def clean(text): return ' '.join(set(text.split()) - STOP['en'][0])", "", "task.py",
         "'of'", "'in'",
     ),
-    "pattern": (
-        "import re\nFIND = re.compile('" + "x" * 300 + "1')\n"
-        "def clean(text): return FIND.sub('', text)", "", "task.py", "x1')", "x2')",
-    ),
-    "table": (
-        "def low(text): return text.lower()\nTABLE = {}\nTABLE['low'] = low\n"
-        "def clean(text): return TABLE['low'](text)", "", "task.py", ".lower()", ".upper()",
-    ),
     "method": (
         "import helpers\nCLEANER = helpers.Cleaner()\n"
         "def clean(text): return CLEANER.run(text)",

@@ -309,12 +309,12 @@ def test_a_broken_shard_of_a_webdataset_is_named(tmp_path):
 def test_a_long_text_is_several(task, tmp_path):
     """A block has so few sequences that their numbers fit."""
     (tmp_path / "data").mkdir()
-    for name in ("a", "b", "c"):
-        text = json.dumps({"text": "a tall man " * 250_000}) + "\n"
+    for name, number in (("a", 9), ("b", 250_000), ("c", 9)):
+        text = json.dumps({"text": "a tall man " * number}) + "\n"
         (tmp_path / "data" / f"{name}.jsonl").write_text(text)
-    cfg, data, (stream, _) = prepared(task, tmp_path, tmp_path / "data", lanes=1)
-    shard = stream.shards[0]
-    blocks = [*stream.blocks(shard)]
+    fields = {"lanes": 1, "validation_data": str(tmp_path / "data" / "a.jsonl")}
+    _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "data" / "b.jsonl", **fields)
+    blocks = [*stream.blocks(stream.shards[0])]
     assert [len(block) for block in blocks] == [1, 1, 1]
     assert "".join(text for block in blocks for text in block) == "a tall man " * 250_000
 
