@@ -1,6 +1,5 @@
 """The head of a classifier to start from: its classes are found by their names."""
 
-from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -71,13 +70,6 @@ def test_classes_with_few_rows_are_named_with_their_first_place():
     counts = np.array([1, 1000, 1000])
     _, line = labels.describe_labels(rows, counts, ["7", "neg", "pos"], labels.SINGLE)
     assert line == "1 of 3 classes have few rows: 7 (1, the first: line 2000)"
-
-
-def test_decimals_are_numbers():
-    assert labels.parse_label(Decimal("3.50"), labels.NUMBER) == 3.5
-    assert labels.parse_label(Decimal("3.0"), labels.SINGLE) == "3"
-    with pytest.raises(ValueError, match="not a finite number"):
-        labels.parse_label(Decimal("NaN"), labels.NUMBER)
 
 
 def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import ClassLabel, Value
+from datasets import Value
 
 from samestep.data import readers, rows, sources
 from samestep.data.sources import IncompleteRow, UselessRow
@@ -247,24 +247,6 @@ def test_one_short_text_is_cut_so_that_some_is_held_out(tmp_path, cores):
     assert len(train) + len(validation) == 3  # of several files each is a document
 
 
-def test_extensions_of_ones_own_are_texts(tmp_path, cores):
-    for i in range(3):
-        (tmp_path / f"{i}.md").write_text(f"# {i}\n")
-    cfg = Config(data=str(tmp_path))
-    arguments = {"columns": lambda own: {"text": "text"}, "bundled": {}}
-    features = {"text": Value("string")}
-    found = rows.load_rows(cfg, normalize, features, extensions=(*EXTENSIONS, ".md"), **arguments)
-    assert found.num_rows == {"train": 2, "validation": 1}
-
-
-def test_parquet_has_class_names_and_other_columns(tmp_path, cores):
-    names = ClassLabel(names=["cat", "dog"])
-    table = datasets.Dataset.from_dict({"text": [0, 1] * 9, "id": range(18)})
-    table.cast_column("text", names).to_parquet(str(tmp_path / "a.parquet"))
-    numbered = lambda row: ({"text": f"{row['text']} {os.urandom(4)}"}, [])  # noqa: E731
-    assert {text[:3] for text in both(tmp_path / "a.parquet", normalize=numbered)} == {"cat", "dog"}
-
-
 # ---- datasets ------------------------------------------------------------------------------------
 
 
@@ -359,12 +341,6 @@ def test_a_group_must_be_there(tmp_path, cores):
         load(path, group_column="g", validation_data=str(path))
     with pytest.raises(ValueError, match="group_column is 'g', but nothing reads it with this"):
         sources.check_data_config(Config(data=str(path), group_column="g"), [])
-
-
-def test_a_group_that_the_task_knows(tmp_path, cores):
-    path = write(tmp_path / "a.jsonl", [f"{i % 9} {i}" for i in range(90)])
-    train, validation = load(path, group=lambda row: row["text"][0], validation_fraction=0.4)
-    assert {t[0] for t in texts(train)}.isdisjoint(t[0] for t in texts(validation))
 
 
 def test_named_splits_and_validation_data(tmp_path, cores, capsys):

@@ -21,7 +21,6 @@ from conftest import (
     unprivileged,
     write_table,
 )
-from samestep.data import hub as data_hub
 from samestep.data import readers, sources, tables
 from samestep.models import pretrained
 from samestep.settings import contract
@@ -174,28 +173,7 @@ def test_empty_lines_may_stand_before_the_columns_and_keys_may_be_missing(tmp_pa
         assert [row for row, _ in read_rows(tmp_path / name, COLUMNS)] == [first, *more]
 
 
-def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "a\\ud800", "kind": [{"x": "\\udc00b"}]}')
-    [(row, _)] = read_rows(tmp_path / "a.jsonl", COLUMNS)
-    assert row == {"text": "a?", "label": [{"x": "?b"}]}
-
-
-@pytest.mark.parametrize(
-    "data, hub",
-    [
-        ("owner/name", True), ("name", True), ("owner/name-2.0_x", True), ("a/b/c", False),
-        ("none.txt", False), ("../x", False), ("/x", False), ("rows.jsonl", False), ("", False),
-    ],
-)  # fmt: skip
-def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert data_hub.is_hub_name(data) == hub
-    if hub:
-        (tmp_path / data).mkdir(parents=True)
-        assert not data_hub.is_hub_name(data)
-
-
-# ---- What rows hold, and what is done with it --------------------------------------------------
+# ---- What rows hold, and what is done with it ----------------------------------------------------
 
 
 def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys):

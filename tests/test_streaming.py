@@ -274,20 +274,6 @@ def test_shards_are_known_by_their_names(task, tmp_path):
             assert sorted(map(sorted, found)) == sorted(wanted)
 
 
-def test_a_store_out_of_reach_is_no_mistake_of_the_user(task, tmp_path, monkeypatch):
-    import fsspec
-
-    def fail(*_, **__):
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(fsspec, "open", fail)
-    with pytest.raises(ConnectionError, match="cannot read s3://x/a.jsonl: no answer"):
-        list(readers.read_span(readers.Span("s3://x/a.jsonl"), {"text": "text"}))
-    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
-    with pytest.raises(ConnectionError, match="cannot list s3://x: no answer"):
-        shards.list_shards("s3://x", "data")
-
-
 def test_a_broken_shard_of_a_webdataset_is_named(tmp_path):
     path = tmp_path / "part.tar"
     write_samples(path, ["a", "b", "c"])
@@ -369,15 +355,6 @@ def test_what_does_not_go_with_a_stream(streamed, tmp_path, flags, said):
     flags = [*FLAGS, "--exact", "false", "--task.data", "texts", *flags]
     printed = streamed.train(1, *flags, "--check", "--output_dir", tmp_path / "x", codes=[2])
     assert said in printed and "Traceback" not in printed
-
-
-def test_what_is_printed_of_a_stream_is_no_number_of_samples(streamed):
-    """In a line of prepare, and on the card of the model."""
-    flags = ["--task.streaming", "true", "--task.lanes", LANES, "--task.data", "texts"]
-    printed = streamed.run("python", "-m", "samestep", "prepare", *flags).stdout
-    assert "a stream of 8 shards to train on, " in printed and f"{1 << 50:,}" not in printed
-    card = (streamed.path / "runs" / "whole" / "model" / "README.md").read_text()
-    assert "samples of a stream, from" in card and f"{1 << 50:,}" not in card
 
 
 def test_other_shards_are_another_run(streamed, tmp_path):

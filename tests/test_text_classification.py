@@ -95,15 +95,6 @@ def test_a_column_for_each_label(kit, prepare, tmp_path, kind):
     assert [*kit.task.build_model(cfg, prepared).config.id2label.values()] == names
 
 
-def test_many_classes_of_one_row_each_are_named(prepare, tmp_path, capsys):
-    rows = [(f"text {i}", f"[label {i}") for i in range(30)] + ROWS[:20]
-    prepare(rows)
-    said = "32 classes of 47 rows, 30 of them in one row alone: are task.label_column and"
-    assert said in capsys.readouterr().out
-    prepare(ROWS)
-    assert "alone" not in capsys.readouterr().out
-
-
 PAIRS = [(f"the {a} is tall", f"a {a} or {b} {i}", "yes") for i, (a, b) in
          enumerate([*zip(TREES, FISH, strict=True)] * 5)]  # fmt: skip
 PAIRS += [(text, f"no {pair}", "no") for text, pair, _ in PAIRS]
@@ -194,8 +185,6 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
         assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
         assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)
         assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
-        shown = task.report(model, sums, tmp_path, cfg, prepared)["errors"]
-        assert "of always saying the mean" in shown
         return
     if kind == "single_label_classification":
         said = logits.argmax(1).numpy()
@@ -214,7 +203,7 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, pr
     """The same loss and r2, errors in their own unit, and another identity for another scale."""
     values = np.random.default_rng(0).normal(size=40)
     found, ids = [], set()
-    for scale, mean in ((1.0, 0.0), (15.0, 1006.0), (1e15, 1e17)):
+    for scale, mean in ((1.0, 0.0), (15.0, 1006.0)):
         rows = [(text, mean + scale * v) for (text, _), v in zip(ROWS, values, strict=True)]
         cfg, prepared, (_, held_out) = prepare(rows, problem_type="regression")
         torch.manual_seed(0)
@@ -225,30 +214,12 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, pr
         errors = [scores[name] / scale for name in ("mae", "rmse")]
         found.append([scores["loss"], scores["r2"], *errors])
         ids |= {prepared_data.identity_of(prepared.folder), prepared.folder}
-    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(ids) == 6
-    assert found[2] == pytest.approx(found[0], rel=1e-3)
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(ids) == 4
     rows = [(text, 0.1) for text, _ in ROWS]  # equal numbers leave nothing to explain
     cfg, prepared, (train, _) = prepare(rows, problem_type="regression")
     model = task.build_model(cfg, prepared).eval()
-    assert (
-        task.metrics(task.eval_sums(model, task.collate([*train], prepared)), prepared)["r2"] == 0
-    )
-
-
-def test_marks_of_another_training_do_not_stay_in_the_config(task, prepare, tmp_path):
-    rows = [(text, 1000.0 + i) for i, (text, _) in enumerate(ROWS)]
-    cfg, prepared, _ = prepare(rows, problem_type="regression")
-    (tmp_path / "model").mkdir()
-    task.export(task.build_model(cfg, prepared), tmp_path / "model", cfg, prepared)
-    saved = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert 1015 < saved["label_mean"] < 1025
-    rows = [(text, number / 100) for text, number in rows]
-    model = {"model_name_or_path": str(tmp_path / "model")}
-    cfg, prepared, _ = prepare(rows, problem_type="regression", **model)
-    found = task.build_model(cfg, prepared).config.to_dict()
-    assert found["label_mean"] == pytest.approx(saved["label_mean"] / 100)
-    cfg, prepared, _ = prepare(ROWS, **model)
-    assert not {"label_mean", "label_std"} & {*task.build_model(cfg, prepared).config.to_dict()}
+    scores = task.metrics(task.eval_sums(model, task.collate([*train], prepared)), prepared)
+    assert scores["r2"] == 0
 
 
 def test_balanced_weights_give_each_class_the_same_share(task, prepare, tmp_path):
