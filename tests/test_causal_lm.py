@@ -115,7 +115,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
     tokenizer, source = separating
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
-    for short in (5000, 1200, 700, 10**6):
+    for short in (5000, 700):
         monkeypatch.setattr(text_module, "SHORT", short)
         found = text_module.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
         assert found[1] == found[4] == wanted, short
@@ -362,52 +362,42 @@ def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
     assert "no message of the assistant is trained on" in refusal(kit, config(chats(0, 0)))
 
 
-FORMS = {  # a row, whose number is N; the text of its question, and what is said of it
+FORMS = {  # a row, whose number is N, and the text of its question
     "share": (
         '{"id": N, "conversations": [{"from": "system", "value": "Be brief."},'
         ' {"from": "human", "value": "N?"}, {"from": "gpt", "value": "N!"}]}',
-        "System: Be brief.\nUser: N?", ", from conversations (not read: id)",
+        "System: Be brief.\nUser: N?",
     ),
     "alpaca": (
         '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
-        "User: Repeat.\n\nN", "input, output (not read: text)",
+        "User: Repeat.\n\nN",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_share_gpt_and_alpaca_are_chats(pack, capsys, form):
-    row, asked, said = FORMS[form]
+def test_share_gpt_and_alpaca_are_chats(pack, form):
+    row, asked = FORMS[form]
     rows = [json.loads(row.replace("N", str(i))) for i in range(30)]
-    tokenizer, batch = pack(rows, context_length=64)
-    assert torch.equal(batch["labels"], pack(rows, context_length=64, rows="chat")[1]["labels"])
-    printed = capsys.readouterr().out
-    assert "30 chats of " in printed and said in printed
-    for text, learnt in texts_and_learnt(tokenizer, batch):
+    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
         number = learnt.strip().split("!")[0]
         assert learnt == f" {number}!<|endoftext|>\n"
         assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
 
 
-KNOWN = [  # columns of a row, settings, what the row is, and the columns that are read
-    ("text prompt completion", {}, "prompt", ["prompt", "completion"]),
-    ("text messages", {}, "chat", ["messages", "tools"]),
-    ("instruction output", {}, "chat", ["instruction", "output", "input"]),
-    ("text body", {"text_column": "body"}, "text", ["body"]),
-    ("text q a", {"prompt_column": "q", "completion_column": "a"}, "prompt", ["q", "a"]),
-    ("text prompt completion", {"rows": "text"}, "text", ["text"]),
-]
-
-
-@pytest.mark.parametrize("names, fields, kind, read", KNOWN)
-def test_rows_are_known_by_their_columns_and_by_fields(config, names, fields, kind, read):
-    row = {
-        name: CHATS[0]["messages"] if name in ("messages", "talk") else "a"
-        for name in names.split()
-    }
-    row_format = formats.recognize_format(config([row], **fields))
-    assert (row_format.kind, [*row_format.columns.values()]) == (kind, read)
-    assert row_format.names == ([] if fields else [*row])
+def test_rows_are_known_by_their_columns_and_by_fields(config):
+    for names, fields, kind, read in [
+        ("text prompt completion", {}, "prompt", ["prompt", "completion"]),
+        ("text messages", {}, "chat", ["messages", "tools"]),
+        ("instruction output", {}, "chat", ["instruction", "output", "input"]),
+        ("text body", {"text_column": "body"}, "text", ["body"]),
+        ("text prompt completion", {"rows": "text"}, "text", ["text"]),
+    ]:
+        row = dict.fromkeys(names.split(), "a")
+        if "messages" in row:
+            row["messages"] = CHATS[0]["messages"]
+        found = formats.recognize_format(config([row], **fields))
+        assert (found.kind, [*found.columns.values()]) == (kind, read)
 
 
 def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack, capsys):
@@ -445,8 +435,6 @@ PLAIN = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CALLS = "m['tool_calls'] | tojson"
-ROLE = "<{{ m['role'] }}>"
-LAST = "{% if loop.last %}{{ m['reasoning_content'] }}{% endif %}"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
 WHOLE = [{"messages": [SYSTEM, *agents()[7]["messages"][:4]], "tools": TOOLS}]
 PARALLEL = [{"messages": agents()[3]["messages"][4:]}]
@@ -459,12 +447,9 @@ THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
     ("", "", WHOLE, ""),
     ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
-    ("OF", "not m['tool_calls']", WHOLE, "tool_calls of message 3 (assistant)"),
     ("if tools", "if no_tools", WHOLE, "tools; give"),
     (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
     ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
-    # Of an earlier turn it may be gone later: that turn is learnt from a text of its own.
-    (ROLE, ROLE + LAST, [{"messages": THOUGHT * 2}], ""),
     # A part of a content: what stands before a mark, reasoning that is written anew.
     (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),

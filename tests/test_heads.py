@@ -1,6 +1,5 @@
 """The head of a classifier to start from: its classes are found by their names."""
 
-
 import datasets
 import numpy as np
 import pytest

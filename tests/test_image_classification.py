@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn import metrics
 from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, prepare_task, with_classes, write_table
@@ -325,7 +324,6 @@ def test_labels_are_smoothed_and_images_mixed(task, prepare):
 
 
 PAPERS = {  # weights with 1,000 classes, in millions
-    "ResNet-50, GroupNorm": (25.55, {"architecture": "resnet", "hidden_size": 2048}),
     "ResNet-50": (25.557032, {"architecture": "resnet_batchnorm", "hidden_size": 2048}),
     "ViT-B": (86.567656, {"patch_size": 16, "hidden_size": 768, "num_layers": 12}),
 }
@@ -339,31 +337,7 @@ def test_models_have_the_sizes_of_the_papers(task, name):
     with torch.device("meta"):
         model = task.build_model(cfg, with_classes([*map(str, range(1000))]))
     weights = sum(parameter.numel() for parameter in model.parameters())
-    assert weights / 1e6 == pytest.approx(millions, rel=1e-3 if "Group" in name else 1e-9)
-
-
-def test_metrics_are_those_of_scikit_learn_over_all_images(task, prepare, tmp_path):
-    resnet = {"architecture": "resnet", "hidden_size": 64}
-    cfg, prepared, (_, rows) = prepare("digits", **resnet)
-    torch.manual_seed(0)
-    bound = contract.bind(task, cfg, prepared)
-    model, rows = bound.build_model().eval(), [rows[i] for i in range(len(rows))]
-    cuts = [
-        bound.eval_sums(model, bound.collate(rows[i : i + 50])) for i in range(0, len(rows), 50)
-    ]
-    sums = {name: sum(cut[name].double() for cut in cuts) for name in cuts[0]}
-    scores, batch = task.metrics(sums), bound.collate(rows)
-    with torch.no_grad():
-        answer = model(**batch)
-    assert scores["loss"] == pytest.approx(answer.loss.item(), rel=1e-5)
-    guesses = answer.logits.argmax(1)
-    assert scores["accuracy"] == pytest.approx(metrics.accuracy_score(batch["labels"], guesses))
-    wanted = metrics.f1_score(batch["labels"], guesses, average="macro", zero_division=0)
-    assert scores["macro_f1"] == pytest.approx(wanted)
-    shown = task.report(model, sums, tmp_path, cfg, prepared)
-    for name in ("confusion", "samples"):
-        with Image.open(shown[name]) as drawn:
-            assert min(drawn.size) > 500
+    assert weights / 1e6 == pytest.approx(millions, rel=1e-9)
 
 
 # ---- Bad input -----------------------------------------------------------------------------------

@@ -222,28 +222,6 @@ def test_predictions_see_images_as_training_does(models, tmp_path):
     assert found[0] == found[1] != found[2] and len(found) == 4
 
 
-def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
-    with Image.open(picture(tmp_path / "a.png")) as image:
-        image.putalpha(Image.linear_gradient("L").resize(image.size))
-        image.save(tmp_path / "a.png")
-        for color in ("white", "navy"):
-            on = Image.alpha_composite(Image.new("RGBA", image.size, color), image)
-            on.convert("RGB").save(tmp_path / f"{color}.png")
-        image.convert("RGB").save(tmp_path / "none.png")
-    shutil.copytree(models / "images", tmp_path / "model")
-    about = json.loads((tmp_path / "model" / "config.json").read_text())
-    for color in ("white", "navy", "none"):
-        given = {} if color == "none" else {"background": color}  # a model from elsewhere has none
-        (tmp_path / "model" / "config.json").write_text(json.dumps(about | given))
-        flags = ["--model", "model", "--json", "a.png", "white.png", "navy.png", "none.png"]
-        result = programs.run(predict, tmp_path, *flags)
-        found = {
-            line["input"]: line["classes"] for line in map(json.loads, result.stdout.splitlines())
-        }
-        same = [name for name in found if found[name] == found["a.png"]]
-        assert same == ["a.png", f"{color}.png"]
-
-
 # ---- Pictures and the model card -----------------------------------------------------------------
 
 

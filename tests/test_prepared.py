@@ -92,10 +92,6 @@ CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
 CODE = {  # task.py, helpers.py, and edits: of which file, old, new
     "function": (CLEAN, "", "task.py", ".lower()", ".upper()"),
     "module": ("from helpers import clean", CLEAN, "helpers.py", ".lower()", ".upper()"),
-    "constant": (
-        "CUT = 9\n" + CLEAN.replace("lower()", "lower()[:CUT]"), "", "task.py",
-        "CUT = 9", "CUT = 5",
-    ),
     "sets in a table": (
         "STOP = {'en': [{'the', 'a', 'of', 'and'}]}\n"
         "def clean(text): return ' '.join(set(text.split()) - STOP['en'][0])", "", "task.py",
@@ -106,11 +102,6 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
         "def clean(text): return CLEANER.run(text)",
         "class Base:\n    def run(self, text): return text.lower()\nclass Cleaner(Base): pass\n",
         "helpers.py", ".lower()", ".upper()",
-    ),
-    "decorator": (
-        "import functools\ndef low(function):\n    @functools.wraps(function)\n"
-        "    def call(text): return function(text).lower()\n    return call\n"
-        "@low\ndef clean(text): return text", "", "task.py", ".lower()", ".upper()",
     ),
     "relative import": (
         "def clean(text):\n    import package.words\n    return package.words.clean(text)",
@@ -213,7 +204,6 @@ RETURNS = {
     "None": "task.prepare_data returns None, and task.py has no views",
     "rows.to_iterable_dataset()": "returns IterableDataset; give a datasets.DatasetDict",
     "datasets.DatasetDict(train=rows)": "task.prepare_data returns no split validation; add it",
-    "open('nothing.txt')": "task.prepare_data: [Errno 2] No such file or directory: 'nothing.txt'",
 }
 
 
