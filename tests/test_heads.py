@@ -7,9 +7,7 @@ import torch
 import transformers
 
 from conftest import load_task, with_classes
-from samestep.base import pictures
 from samestep.data import labels
-from samestep.models import classification
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -69,26 +67,3 @@ def test_classes_with_few_rows_are_named_with_their_first_place():
     counts = np.array([1, 1000, 1000])
     _, line = labels.describe_labels(rows, counts, ["7", "neg", "pos"], labels.SINGLE)
     assert line == "1 of 3 classes have few rows: 7 (1, the first: line 2000)"
-
-
-def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):
-    """Those that are not shown are one row and one column."""
-    figures = []
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
-    table = torch.diag(torch.arange(1.0, 41)).double()
-    table[0, 39], table[39, 1] = 7, 5
-    classification.report_table(table, [str(i) for i in range(40)], tmp_path)
-    axes, _ = figures[0].axes
-    rows, columns = axes.get_yticklabels(), axes.get_xticklabels()
-    assert [len(rows), len(columns)] == [classification.SHOWN + 1] * 2
-    assert rows[-1].get_text() == columns[-1].get_text() == "other"
-    assert sum(int(text.get_text()) for text in axes.texts) == int(table.sum())
-    names = [f"a name that is long: {i}, and differs in the middle" for i in range(3)]
-    text = classification.report_table(2000 * torch.eye(3).double(), names, tmp_path)["classes"]
-    axes, _ = figures[1].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == names
-    assert all(name in text for name in names)
-    assert {text.get_text() for text in axes.texts} == {"0", "2,000"}
-    figures[1].draw_without_rendering()
-    gap = axes.title.get_window_extent().y0 - axes.get_window_extent().y1
-    assert 0 < gap < axes.title.get_window_extent().height

@@ -173,27 +173,6 @@ def test_empty_lines_may_stand_before_the_columns_and_keys_may_be_missing(tmp_pa
         assert [row for row, _ in read_rows(tmp_path / name, COLUMNS)] == [first, *more]
 
 
-# ---- What rows hold, and what is done with it ----------------------------------------------------
-
-
-def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys):
-    """A folder and labels with line breaks, escape sequences and 10,000 characters."""
-    task, odd = load_task("text_classification"), "\x1b[31m\n\u202e" + "x" * 10_000
-    folder = tmp_path / ("\x1b[2J\n\u200b" + "y" * 200)
-    folder.mkdir()
-    rows = [{"text": f"text {i} of many", "label": f"{odd}{i % 2}"} for i in range(40)]
-    write_table(folder, rows)
-    (folder / "b.\n\x1b[31m").write_text("")
-    sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "vocab_size": 300}
-    cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
-    prepare_task(task, cfg)
-    printed = capsys.readouterr().out
-    assert "skipped" in printed and printed.count("\n") <= 8
-    assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
-    write_table(folder, [*rows, {"text": "one more", "label": [odd]}])
-    refused(partial(prepare_task, task), cfg)
-
-
 # ---- The Hub -------------------------------------------------------------------------------------
 
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from conftest import bake, digest, lines, load_task, prepare_task
-from samestep.data import readers, shards
+from samestep.data import shards
 from samestep.step import batches
 from samestep.streaming import lanes
 from samestep.text import tokenizing
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
-COLUMNS = {"text": "text"}
 FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size": 300}
 
 
@@ -128,21 +127,6 @@ def test_lanes_that_do_not_fit(count, step, said):
     with pytest.raises(ValueError) as error:
         Numbers([str(n) for n in range(7)], count).begin(0, step)
     assert said in str(error.value)
-
-
-def test_a_lane_without_samples_ends_also_after_shards_have_changed():
-    class Empty(Numbers):
-        def samples(self, block):
-            return []
-
-    for last in (None, [lanes.pack_id(3, 70, 0, 0)]):
-        stream = Empty(["0", "1"], 1)
-        stream.begin(0, 4, 0, last)
-        with pytest.raises(ValueError, match="the shards of lane 0 hold no sample to train on"):
-            stream.__getitems__([0])
-    stream = Numbers(["0", "1"], 1)
-    stream.begin(0, 4, 0, [lanes.pack_id(3, 70, 0, 0)])  # a shard that is gone: the next epoch
-    assert lanes.unpack_id(stream.__getitems__([0])[0][0])[0] == 4
 
 
 def test_an_id_that_is_too_large_is_refused():
@@ -272,24 +256,6 @@ def test_shards_are_known_by_their_names(task, tmp_path):
             parts = shards.split_shards(cfg)
             found = [[each.name.removesuffix(".jsonl") for each in part] for part in parts]
             assert sorted(map(sorted, found)) == sorted(wanted)
-
-
-def test_a_broken_shard_of_a_webdataset_is_named(tmp_path):
-    path = tmp_path / "part.tar"
-    write_samples(path, ["a", "b", "c"])
-    whole = path.read_bytes()
-
-    def read(content):
-        path.write_bytes(content)
-        return [row["text"] for row, _ in readers.read_span(readers.Span(str(path)), COLUMNS)]
-
-    assert read(whole) == ["a", "b", "c"]
-    for content, said in [
-        (whole[: whole.index(b'{"text": "b"') + 5], "part.tar, sample 2: unexpected end of data"),
-        (b"x" * 600, "part.tar: invalid header"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            read(content)
 
 
 def test_a_long_text_is_several(task, tmp_path):
