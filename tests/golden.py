@@ -52,7 +52,6 @@ CASES = {
 }
 TASKS = sorted({task for task, _ in CASES})
 OF_PYTHON = ("causal_lm", "preference", "text_classification")  # whose demos come from Python
-MOST_LISTED = 1100  # documents of a split whose digests are kept one by one
 ROUNDING = 1e-5  # relative: losses of other processors and builds of torch
 
 
@@ -78,8 +77,6 @@ def record(project, name, case, folder):
             "documents": len(documents),
             "documents_sha256": digest(digests),
         }
-        if len(documents) <= MOST_LISTED:
-            facts[part]["documents_listed"] = " ".join(digests)
         facts[part] |= {"first": examples[0], "last": examples[-1]}
     facts["losses"] = [line["loss"] for line in lines(output, "loss")]
     facts["scores"] = {k: v for k, v in lines(output, "eval_loss")[-1].items() if k != "step"}
