@@ -386,41 +386,15 @@ def test_augmentation_depends_on_the_row_and_its_generator_alone(kit, tmp_path):
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
-BAD_FILES = [  # see tests/test_rows.py for what may be wrong within one
-    ("missing", None, "nothing to read at"), ("empty", (), "nothing to read at"),
-    ("a.jsonl", b'{"odd": 1}\n{"odd": ', "odd"),
-    ("a.txt", b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
-    ("a.txt", b"short", "tokens to train on, which do not fill a sequence of 16; give more"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, content, said", BAD_FILES)
-def test_bad_files_are_answered_in_one_line(tmp_path, name, content, said):
-    path = tmp_path / name
-    if content == ():
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
-    kit = BY_NAME["causal_lm"]
-    text = refusal(kit, kit.config(tmp_path, path))
-    assert text.startswith("task.data") and said in text and name in text
-
-
-NO_ROLE = "no message after the first has the role assistant (roles: "
-BAD_MESSAGES = [
+BAD_MESSAGES = [  # and what is said of them
     ([], "there are no messages; --task.incomplete_rows skip"), ({}, "there are no messages"),
     ({"role": "user"}, "messages is {'role': 'user'} but must be a list of"),
     ("[{", "messages is '[{', which is not JSON (Expecting"),
-    ([{"role": "user", "content": "a"}], NO_ROLE),
+    ([{"role": "user", "content": "a"}], "no message after the first has the role assistant ("),
     ([{"role": "user"}], "message 1 has no content, only role"),
-    ([{"from": "npc a", "value": "a"}], "message 1 is from 'npc a', none of user, assistant"),
     ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
 ]  # fmt: skip
-BAD_CALLS = [
-    ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "is '{', which is not JSON"),
-    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "is [1] but must be an object"),
-]
-BAD_MESSAGES += [([{"role": "assistant", **call}], said) for call, said in BAD_CALLS]
+CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}
 INCOMPLETE = [
     ({"prompt": "a", "completion": " "}, "the completion is empty"),
     (chat("a", None), "message 2 has no content"),
@@ -436,6 +410,8 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
         *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
         *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
+        ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
+        ([{"text": "a"}, {"text": "b"}], {}, "tokens to train on, which do not fill a sequence of"),
         ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
         ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
         ("no.csv", FLASH, "sdpa or eager"),
@@ -462,6 +438,9 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
         ([("a", "1"), ("a", "2")], {}, "all sources of"),
         ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
+        ("no.csv", {"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
+        ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
+        ([("a", "1"), ("b", "2")], {"validation_data": "no.csv"}, "nothing to read at no"),
     ],
     "preference": [
         ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
@@ -470,11 +449,6 @@ REFUSED = {  # rows or a file, settings, and what is said
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],
 }  # fmt: skip
-REFUSED["seq2seq"] += [
-    ("no.csv", {"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
-    ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
-    ([("a", "1"), ("b", "2")], {"validation_data": "no.csv"}, "nothing to read at no"),
-]
 
 
 @pytest.mark.parametrize("kit, data, fields, said", cases(REFUSED))
