@@ -200,21 +200,19 @@ def test_completions_alone_are_learnt_and_every_one_of_them(pack):
     assert len(found) == 53 and {learnt for _, learnt in found} < answers
 
 
-def test_a_tokenizer_of_another_run_keeps_its_tokens_and_a_new_template_is_another(tmp_path):
-    """Its own bos, eos and pad; what a run keeps is not taken for what is given now."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
+    """Its own bos, eos and pad, with a template of this run or none."""
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
-    for template in ("", "{{ messages }}\n", "{{ messages }}\n", "{{ tools }}"):
+    for template in ("", "{{ messages }}\n", "{{ tools }}"):
         made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template)
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
-        before = AutoTokenizer.from_pretrained(tmp_path / "made").chat_template
-        assert before == made.chat_template
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
@@ -404,27 +402,18 @@ def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, conf
     chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
     expected = pack(chats)[1]["labels"]
 
-    def named(user, assistant, role="role", content="content"):
+    def named(user, assistant):
         names = {"user": user, "assistant": assistant}
-        return [
-            [{role: names[m["role"]], content: m["content"]} for m in row["messages"]]
-            for row in chats
-        ]
+        rows = [[m | {"role": names[m["role"]]} for m in row["messages"]] for row in chats]
+        return [{"messages": messages} for messages in rows]
 
-    known = [{"messages": each} for each in named("human", "model")]
     capsys.readouterr()
-    assert torch.equal(expected, pack(known)[1]["labels"])
-    said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
-    pairs = ("human is read as user", "model is read as assistant")
-    assert said == [f"Preparing data: in 30 chats {each}" for each in pairs]
-
-    own = [{"talk": each} for each in named("Agent 7", "clerk", "who", "text")]
-    fields = {
-        "messages_column": "talk",
-        "roles": "who=role, text=content, Agent 7=user,clerk=assistant",
-    }
-    assert torch.equal(expected, pack(own, **fields)[1]["labels"])
-    said = refusal(kit, config(own, messages_column="talk", roles="who=role,text=content"))
+    assert torch.equal(expected, pack(named("human", "model"))[1]["labels"])
+    said = capsys.readouterr().out
+    assert "in 30 chats human is read as user\n" in said and "model is read as assistant\n" in said
+    own = named("Agent 7", "clerk")
+    assert torch.equal(expected, pack(own, roles="Agent 7=user,clerk=assistant")[1]["labels"])
+    said = refusal(kit, config(own))
     role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
     assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
 
