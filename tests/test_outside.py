@@ -12,7 +12,6 @@ import yaml
 from PIL import Image
 
 import programs
-from conftest import load_task, prepare_task
 from programs import refused
 from samestep.images import images
 from samestep.programs import predict
@@ -193,18 +192,6 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
     with pytest.raises(OSError), Image.open(tmp_path / "a.png") as image:
         image.load()
     assert ghostscript.exists()  # so that it would have been seen above
-
-
-@pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "a\u0000.png"])
-def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
-    task = load_task("image_classification")
-    os.mkfifo(tmp_path / "pipe.png")
-    rows = [{"image": named, "label": "a"}, {"image": named, "label": "b"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = task.TaskConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"^task\.data: .*a\.jsonl, line 1: ") as error:
-        prepare_task(task, config)
-    assert "\n" not in str(error.value)
 
 
 def test_predictions_see_images_as_training_does(models, tmp_path):

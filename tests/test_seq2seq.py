@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from datetime import datetime
 
 import numpy as np
@@ -92,19 +91,6 @@ def bart(task, tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def test_the_model_to_start_from_may_change_during_training(task, prepare, bart, tmp_path):
-    start = shutil.copytree(bart, tmp_path / "start")
-    cfg, folder, _ = prepare(ROWS, max_source_length=48, model_name_or_path=str(start))
-    model = task.build_model(cfg, folder)
-    vocabulary = tokenizing.load_tokenizer(folder.folder).get_vocab()
-    facts = json.loads((start / "tokenizer.json").read_text())
-    facts["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
-    (start / "tokenizer.json").write_text(json.dumps(facts))
-    task.export(model, tmp_path / "model", cfg, folder)
-    saved = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
-    assert saved["model"]["vocab"] == vocabulary
 
 
 def test_a_pretrained_model_trains_and_answers(kit, baked, bart, tmp_path):

@@ -429,6 +429,7 @@ REFUSED = {  # rows or a file, settings, and what is said
     "image_classification": [
         ([("1.png", 1.5)], {}, "line 1: 1.png: the label is 1.5, not text or"),
         ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),
+        ([("/dev/zero", label) for label in "ab"], {}, "line 1: /dev/zero: "),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
          "dropout is 0.1, but nothing reads it unless architecture is vit or resnet"),
