@@ -15,8 +15,6 @@ configs:
   data_files:
   - {split: train, path: easy/train.jsonl}
   - {split: test, path: easy/test.jsonl}
-- config_name: hard
-  data_files: hard.jsonl
 ---
 """
 
@@ -29,7 +27,6 @@ FILES = {
     "README.md": CARD.encode(),
     "easy/train.jsonl": rows("train", 50).encode(),
     "easy/test.jsonl": rows("test", 10).encode(),
-    "hard.jsonl": rows("hard", 3).encode(),
 }
 
 

@@ -1,13 +1,10 @@
 """The head of a classifier to start from: its classes are found by their names."""
 
-import datasets
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from conftest import load_task, with_classes
-from samestep.data import labels
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -57,13 +54,3 @@ def test_a_head_for_other_classes_is_new(tmp_path, capsys):
     assert "new weights for classifier: its classes have other names" in capsys.readouterr().out
     again = start(tmp_path / "old", ["cat", "dog", "owl"])
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
-
-
-def test_classes_with_few_rows_are_named_with_their_first_place():
-    """A 7 among names is rather a mistake."""
-    values = ["neg", "pos"] * 1000 + ["7"]
-    places = [f"line {number}" for number in range(len(values))]
-    rows = datasets.Dataset.from_dict({"label": values, "place": places})
-    counts = np.array([1, 1000, 1000])
-    _, line = labels.describe_labels(rows, counts, ["7", "neg", "pos"], labels.SINGLE)
-    assert line == "1 of 3 classes have few rows: 7 (1, the first: line 2000)"

@@ -332,26 +332,6 @@ def test_models_have_the_sizes_of_the_papers(task, name):
     assert weights / 1e6 == pytest.approx(millions, rel=1e-9)
 
 
-# ---- Bad input -----------------------------------------------------------------------------------
-
-
-BAD = [
-    ({"a/red/1.png": "red"}, "no image of {root}/a can be held out"),
-    ({"a/1.png": "red", "a/red/1.png": "red"}, "it should be {root}/a/CLASS/1.png"),
-    ({"a/val/red/1.png": "red", "a/test/blue/1.png": "blue"}, "and none to train on; name"),
-]
-
-
-@pytest.mark.parametrize("files, said", BAD)
-def test_bad_folders_are_answered_in_one_line(kit, config, tmp_path, files, said):
-    for name, color in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(COLORS[color]).save(path)
-    text = refusal(kit, config(tmp_path / "a"))
-    assert text.startswith("task.") and said.format(root=tmp_path) in text and str(tmp_path) in text
-
-
 # ---- Runs ----------------------------------------------------------------------------------------
 
 

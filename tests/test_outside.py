@@ -59,22 +59,6 @@ def models(tmp_path_factory):
     return folder
 
 
-# ---- The arguments of predict --------------------------------------------------------------------
-
-
-LM = ["--model", "lm"]
-ARGUMENTS = [
-    ([*LM, "--tokens", "many", "x"], "argument --tokens: invalid int value: 'many'"),
-    (["--model", "a\nb\u202e", "x"], "a b\\u202e holds no model of transformers; train first"),
-    ([*LM], "there is no input; give texts or paths, or standard input"),
-]
-
-
-@pytest.mark.parametrize("arguments, said", ARGUMENTS)
-def test_wrong_arguments_are_one_line(models, arguments, said):
-    assert refused(programs.run(predict, models, *arguments), said)
-
-
 def test_an_input_without_an_answer_is_named_and_the_others_are_answered(models):
     picture(models / "a.png")
     inputs = ["a.png", "texts.txt", "a.png"]
@@ -124,21 +108,18 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
 # ---- What predict prints -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, kind", [("lm", "text"), ("classes", "classes")])
-def test_each_line_is_answered_in_its_place(models, model, kind):
-    tokens = ["--tokens", "2"] if kind == "text" else []
-    flags = ["--model", model, *tokens]
+def test_each_line_is_answered_in_its_place(models):
+    flags = ["--model", "classes"]
     given = "\ufeff\none\n\n \r\ntwo\u2028lines\n\n\n\nthree".encode()
     result = programs.run(predict, models, *flags, "--json", stdin=given)
     found = [json.loads(line) for line in result.stdout.splitlines()]
     inputs = ["", "one", "", " ", "two\u2028lines", "", "", "", "three"]
     assert [answer["input"] for answer in found] == inputs
-    assert all((kind in answer) == bool(answer["input"].strip()) for answer in found)
+    assert all(("classes" in answer) == bool(answer["input"].strip()) for answer in found)
     alone = programs.run(predict, models, *flags, "--json", "two\u2028lines").stdout
-    assert json.loads(alone)[kind] == found[4][kind]
-    if kind == "classes":
-        lines = programs.run(predict, models, *flags, stdin=given).stdout.split("\n")
-        assert [bool(line) for line in lines] == [bool(text.strip()) for text in [*inputs, ""]]
+    assert json.loads(alone)["classes"] == found[4]["classes"]
+    lines = programs.run(predict, models, *flags, stdin=given).stdout.split("\n")
+    assert [bool(line) for line in lines] == [bool(text.strip()) for text in [*inputs, ""]]
     for given, said in {
         b"\n \n\n": "there is no input",
         b"caf\xe9\n": "can't decode byte 0xe9",

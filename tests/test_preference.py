@@ -73,16 +73,6 @@ def test_a_row_that_cannot_be_used_says_why(prompt, chosen, rejected, kind, said
     assert type(error.value) is kind and "\n" not in str(error.value)
 
 
-def test_a_missing_prompt_is_said(kit, prepare, capsys):
-    rows = [dict(row) for row in kit.rows]
-    for row in rows[:3]:
-        row |= {"chosen": row["prompt"] + " yes", "rejected": row["prompt"] + " no"}
-        row["prompt"] = None
-    prepare(rows)
-    said = capsys.readouterr().out
-    assert "in 3 pairs there is no prompt: it is what both answers begin with" in said
-
-
 # The limit, tokens lost in front, kept.
 LIMITS = [(10, 0, 10), (8, 2, 8), (2, 5, 2)]
 
@@ -108,10 +98,6 @@ def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, capsys):
     said = capsys.readouterr().out
     assert "1 have equal answers (the first: " in said
     assert sum(map(len, parts)) == 54 and " have answers of equal tokens (the first: " in said
-    for row in rows:
-        row |= {"chosen": "word " * 200 + "yes", "rejected": "word " * 200 + "no"}
-    with pytest.raises(ValueError, match="none is left; raise task.max_length"):
-        prepare(rows, max_length=64)
 
 
 def test_keys_of_messages_that_nothing_reads_are_named(prepare, capsys):

@@ -42,14 +42,14 @@ def test_train_finds_what_prepare_has_prepared(tmp_path):
 def test_no_gpu_and_no_process_group_are_touched(tiny):
     """Also where a launcher's variables say that there are others."""
     program = (
-        "import sys, torch; sys.argv = ['samestep prepare']\n"
+        "import os, sys, torch; sys.argv = ['samestep prepare']; os.environ.update({})\n"
         "def refuse(*_, **__): raise TypeError('touched')\n"
         "torch.cuda.init = torch.cuda._lazy_init = refuse\n"
         "torch.distributed.init_process_group = torch.distributed.TCPStore = refuse\n"
         "from samestep.programs import prepare; prepare.main()"
     )
     for env in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}):
-        result = tiny.run("python", "-c", program, **env)
+        result = tiny.run("python", "-c", program.format(env))
         assert result.stdout == "prepared: 37 rows to train on, 11 to evaluate on\n", result
 
 
@@ -94,7 +94,9 @@ prepare.main()
 
 
 SWALLOWED = """
-import os, signal, time, task
+import os, signal, sys, time
+sys.path[0] = os.getcwd()
+import task
 from samestep.programs import prepare
 
 def prepare_data(cfg):
@@ -111,6 +113,6 @@ prepare.main()
 
 def test_a_signal_counts_where_its_exception_is_lost(tiny):
     """As in a destructor, in the compilation of a module, and in the start of one in C."""
-    result = tiny.run("python", "-c", SWALLOWED, check=False, PYTHONPATH=str(tiny.path))
+    result = tiny.run("python", "-c", SWALLOWED, check=False)
     said = "-c: stopped before the first step; the same command starts again\n"
     assert (result.returncode, result.stdout, result.stderr) == (75, "", said)

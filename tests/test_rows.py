@@ -149,13 +149,6 @@ def test_values_stay_as_they_are_written(tmp_path, cores, ending):
     assert both(write(tmp_path / f"a{ending}", content)) == sorted(odd)
 
 
-@pytest.mark.parametrize("value", [3, {"a": 1}])
-def test_a_value_of_another_type_is_an_error_and_no_json(tmp_path, cores, value):
-    path = write(tmp_path / "a.jsonl", [*TEXTS, {"text": value}])
-    with pytest.raises(ValueError, match="a.jsonl, line 41: the text is .* but must be text"):
-        load(path)
-
-
 @pytest.mark.parametrize(
     "name, content, said",
     [
@@ -281,16 +274,6 @@ def test_what_is_read_and_left_out_is_printed(tmp_path, cores, capsys):
     assert len(train) + len(validation) == 30 and train.column_names == ["text", "source", "place"]
 
 
-@pytest.mark.parametrize(
-    "content, said",
-    [(["", " "], "there are no rows in"), (["one", "one"], "all rows of .* are equal; add others")],
-)
-def test_too_few_rows(tmp_path, cores, content, said):
-    path = write(tmp_path / "a.jsonl", content)
-    with pytest.raises(ValueError, match=f"^task.data: {said}"):
-        load(path, incomplete_rows="skip")
-
-
 # ---- Splits --------------------------------------------------------------------------------------
 
 
@@ -318,16 +301,6 @@ def test_rows_of_a_group_are_on_one_side(tmp_path, cores, ending):
     assert found[100] == found[200]
     with pytest.raises(ValueError, match="no column doctor among text, patient; .*group_column"):
         load(path, group_column="doctor")
-
-
-def test_a_group_must_be_there(tmp_path, cores):
-    path = write(tmp_path / "a.jsonl", [{"text": "x", "g": 1}, {"text": "y", "g": None}])
-    with pytest.raises(ValueError, match="line 2: the group is empty; --task.incomplete_rows skip"):
-        load(path, group_column="g")
-    with pytest.raises(ValueError, match="group_column is 'g', but nothing reads it when valid"):
-        load(path, group_column="g", validation_data=str(path))
-    with pytest.raises(ValueError, match="group_column is 'g', but nothing reads it with this"):
-        sources.check_data_config(Config(data=str(path), group_column="g"), [])
 
 
 def test_named_splits_and_validation_data(tmp_path, cores, capsys):

@@ -146,14 +146,3 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     assert f"generation: BLEU {bleu:.1f}, chrF {chrf:.1f} (40 rows, greedy search)" in printed
     verdict = "as the target" if written[0] == targets[0] else f"target: {targets[0]}"
     assert f"sample 1: {sources[0]} -> {written[0]} ({verdict})" in printed
-    # Greedy search writes the targets that exact_match counts.
-    encoded = [
-        {"input_ids": tokenizer(source).input_ids, "labels": tokenizer(target).input_ids}
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    sums = task.eval_sums(model, task.collate(encoded))
-    equal = sum(mine == target for mine, target in zip(written, targets, strict=True))
-    assert int(sums["right_rows"]) == equal > 0
-    given = ["-m", "samestep", "predict", "--model", output / "model", sources[0], sources[1]]
-    printed = baked.run("python", *given).stdout
-    assert printed == f"{sources[0]}: {written[0]}\n{sources[1]}: {written[1]}\n"

@@ -116,18 +116,6 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)
 
 
-@pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
-def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, field):
-    task = load_task("causal_lm")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    for path in ("x" * 5000, "~nobody-of-that-name/x"):
-        cfg = task.TaskConfig(**{"data": "x.csv", field: path})
-        text = refused(partial(prepare_task, task), cfg)
-        assert text.startswith(f"task.{field}: ")
-    assert list(tmp_path.iterdir()) == []
-
-
 UNREAD = [
     ("causal_lm", {"data_revision": "c"}),
     ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
@@ -157,15 +145,6 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         lines = [line for line in recipe.read_text().splitlines() if "{{" not in line]
         fields = yaml.safe_load("\n".join(lines)).get("task") or {}
         task.check_config(task.TaskConfig(**fields))
-
-
-def test_empty_lines_may_stand_before_the_columns_and_keys_may_be_missing(tmp_path):
-    """But for the first row's: its keys are the columns."""
-    (tmp_path / "a.csv").write_text("\n\nbody,kind\nx,1\n")
-    (tmp_path / "a.jsonl").write_text('{"body": "x", "kind": "1"}\n{"body": "y"}\n')
-    first = {"text": "x", "label": "1"}
-    for name, more in (("a.csv", []), ("a.jsonl", [{"text": "y", "label": None}])):
-        assert [row for row, _ in read_rows(tmp_path / name, COLUMNS)] == [first, *more]
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
