@@ -5,9 +5,9 @@
     python tests/golden.py --write        writes the files anew, after a change that was meant
 
 A case has the first and the last example of both splits as the loss sees them, with the decoded
-text; digests of all examples and documents of a split; losses and scores of three steps in one
-process with one thread. Demos that come from Python's own manual and library hold for the version
-that the file names.
+text; a digest of all examples of a split; losses and scores of three steps in one process with one
+thread. Demos that come from Python's own manual and library hold for the version that the file
+names.
 """
 
 import argparse
@@ -69,15 +69,13 @@ def record(project, name, case, folder):
     facts = {}
     if case == "demo" and name in OF_PYTHON:
         facts["python"] = platform.python_version()
-    for part, (examples, documents) in read_data(load_task(name), output).items():
-        digests = sorted(digest(each)[:6] for each in documents)
+    for part, examples in read_data(load_task(name), output).items():
         facts[part] = {
             "examples": len(examples),
             "examples_sha256": digest(examples),
-            "documents": len(documents),
-            "documents_sha256": digest(digests),
+            "first": examples[0],
+            "last": examples[-1],
         }
-        facts[part] |= {"first": examples[0], "last": examples[-1]}
     facts["losses"] = [line["loss"] for line in lines(output, "loss")]
     facts["scores"] = {k: v for k, v in lines(output, "eval_loss")[-1].items() if k != "step"}
     return facts
@@ -89,7 +87,7 @@ def digest(value):
 
 
 def read_data(task, output):
-    """The examples and the documents of both splits, as the loss of this run sees them.
+    """The examples of both splits, as the loss of this run sees them.
 
     This and `example_of` alone know the contract of task.py. `targets` are the tokens to predict at
     each place of input_ids: where the loss shifts the labels, they are moved here.
@@ -104,12 +102,8 @@ def read_data(task, output):
         tokenizer = AutoTokenizer.from_pretrained(output / "model")
     found = {}
     for part, rows in {"train": train, "validation": validation}.items():
-        batches = [bound.collate([rows[i]]) for i in range(len(rows))]
-        examples = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
-        documents = examples
-        if task.__name__ == "causal_lm":
-            documents = split_documents(batches, tokenizer)
-        found[part] = (examples, documents)
+        batches = (bound.collate([rows[i]]) for i in range(len(rows)))
+        found[part] = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
     return found
 
 
@@ -151,20 +145,6 @@ def shifted(ids, targets, tokenizer):
 def starts_of(positions):
     """Where the documents of a packed sequence begin."""
     return (positions == 0).nonzero()[:, 0].tolist()
-
-
-def split_documents(batches, tokenizer):
-    """The texts of a split whose sequences hold several, or parts of them."""
-    if "position_ids" not in batches[0]:
-        ids = torch.cat([batch["input_ids"][0] for batch in batches])
-        return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
-    documents = []
-    for batch in batches:
-        ids, positions = batch["input_ids"][0], batch["position_ids"][0]
-        starts = starts_of(positions)
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-            documents.append(tokenizer.decode(ids[start:stop]))
-    return documents
 
 
 # ---- What has changed ----------------------------------------------------------------------------
