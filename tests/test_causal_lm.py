@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT
-from samestep.text import formats
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -381,21 +380,6 @@ def test_share_gpt_and_alpaca_are_chats(pack, form):
         number = learnt.strip().split("!")[0]
         assert learnt == f" {number}!<|endoftext|>\n"
         assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
-
-
-def test_rows_are_known_by_their_columns_and_by_fields(config):
-    for names, fields, kind, read in [
-        ("text prompt completion", {}, "prompt", ["prompt", "completion"]),
-        ("text messages", {}, "chat", ["messages", "tools"]),
-        ("instruction output", {}, "chat", ["instruction", "output", "input"]),
-        ("text body", {"text_column": "body"}, "text", ["body"]),
-        ("text prompt completion", {"rows": "text"}, "text", ["text"]),
-    ]:
-        row = dict.fromkeys(names.split(), "a")
-        if "messages" in row:
-            row["messages"] = CHATS[0]["messages"]
-        found = formats.recognize_format(config([row], **fields))
-        assert (found.kind, [*found.columns.values()]) == (kind, read)
 
 
 def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack, capsys):

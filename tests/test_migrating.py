@@ -15,21 +15,20 @@ from conftest import ROOT, BakedProject, bake, lines
 VERSION_1 = "dc4e4127eb"  # the last commit of version 1
 
 
-@pytest.fixture
-def old(tmp_path):
+def version_1(folder):
     """The repository as it was, if git knows it here."""
     command = ["git", "-C", ROOT, "archive", VERSION_1]
     result = subprocess.run(command, capture_output=True)
     if result.returncode:
         pytest.skip(f"this clone has no commit {VERSION_1}")
-    folder = tmp_path / "version 1"
     with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_moves_and_ends(old, tmp_path):
+def test_a_run_that_was_killed_moves_and_ends(tmp_path):
+    old = version_1(tmp_path / "version 1")
     program = "from conftest import bake; import sys; print(bake(sys.argv[1], task='causal_lm'))"
     paths = {"PYTHONPATH": f"{old / 'src'}:{old / 'tests'}"}
     before = BakedProject(tmp_path)

@@ -110,12 +110,11 @@ CODE = {  # task.py, helpers.py, and edits: of which file, old, new
 }  # fmt: skip
 
 
-def some_slow(names, quick):
-    """Of these cases a few for the quick tests."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+QUICK = ("method", "relative import")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CODE if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", some_slow(CODE, ("method", "relative import")))
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, name):
     own, other, file, old, new = CODE[name]
     (tmp_path / "package").mkdir()
@@ -183,17 +182,10 @@ def test_a_file_of_the_same_size_and_time_counts_by_its_content(texts):
     assert prepares(texts) == 1
 
 
-RETURNS = {
-    "None": "task.prepare_data returns None, and task.py has no views",
-    "rows.to_iterable_dataset()": "returns IterableDataset; give a datasets.DatasetDict",
-    "datasets.DatasetDict(train=rows)": "task.prepare_data returns no split validation; add it",
-}
-
-
-@pytest.mark.parametrize("value", some_slow(RETURNS, ("None",)))
-def test_what_prepare_data_gives_wrongly_is_one_line(texts, value):
-    change(texts, "    rows = rows.map(", f"    return {value}\n    rows = rows.map(")
-    assert RETURNS[value] in refused(texts)
+def test_what_prepare_data_gives_wrongly_is_one_line(texts):
+    given = "datasets.DatasetDict(train=rows)"
+    change(texts, "    rows = rows.map(", f"    return {given}\n    rows = rows.map(")
+    assert "task.prepare_data returns no split validation; add it" in refused(texts)
     left = (texts.path / ".cache" / "data").iterdir()
     assert not [path for path in left if path.name.endswith(".partial")]
 
@@ -332,9 +324,6 @@ def test_a_run_keeps_its_tokenizer_where_data_has_grown(texts):
     assert "PREPARES" not in texts.train(1)
     assert (run / "identity" / "tokenizer.json").read_bytes() == tokenizer
     assert (run / "model" / "tokenizer.json").read_bytes() == tokenizer
-    shutil.rmtree(run / "identity")
-    printed = texts.train(1, "--accept_changes", "true", "--max_steps", 6, codes=[2])
-    assert "Traceback" not in printed and "was made with another vocabulary" in printed
 
 
 DRAWS = """

@@ -185,10 +185,6 @@ def test_the_first_problem_is_raised_with_its_line(tmp_path, cores, small_spans,
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="^task.data: .*a.jsonl, line 131: the text is 3 but must"):
         load(tmp_path / "a.jsonl")
-    lines[130] = "{}"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="line 131: the text is empty; --task.incomplete_rows"):
-        load(tmp_path / "a.jsonl")
 
 
 def test_marks_of_utf_8_and_lines_of_windows(tmp_path, cores, small_spans):
@@ -301,19 +297,6 @@ def test_rows_of_a_group_are_on_one_side(tmp_path, cores, ending):
     assert found[100] == found[200]
     with pytest.raises(ValueError, match="no column doctor among text, patient; .*group_column"):
         load(path, group_column="doctor")
-
-
-def test_named_splits_and_validation_data(tmp_path, cores, capsys):
-    write(tmp_path / "train.jsonl", TEXTS)
-    write(tmp_path / "dev.csv", [*TEXTS[:2], "another"])
-    write(tmp_path / "test.jsonl", ["a third"])
-    train, validation = load(tmp_path)
-    assert texts(train) == TEXTS and texts(validation) == [*TEXTS[:2], "another"]
-    printed = capsys.readouterr().out
-    assert "2 of 3 validation rows are training rows too" in printed and "1 for test" in printed
-    other = load(tmp_path / "train.jsonl", validation_data=str(tmp_path / "dev.csv"))
-    assert texts(other[1]) == texts(validation)
-    assert other[1].features["source"].names == [str(tmp_path / "train.jsonl"), "dev.csv"]
 
 
 def test_mixtures_are_in_the_order_of_the_config(tmp_path, cores, small_spans):

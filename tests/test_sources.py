@@ -69,20 +69,17 @@ def refused(function, *arguments):
     return text
 
 
-def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch):
-    (tmp_path / "data" / "cats").mkdir(parents=True)
-    (tmp_path / "data" / "cats" / "1.txt").write_text("a cat")
-    monkeypatch.chdir(tmp_path / "data")
-    dogs = tmp_path / "data" / "dogs"
-    for make, said in (
-        (lambda path: path.symlink_to("none"), "is a broken link"),
-        (os.mkfifo, "is neither file nor folder"),
-    ):
-        make(dogs)
-        text = refused(sources.list_files, str(tmp_path / "data"), (".txt",), "validation_data")
-        assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
-        assert "dogs" in refused(sources.list_files, "dogs", (".txt",))  # and by itself
-        dogs.unlink()
+def test_what_cannot_be_reached_is_never_left_out(tmp_path):
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "1.txt").write_text("a cat")
+    (tmp_path / "dogs").symlink_to("none")
+    text = refused(sources.list_files, str(tmp_path), (".txt",), "validation_data")
+    assert text.startswith("task.validation_data: ") and "dogs is a broken link" in text
+    (tmp_path / "dogs").unlink()
+    os.mkfifo(tmp_path / "dogs")
+    assert "dogs is neither file nor folder" in refused(
+        sources.list_files, str(tmp_path), (".txt",)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -97,10 +94,9 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path):
 
     open_to_all(tmp_path / "data")
     assert unprivileged(number) == ["2", ""]
-    for inside in ("dogs/1.txt", "dogs"):
-        (tmp_path / "data" / inside).chmod(0)
-        _, said = unprivileged(number)
-        assert "dogs" in said and "Permission denied" in said
+    (tmp_path / "data" / "dogs").chmod(0)
+    _, said = unprivileged(number)
+    assert "dogs" in said and "Permission denied" in said
 
 
 def test_other_files_are_counted_and_said(tmp_path, capsys):

@@ -56,13 +56,6 @@ def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp
     assert refusal(kit, kit.config(tmp_path, tmp_path / "a")) == f"task.data: {said}"
 
 
-@pytest.mark.slow
-def test_no_function_is_in_the_demo_twice():
-    rows = list(demo_data.area_rows())
-    assert len({row["label"] for row, _ in rows}) == 10
-    assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
-
-
 def labels_in(prepared, parts):
     """The sets of labels of all rows, training and validation."""
     names = labels.read(prepared.folder)["names"]
