@@ -60,7 +60,6 @@ RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
     "flags, said",
     [
         (["--sed", 1], "command line: there is no field sed; did you mean seed?"),
-        (["--config", "no.yaml"], "no.yaml: No such file or directory"),
         (RAISED, "no prepare_data here"),
         (["--check"], "only train.py can do --check; leave it out"),
     ],

@@ -255,10 +255,6 @@ TREES = {  # of files: those to train on, and those to evaluate on
         "train/a.txt train/test/b.txt",
         "val/train.txt",
     ),
-    "data/train-00000-of-00001.parquet data/valid-00000-of-00001.parquet": (
-        "data/train-00000-of-00001.parquet",
-        "data/valid-00000-of-00001.parquet",
-    ),
     "contest.txt trainer.txt latest.txt": ("contest.txt latest.txt trainer.txt", ""),
     "test.txt": ("test.txt", ""),  # who names its folder means it
     "train/1.png val/2.png rows/3.png rows/train.csv rows/val.csv": (
