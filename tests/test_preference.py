@@ -95,16 +95,21 @@ def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, capsys):
     assert sum(map(len, parts)) == 54 and " have answers of equal tokens (the first: " in said
 
 
-def test_keys_of_messages_that_nothing_reads_are_named(prepare, capsys):
+def test_what_a_template_leaves_out_or_does_not_read_is_said(kit, prepare, capsys, tmp_path):
     rows = []
     for i in range(20):
-        chosen, rejected = ([{**RIGHT, "content": f"{i} {word}", "id": word}] for word in "ab")
+        answers = [{**RIGHT, "content": f"<think>{i} is {w}</think>{i}", "id": w} for w in "ab"]
         asked = [{**USER, "content": f"{i}?"}]
-        rows.append({"prompt": asked, "chosen": chosen, "rejected": rejected})
-    prepare(rows)
+        rows.append({"prompt": asked, "chosen": [answers[0]], "rejected": [answers[1]]})
+    _, data, _ = prepare(rows)
     said = capsys.readouterr().out
     number = 2 * int(re.search(r"20 pairs read, (\d+) to", said)[1])
     assert f"reads none of these keys of messages: id (in {number} chats)\n" in said
+    template = kit.tokenizer(data).chat_template
+    parts = template.replace("or ''", "or '').split('</think>')[-1]").replace("= m", "= (m")
+    (tmp_path / "a.jinja").write_text(parts)
+    with pytest.raises(ValueError, match=r"leaves out '. is a' of content of message 2 .assistant"):
+        prepare(rows, chat_template=str(tmp_path / "a.jinja"))
 
 
 # ---- Losses --------------------------------------------------------------------------------------

@@ -263,6 +263,15 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
     assert "10 of 20 validation " in said and "are training" in said
 
 
+def test_columns_that_nothing_reads_are_named(tmp_path, capsys):
+    """Also `label` beside `text`, as a .txt file has it; and of each file its own."""
+    kit = BY_NAME["causal_lm"]
+    rows, more = ([{**row, name: 1} for row in kit.rows] for name in ("label", "other"))
+    kit.prepare(tmp_path, rows, validation_data=more)
+    said = capsys.readouterr().out
+    assert [said.count(f" (not read: {name})\n") for name in ("label", "other")] == [1, 1]
+
+
 def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):
     data = kit.write(tmp_path)
     first = kit.prepare_data(kit.config(tmp_path, data))
