@@ -41,46 +41,29 @@ def imported(tree: ast.AST) -> dict[str, str]:
     return found
 
 
-class Uses(ast.NodeVisitor):
-    """Notes the dotted names of the library in a file, each up to the first part that is no module:
-    of `next_token.loss_sum.__doc__` it is `samestep.models.next_token.loss_sum`."""
+def library_names(source: str) -> list[str]:
+    """The names of the library that a file with this text uses, sorted, each without `samestep.`
 
-    def __init__(self, known: dict[str, str]):
-        self.known = known
-        self.found: set[str] = set()
-
-    def visit_Name(self, node):
-        self.note(node)
-
-    def visit_Attribute(self, node):
-        if not self.note(node):
-            self.generic_visit(node)
-
-    def note(self, node: ast.expr) -> bool:
-        """Notes a chain of attributes, if it begins with a part of the library."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.insert(0, node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self.known:
-            return False
-        if isinstance(node.ctx, ast.Store):  # a field or variable that is called as a module is
-            return False
-        dotted = self.known[node.id]
-        for part in parts:
+    Each goes up to the first part that is no module: of `next_token.loss_sum.__doc__` it is
+    `models.next_token.loss_sum`.
+    """
+    tree = ast.parse(source)
+    known = imported(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Name, ast.Attribute)) or isinstance(node.ctx, ast.Store):
+            continue
+        first, *rest = ast.unparse(node).split(".")
+        if first not in known or not all(map(str.isidentifier, rest)):
+            continue
+        dotted = known[first]
+        for part in rest:
             if not is_module(dotted):
                 break
             dotted = f"{dotted}.{part}"
-        self.found.add(dotted)
-        return True
-
-
-def library_names(source: str) -> list[str]:
-    """The names of the library that a file with this text uses, sorted, each without `samestep.`"""
-    tree = ast.parse(source)
-    uses = Uses(imported(tree))
-    uses.visit(tree)
-    return sorted(name.removeprefix(f"{LIBRARY}.") for name in uses.found)
+        found.add(dotted)
+    modules = {name for name in found if any(each.startswith(f"{name}.") for each in found)}
+    return sorted(name.removeprefix(f"{LIBRARY}.") for name in found - modules)
 
 
 def main(paths: list[Path]) -> None:

@@ -33,23 +33,19 @@ VERBATIM = QUESTIONS["_copy_without_render"]
 GOLDEN = ROOT / "tests" / "golden_tree.txt"
 LIMITS = json.loads((ROOT / "tests" / "limits.json").read_text(encoding="utf-8"))
 MAX_NAMES = 25  # of the library in a task, as its reader sees them
-CHOICES = [name for name in QUESTIONS if isinstance(QUESTIONS[name], list) and name[0] != "_"]
 LICENSE_WORDS = {
     "MIT": "Permission is hereby granted, free of charge",
     "Apache-2.0": "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION",
     "BSD-3-Clause": "3. Neither the name of the copyright holder",
     "Proprietary": "All rights reserved.",
 }
-# Each task with each tracker, of which one is quick; licenses and clusters take turns.
+# Each task, each tracker, each license, and each cluster.
 ANSWERS = [
-    pytest.param(
-        *(QUESTIONS[name][(2 * i + j) % len(QUESTIONS[name])] for name in ("license", "cluster")),
-        task,
-        tracker,
-        marks=[] if i % len(QUESTIONS["tracker"]) == j else pytest.mark.slow,
-    )
-    for i, task in enumerate(QUESTIONS["task"])
-    for j, tracker in enumerate(QUESTIONS["tracker"])
+    ("MIT", "none", "causal_lm", "wandb"),
+    ("Proprietary", "skypilot", "text_classification", "trackio"),
+    ("BSD-3-Clause", "slurm", "image_classification", "tensorboard"),
+    ("Apache-2.0", "all", "seq2seq", "none"),
+    ("MIT", "kubernetes", "preference", "wandb"),
 ]
 RECIPES = {"causal_lm": ["default", "finetune", "lora", "smoke"]}  # others: default and smoke
 RECIPES["preference"] = ["default", "finetune", "smoke"]
@@ -184,66 +180,24 @@ def test_imports_of_the_library_go_down_and_in_no_circle():
     assert not remaining, f"these import each other in a circle: {sorted(remaining)}"
 
 
-@pytest.mark.parametrize("room", limits.rooms())
-def test_a_room_does_not_grow(room):
+def test_no_room_grows():
     """What is new pays with lines and tokens of the same room."""
-    counts = limits.count(limits.rooms()[room])
-    over = {unit: number - LIMITS[room][unit] for unit, number in counts.items()}
-    said = [f"{number} {unit}" for unit, number in over.items() if number > 0]
-    assert not said, f"{room} exceeds tests/limits.json by {' and '.join(said)}"
+    rooms = limits.rooms()
+    assert list(LIMITS) == list(rooms)
+    for room, paths in rooms.items():
+        counts = limits.count(paths)
+        over = {unit: number - LIMITS[room][unit] for unit, number in counts.items()}
+        said = [f"{number} {unit}" for unit, number in over.items() if number > 0]
+        assert not said, f"{room} exceeds tests/limits.json by {' and '.join(said)}"
 
 
-def test_every_room_has_a_limit():
-    assert list(LIMITS) == list(limits.rooms())
-
-
-@pytest.mark.parametrize(
-    "task, most",
-    [
-        ("causal_lm", MAX_NAMES),
-        ("preference", MAX_NAMES),
-        ("image_classification", 20),
-        ("seq2seq", 20),
-        ("text_classification", 20),
-    ],
-)
-def test_a_task_uses_few_names_of_the_library(task, most):
+@pytest.mark.parametrize("task", QUESTIONS["task"])
+def test_a_task_uses_few_names_of_the_library(task):
     """A reader looks up each of them. `python tests/library_names.py` prints those of all tasks."""
-    source = (ROOT / "templates" / "tasks" / f"{task}.py").read_text(encoding="utf-8")
-    names = library_names(source)
+    names = library_names((ROOT / "templates" / "tasks" / f"{task}.py").read_text(encoding="utf-8"))
     print(*names, sep="\n")
+    most = MAX_NAMES if task in ("causal_lm", "preference") else 20
     assert len(names) <= most, f"{task}.py uses {len(names)} names of the library"
-
-
-def test_names_of_the_library_are_counted_once():
-    source = """
-import samestep.base.preflight
-import samestep.models.next_token as loss
-import torch
-from samestep import data
-from samestep.data.sources import DataConfig
-from samestep.models import next_token, pretrained as known
-
-class TaskConfig(DataConfig):
-    vocabulary: str = DataConfig.vocabulary
-    data: str = ""
-    known: int = 3
-
-def loss_sum(model, batch):
-    from samestep.models.attention import restored
-
-    total = next_token.loss_sum(model, batch).sum() + loss.loss_sum(model, batch)
-    use(known.quiet, data.columns.digest, restored, samestep.base.fields.SHAPE, torch.next_token.x)
-    return total * next_token.loss_sum.__name__.next_token
-"""
-    assert library_names(source) == [
-        "base.fields.SHAPE",
-        "data.columns.digest",
-        "data.sources.DataConfig",
-        "models.attention.restored",
-        "models.next_token.loss_sum",
-        "models.pretrained.quiet",
-    ]
 
 
 @pytest.mark.parametrize("task", QUESTIONS["task"])
@@ -309,26 +263,11 @@ def test_golden_tree(tmp_path):
     assert tree == GOLDEN.read_text(encoding="utf-8"), test_golden_tree.__doc__
 
 
-def test_every_question_and_choice_has_a_prompt():
-    prompts = QUESTIONS["__prompts__"]
-    assert list(prompts) == [name for name in QUESTIONS if not name.startswith("_")]
-    for name, choices in QUESTIONS.items():
-        if isinstance(choices, list) and not name.startswith("_"):
-            assert list(prompts[name]) == ["__prompt__", *choices]
-
-
-def test_names_that_would_hide_a_module_are_taken():
-    for name in ("json", "torch", "samestep", "train", "task", "tests", "docs", "class"):
-        with pytest.raises(SystemExit, match="is the name of a Python module"):
-            template_filters.check_slug(name)
-
-
 @pytest.mark.parametrize(
     "name, slug",
     [
         ("My Training", "my_training"),
         ("日本語", "ri_ben_yu"),
-        ("123 go", "project_123_go"),
         ("class", "class_project"),
         ("x" * 100, "x" * 52),
     ],
@@ -364,49 +303,30 @@ def is_one_line(ended, words):
 
 INJECTION = '"; import os; os.system("touch pwned") #'
 ACCEPTED = [
-    ("project_name", 'It\'s a "test" \\ of C:\\new'),
-    ("project_name", "Émile's 🚀 训练 👩‍💻"),
-    ("project_name", "a: b # c, [d] {e} & *f !g %h @i `j`"),
-    ("project_name", INJECTION),
-    ("project_name", "'''\"\"\"'''"),
-    ("author_name", INJECTION),
-    ("author_name", "Robert\\nTables, O'Neil <bob@example.org>"),
-    ("project_name", "no"),
-    ("project_name", "👨🏽‍🚀 ❤️‍🔥 1️⃣ 🏳️‍🌈"),
-    ("project_slug", "null"),
-    ("project_slug", "x" * 60),
+    {"project_name": INJECTION, "author_name": INJECTION, "project_slug": "x" * 60},
+    {"project_name": "Émile's 🚀 训练 👩‍💻", "author_name": "O'Neil \\n <bob@example.org>"},
+    {"project_name": "a: b # c, [d] {e} & *f !g %h @i `j`", "author_name": 'Bob """ \\ Tables'},
+    {"project_name": "no", "project_slug": "null"},
 ]
 REFUSED = [
     ("project_slug", "../x", "Write for example: x"),
-    ("project_slug", "a/b", "Write for example: a_b"),
     ("project_slug", "-rf", "not a plain name"),
-    ("project_slug", "x  ", "Write for example: x"),
     ("project_slug", "1st", "Write for example: project_1st"),
     ("project_slug", "torch", "Write for example: torch_project"),
-    ("project_slug", INJECTION, "not a plain name"),
-    (
-        "licence",
-        "MIT",
-        "'licence' is not a question. Write license or project_name or project_slug",
-    ),
-    ("_jinja2_env_vars", "x", "'_jinja2_env_vars' is not a question"),
-    ("__year", "x", "'__year' is not a question"),
+    ("project_slug", "task", "is the name of a Python module"),
     ("project_slug", "x" * 61, "Write at most 60"),
+    ("licence", "MIT", "'licence' is not a question. Write license or project_name or "),
+    ("_jinja2_env_vars", "x", "'_jinja2_env_vars' is not a question"),
     ("project_name", "", "holds no text"),
     ("project_name", "two\nlines", "'two\\nlines' contains a character that does not show"),
-    ("author_name", "{% raw %}", "contains Jinja code"),
     ("author_name", "{{ cycler.__init__.__globals__.os.system('touch pwned') }}", "Jinja code"),
-    ("author_name", "line\u2028separator", "contains a character that does not show"),
-    ("project_name", "right\u202etfel", "contains a character that does not show"),
-    ("author_name", b"\xff".decode("utf-8", "surrogateescape"), "a character that does not show"),
 ]
 
 
-@pytest.mark.slow
 def test_hostile_answers_that_are_accepted(tmp_path):
     before = files(template())
-    for number, (question, answer) in enumerate(ACCEPTED):
-        project = bake(tmp_path / str(number), **{question: answer}).path
+    for number, answers in enumerate(ACCEPTED):
+        project = bake(tmp_path / str(number), **answers).path
         assert project.parent == tmp_path / str(number)
         check_files_parse(project)
         metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
@@ -415,7 +335,7 @@ def test_hostile_answers_that_are_accepted(tmp_path):
             "project_slug": metadata["project"]["name"],
             "author_name": metadata["project"]["authors"][0]["name"],
         }
-        assert told[question] == answer
+        assert answers.items() <= told.items()
         for recipe in project.glob("configs/train/*.yaml"):
             assert yaml.safe_load(recipe.read_text())["project"] == told["project_slug"]
     check_ruff(tmp_path)
@@ -430,7 +350,7 @@ def test_hostile_answers_that_are_refused(tmp_path, cook, question, answer, word
     assert written <= {"config.yaml", "replay"} and files(template()) == before
 
 
-def test_the_command_prints_next_steps_or_one_line_and_drops_caches(tmp_path):
+def test_the_command_prints_next_steps_and_drops_caches(tmp_path):
     """Tools leave binary files in a template that somebody works on; no project gets them."""
     source = copy_template(tmp_path / "template")
     for cache in (".mypy_cache", "__pycache__", "tests/__pycache__"):
@@ -439,9 +359,6 @@ def test_the_command_prints_next_steps_or_one_line_and_drops_caches(tmp_path):
     command = [sys.executable, "-m", "cookiecutter", "template", "--no-input", "-o", "new"]
     env = os.environ | {"HOME": str(tmp_path), "PWD": str(tmp_path)}
     options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
-    refused = subprocess.run([*command, "project_slug=class"], **options)
-    assert (refused.returncode, refused.stderr, refused.stdout.count("\n")) == (1, "", 1)
-    assert not (tmp_path / "new").exists()
     result = subprocess.run(command, check=True, **options)
     assert f"  cd new/{DEFAULT_SLUG}\n  make setup" in result.stdout and result.stderr == ""
     assert files(tmp_path / "new" / DEFAULT_SLUG) == files(bake(tmp_path / "clean").path)
@@ -458,8 +375,6 @@ def test_a_replayed_answer_is_checked_again_and_runs_no_code(tmp_path, cook):
     for question, answer, words in [
         ("project_slug", "../../x", "is not a plain name"),
         ("cluster", INJECTION, "is not a choice. Write none or"),
-        ("tracker", "mlflow", "'mlflow' is not a choice. Write wandb or"),
-        ("project_name", 8, "project_name: 8 is not text. Write it in quotes."),
     ]:
         changed = {**context, "cookiecutter": context["cookiecutter"] | {question: answer}}
         file.write_text(json.dumps(changed), encoding="utf-8")
@@ -469,19 +384,6 @@ def test_a_replayed_answer_is_checked_again_and_runs_no_code(tmp_path, cook):
     assert not list(tmp_path.rglob("pwned"))
     file.write_text(json.dumps(context), encoding="utf-8")
     assert cook("--replay-file", file)[0] == 0
-
-
-def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
-    cook("--no-input")
-    project = tmp_path / "new" / DEFAULT_SLUG
-    (project / ".models_cache").mkdir()
-    (project / ".models_cache" / "weights").write_bytes(b"1")
-    (project / "configs" / "train" / "mine.yaml").write_bytes(b"# \xe9\n")
-    (project / "tests" / "__pycache__").symlink_to(tmp_path)
-    code, _, written = cook("--no-input", "-f", "task=image_classification")
-    assert code == 0 and Path(DEFAULT_SLUG, ".models_cache", "weights") in written
-    recipes = sorted(path.name for path in (project / "configs" / "train").iterdir())
-    assert recipes == [f"{name}.yaml" for name in "default mine resnet50 smoke vit_b".split()]
 
 
 def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
