@@ -1,14 +1,9 @@
 """The check of an export: it passes what a run exports, and finds each way to lose something."""
 
-import ast
 import copy
 import json
 import re
 import shutil
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +12,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import ROOT, SOURCE, bake, status
+from conftest import ROOT, bake, status
 from samestep.report import model_card
 from samestep.report.model_card import pipeline_task
 from samestep.settings import contract
@@ -70,15 +65,6 @@ def change_weights(change):
     return make
 
 
-def change_json(name, change):
-    def make(folder):
-        content = json.loads((folder / name).read_text())
-        change(content)
-        (folder / name).write_text(json.dumps(content))
-
-    return make
-
-
 @pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
 def test_the_export_of_each_task_answers_as_its_model_and_a_changed_one_not(kit, tmp_path):
     _, output, asked = export(kit, tmp_path)
@@ -97,16 +83,12 @@ def test_a_pair_of_texts_and_its_labels(tmp_path):
     kit = SimpleNamespace(task=KITS[1].task, prepare=KITS[1].prepare, rows=rows)
     _, output, asked = export(kit, tmp_path, text_pair_column="pair")
     assert check(output, asked)["difference"] < 1e-5
-    swapped = {"odd": "even", "even": "odd"}
-    for names, said in (
-        (swapped, "odd', 'even'], not .'even', 'odd'"),
-        ({"odd": "other"}, "other"),
-    ):
-        text = (output / "config.json").read_text()
-        text = re.sub("(odd|even)", lambda name, names=names: names.get(name[0], name[0]), text)
-        (output / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=f"its labels of .*{said}"):
-            check(output, asked)
+    text = (output / "config.json").read_text()
+    names = {"odd": "even", "even": "odd"}
+    text = re.sub("(odd|even)", lambda name: names[name[0]], text)
+    (output / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="its labels of .*odd', 'even'], not .'even', 'odd'"):
+        check(output, asked)
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +107,12 @@ def save_in_bf16(folder):
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def swap_tokens(content):
-    vocabulary = content["model"]["vocab"]
-    vocabulary["?"], vocabulary["u"] = vocabulary["u"], vocabulary["?"]
-
-
 CHANGES = {
     "nothing": (lambda folder: None, None),
     "another template": (edit_template, "its tokens of .* are .*, not"),
     "no template": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template is not set"),
     "another dtype": (save_in_bf16, "its dtype of .* are bfloat16, not float32"),
     "rounded": (change_weights(lambda v: v.bfloat16().float()), "its logits differ by"),
-    "another vocabulary": (
-        change_json("tokenizer.json", swap_tokens),
-        "its tokens of .* are .*, not",
-    ),
 }
 
 
@@ -174,11 +147,14 @@ def base(tmp_path_factory):
     return folder / "model"
 
 
-WAYS: list[dict] = [{}, {"lora_rank": 4}, {"lora_rank": 4, "merge_lora": True}]
-
-
-@pytest.mark.parametrize("form", ["chat", "prompt", "preference"])
-@pytest.mark.parametrize("way", WAYS, ids=["all weights", "adapters", "merged"])
+@pytest.mark.parametrize(
+    "way, form",
+    [
+        ({}, "chat"),
+        ({"lora_rank": 4}, "preference"),
+        ({"lora_rank": 4, "merge_lora": True}, "prompt"),
+    ],
+)
 def test_an_export_stops_where_its_template_ends_an_answer(base, tmp_path, way, form):
     fields: dict = {**way, "model_name_or_path": str(base)}
     kit, rows = KITS[0], CHATS
@@ -206,7 +182,8 @@ def test_an_export_stops_where_its_template_ends_an_answer(base, tmp_path, way, 
         lambda _, inputs, logits: logits.index_fill(-1, torch.tensor([end]), 1e4)
     )
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=9).tolist() == [[5, 6, end]]
-    change_json("generation_config.json", lambda c: c.update(eos_token_id=eos))(output)
+    settings["eos_token_id"] = eos
+    (output / "generation_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=f"not stop at <.im_end.>, .* is {eos}, not {end}$"):
         check(output, asked)
 
@@ -215,16 +192,6 @@ def test_recipes_but_for_the_smoke_test_check_their_export():
     recipes = [*(ROOT / "templates" / "recipes").glob("*/*.yaml")]
     checked = {path for path in recipes if "\ncheck_export: true\n" in path.read_text("utf-8")}
     assert checked == {path for path in recipes if path.stem != "smoke"} and len(checked) >= 6
-
-
-def test_the_program_knows_transformers_and_torch_alone():
-    found = set()
-    for node in ast.walk(ast.parse(open(from_outside.__file__, encoding="utf-8").read())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-    assert found == {"json", "pickle", "sys", "typing", "torch", "transformers"}
 
 
 @pytest.mark.slow
@@ -247,27 +214,22 @@ def test_a_run_says_what_was_checked(tmp_path):
     """Adapters of chats; and an export that loses its template."""
     baked = bake(tmp_path, tracker="none")
     (baked.path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    model = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
-    tune = {"data": "chats.jsonl", "context_length": 64, "model_name_or_path": "runs/base/model"}
+    (tmp_path / "base").mkdir()
+    _, base, _ = export(KITS[0], tmp_path / "base", **CHAT)
+    task = {"data": "chats.jsonl", "context_length": 64, "model_name_or_path": str(base)}
     recipe = {"max_steps": 2, "global_batch_size": 2, "warmup_steps": 1, "check_export": True}
-    for name, fields in {
-        "base": {"data": "pydoc", **model},
-        "lora": {**tune, "lora_rank": 4},
-    }.items():
-        text = yaml.safe_dump({**recipe, "learning_rate": 0.01, "task": fields})
-        (baked.path / "configs" / "train" / f"{name}.yaml").write_text(text)
-        printed = baked.train(2, "--config", f"configs/train/{name}.yaml")
-        output = baked.path / "runs" / name
-        (line,) = re.findall("^checked: (.*)$", printed, re.M)
-        assert "gives the same logits for " in line
-        assert status(output)["export_check"] == "passed"
-        assert line.endswith("; it stops after <|endoftext|>") == (name == "lora")
-        line = model_card.escape_markdown(line, 400)
-        assert f"## Check\n\n{line}\n" in (output / "model" / "README.md").read_text()
+    text = yaml.safe_dump({**recipe, "task": {**task, "lora_rank": 4}})
+    (baked.path / "configs" / "train" / "lora.yaml").write_text(text)
+    printed = baked.train(2, "--config", "configs/train/lora.yaml")
+    output = baked.path / "runs" / "lora"
+    (line,) = re.findall("^checked: (.*)$", printed, re.M)
+    assert "gives the same logits for " in line and line.endswith("; it stops after <|endoftext|>")
+    assert status(output)["export_check"] == "passed"
+    card = (output / "model" / "README.md").read_text()
+    assert f"## Check\n\n{model_card.escape_markdown(line, 400)}\n" in card
 
-    task = baked.path / "task.py"
-    lost = '(output / "chat_template.jinja").unlink()'
-    task.write_text(f"{task.read_text().rstrip()}\n    {lost}\n")  # export stands at the end
+    with open(baked.path / "task.py", "a") as file:  # export stands at the end
+        file.write('    (output / "chat_template.jinja").unlink()\n')
     printed = baked.train(1, "--config", "configs/train/lora.yaml", "--output_dir", "runs/lost")
     (line,) = re.findall("^warning: (the exported model .*)$", printed, re.M)
     found, folder = status(baked.path / "runs" / "lost"), baked.path / "runs" / "lost" / "model"
@@ -281,38 +243,3 @@ def test_a_task_without_questions_has_nothing_to_check(quick, tiny, tmp_path):
     printed = quick("--check_export", "true", "--output_dir", tmp_path / "run")
     assert "checked" not in printed and "warning" not in printed
     assert "export_check" not in status(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_the_page_on_serving_finds_the_answer_that_differs(tmp_path):
-    """Of twenty: its program asks a server that answers as the model does, but for one prompt."""
-    page = (ROOT / SOURCE / "docs" / "serving.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(# same.py.*?)^```$", page, re.M | re.S)
-    _, output, _ = export(KITS[0], tmp_path, context_length=30)
-    own = transformers.pipeline("text-generation", str(output), tokenizer=str(output))
-    prompts = [f"{row['text'].strip()[:-1]} and" for row in KITS[0].rows[:20]]
-
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            settings = {"max_new_tokens": asked["max_tokens"], "do_sample": False}
-            (answer,) = own(asked["prompt"], return_full_text=False, **settings)
-            changed = "x" * (asked["prompt"] == prompts[7])
-            text = json.dumps({"choices": [{"text": changed + answer["generated_text"]}]})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_):
-            pass
-
-    (tmp_path / "same.py").write_text(program)
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    command = [sys.executable, "same.py", str(output), address, "prompts.txt"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    server.shutdown()
-    assert ended.stdout.splitlines()[-1] == "19 of 20 answers are the same", ended.stderr
-    assert ended.stdout.startswith(f"{prompts[7]!r}\n  here:  "), ended.stdout
