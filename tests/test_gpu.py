@@ -105,7 +105,7 @@ def test_other_hardware_trains_what_a_gpu_in_fp32_trains(tiny, one, tmp_path, wa
 @two_gpus
 @pytest.mark.parametrize("precision", ["", pytest.param("_bf16", marks=bf16)])
 def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, precision):
-    """With dropout, in unequal shares, and continued in equal ones."""
+    """With dropout, in unequal shares, and continued by one."""
     flags = [*MODEL, "--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
     flags += ["--save_every", 3, "--keep_checkpoints", 0, "--eval_every", 3]
     one = train(project, f"single_gpu{precision}", tmp_path / "one", *flags)
@@ -113,7 +113,7 @@ def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, preci
     two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags, *shares)
     half = tmp_path / "half"
     shutil.copytree(checkpoint(two, 3), checkpoint(half, 3))
-    train(project, f"multi_gpu{precision}", half, *flags)
+    train(project, f"single_gpu{precision}", half, *flags)
     for output in (two, half):
         check_same_end(one, output)
     check_close(one, two, rel=0)
