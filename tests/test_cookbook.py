@@ -2,17 +2,13 @@
 
 import functools
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
 import sys
-from unittest import mock
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import HfApi
 
 from conftest import (
     ROOT,
@@ -26,7 +22,6 @@ from conftest import (
     read_weights,
     status,
 )
-from samestep.step.order import SampleOrder
 
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
 # It takes most of the time.
@@ -57,21 +52,6 @@ def recipes():
         for code in re.findall(r"^```diff\n(.*?)^```$", text, flags=re.M | re.S):
             found[heading] = code
     return found
-
-
-def test_a_model_is_pushed_with_its_license(monkeypatch):
-    """The lines of the last section, with the signatures of the Hub."""
-    *_, code = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text("utf-8"), re.M | re.S)
-    calls = {}
-    for owner, name in [(HfApi, "create_repo"), (HfApi, "upload_folder")]:
-        calls[name] = mock.create_autospec(getattr(owner, name))
-        monkeypatch.setattr(owner, name, calls[name])
-    update = mock.create_autospec(huggingface_hub.metadata_update)
-    monkeypatch.setattr(huggingface_hub, "metadata_update", update)
-    exec(code, {})
-    repo = calls["create_repo"].return_value.repo_id
-    assert calls["upload_folder"].call_args.kwargs["repo_id"] == repo
-    update.assert_called_once_with(repo, {"license": "apache-2.0"}, overwrite=True)
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +154,6 @@ def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp
         pairs = zip(lines(whole, key), lines(two, key), strict=True)
         rel = 1e-4 if key == "noise_scale" else 1e-6  # which is made of small differences
         assert all(b[key] == pytest.approx(a[key], rel=rel) for a, b in pairs)
-    half = tmp_path / "half of two"
-    train(2, "--output_dir", continued(two, step, half), *flags)
-    assert final(half) == final(two)
 
 
 def task_of(project):
@@ -215,7 +192,7 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_average_is_evaluated_and_exported(cooked, tmp_path):
+def test_the_average_is_evaluated_and_exported(cooked):
     project, train, whole = cooked("An average of the weights (EMA)")
     flags = RUNS["An average of the weights (EMA)"][0]
     # By hand, in float64, from the weights after each step.
@@ -237,17 +214,9 @@ def test_the_average_is_evaluated_and_exported(cooked, tmp_path):
     number = lines(whole, "eval_loss")[-1]["eval_loss"]
     assert f"eval_loss {number:.5g} " in train(1, "--output_dir", whole, *flags, "--eval_only")
 
-    # The best evaluation is that of an average, and so is what is exported.
-    flags = [*flags, "--eval_every", 1, "--export", "best", "--learning_rate", 0.5]
-    train(1, "--output_dir", tmp_path, *flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(tmp_path, "eval_loss")}
-    assert min(losses, key=losses.get) < 12
-    exported = torch.load(tmp_path / "model" / "weights.pt")
-    assert eval_loss(project, exported) == pytest.approx(min(losses.values()), rel=1e-5)
-
 
 @pytest.mark.slow
-def test_early_stopping_ends_the_run_and_the_second_start_knows_it(cooked, tmp_path):
+def test_early_stopping_ends_the_run_and_a_resumed_one_at_the_same_step(cooked, tmp_path):
     _, train, _ = cooked("Early stopping")
     flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
     flags += ["--lr_schedule", "constant", "--keep_checkpoints", 0, "--task.samples", 5]
@@ -268,54 +237,14 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(cooked, tmp_p
     exported = torch.load(whole / "model" / "weights.pt")
     assert all((exported[n] == v).all() for n, v in weights(whole, best + 1).items())
 
-    # The same command again, also where the end was cut off, trains no further.
-    before, expected = (whole / "metrics.jsonl").read_bytes(), final(whole)
-    shutil.rmtree(whole / "model")
-    train(1, "--output_dir", whole, *flags)
-    assert final(whole) == expected and (whole / "metrics.jsonl").read_bytes() == before
-
     # A run that was killed after step 5 repeats steps; what was logged of them does not count.
+    expected = final(whole)
     continued(whole, 5, half)
     shutil.copytree(checkpoint(whole, best + 1), checkpoint(half, best + 1))
     with open(half / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "eval_loss": 0.0}\n')
     train(1, "--output_dir", half, *flags)
     assert final(half) == expected and lines(half, "loss")[-1]["step"] == stop
-
-
-@pytest.mark.slow
-def test_another_optimizer_skips_steps(cooked):
-    _, _, whole = cooked("Another optimizer")
-    skipped = {line["step"] for line in lines(whole, "event") if line["event"] == "skipped"}
-    assert 1 in skipped and len(skipped) < 4
-    rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
-    for step in range(2, 13):
-        state = optimizer(whole, step)
-        assert len(state) == 4
-        for name, value in weights(whole, step).items():
-            moved = value - weights(whole, step - 1)[name]
-            buffer = state[name]["momentum_buffer"]
-            expected = -rates[step] * buffer if step not in skipped else 0 * buffer
-            torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
-    manifest = json.loads((checkpoint(whole, 6) / "manifest.json").read_text())
-    assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
-
-
-@pytest.mark.slow
-def test_muon_makes_orthogonal_updates(cooked, tmp_path):
-    _, train, whole = cooked("Muon")
-    moments = optimizer(whole, 12)
-    matrices = {name for name, state in moments.items() if "momentum" in state}
-    assert matrices and all("classifier" not in name for name in matrices)
-    assert {*weights(whole, 12)} - matrices == {n for n, s in moments.items() if "exp_avg" in s}
-    (name,) = matrices
-    flags = [*EXACT, "--max_steps", 1]
-    train(1, "--output_dir", tmp_path / "one", *flags, "--weight_decay", 0)
-    train(1, "--output_dir", tmp_path / "none", *flags, "--learning_rate", 0)
-    step = weights(tmp_path / "one", 1)[name] - weights(tmp_path / "none", 1)[name]
-    sizes = torch.linalg.svdvals(step.double()) / max(step.shape) ** 0.5 / 0.2
-    rate = lines(tmp_path / "one", "lr")[0]["lr"]
-    assert (0.5 < sizes / rate).all() and (sizes / rate < 1.5).all()
 
 
 @pytest.mark.slow
@@ -332,7 +261,7 @@ def test_the_head_is_trained_alone_and_then_all(cooked):
 
 @pytest.mark.slow
 def test_a_second_set_is_evaluated_and_changes_nothing(cooked):
-    project, train, whole = cooked("A second set to evaluate on")
+    project, _, whole = cooked("A second set to evaluate on")
     other = task_of(project).other_dataset(task_of(project).TaskConfig())
     evaluated = lines(whole, "eval_loss")
     assert [line["step"] for line in evaluated] == [4, 8, 12]
@@ -341,13 +270,12 @@ def test_a_second_set_is_evaluated_and_changes_nothing(cooked):
         assert line["eval_loss"] == pytest.approx(eval_loss(project, state), rel=1e-6)
         assert line["other_loss"] == pytest.approx(eval_loss(project, state, other), rel=1e-6)
         assert (line["rows"], line["other_rows"]) == (11, 13)
-    printed = train(1, "--output_dir", whole, "--eval_only")
-    assert f"other_loss {evaluated[-1]['other_loss']:.5g}" in printed
     assert "other_loss" in (whole / "model" / "README.md").read_text()
 
 
-def test_each_layer_has_its_learning_rate(cooked, tmp_path):
-    _, train, whole = cooked("A learning rate for each layer")
+@pytest.mark.slow
+def test_each_layer_has_its_learning_rate(cooked):
+    _, _, whole = cooked("A learning rate for each layer")
     rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
     for step in range(2, 13):
         before, now = (weights(whole, each) for each in (step - 1, step))
@@ -360,35 +288,3 @@ def test_each_layer_has_its_learning_rate(cooked, tmp_path):
             fraction = 0.125 if name.startswith("0.") else 1.0
             expected = before[name] - rates[step] * fraction * moved
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
-    flags = ["--output_dir", continued(whole, 4, tmp_path / "half"), "--layer_decay", 0.6]
-    assert "layer_decay: 0.5 -> 0.6" in train(1, *flags, codes=[2])
-
-
-def test_the_noise_scale_is_that_of_the_gradients(cooked, tmp_path):
-    """Of steps with the same weights: from the gradients of their rows, in float64."""
-    project, train, whole = cooked("The gradient noise scale")
-    flags = ["--learning_rate", 0, "--max_steps", 3, "--log_every", 3, "--max_grad_norm", 0.01]
-    train(1, "--output_dir", tmp_path, *flags, "--eval_every", 0, "--save_every", 0)
-    task = task_of(project)
-    cfg = task.TaskConfig()
-    model = task.build_model(cfg).double()
-    model.load_state_dict(weights(tmp_path, 3))
-    rows, _ = task.views(cfg)
-    order = SampleOrder(len(rows), seed=0).ids(range(24)).tolist()
-
-    def gradient(ids):
-        batch = task.collate([rows[i] for i in ids])
-        batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
-        grads = torch.autograd.grad(task.loss_sum(model, batch), [*model.parameters()])
-        return torch.cat([grad.flatten() for grad in grads]), task.count(batch)
-
-    variance = signal = 0
-    for step in range(3):
-        parts = [gradient(order[i : i + 2]) for i in range(8 * step, 8 * step + 8, 2)]
-        items = sum(count for _, count in parts)
-        small = sum((4 * sums / items).square().sum() for sums, _ in parts) / 4
-        large = (sum(sums for sums, _ in parts) / items).square().sum()
-        variance += (small - large) / (1 / 2 - 1 / 8)
-        signal += (8 * large - 2 * small) / (8 - 2)
-    (line,) = lines(tmp_path, "noise_scale")
-    assert line["noise_scale"] == pytest.approx((variance / signal).item(), rel=1e-4)
