@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from accelerate.utils import launch as launching
 from conftest import ROOT, SOURCE
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
+from samestep.programs import hardware as hardware_program
 from samestep.settings import accelerate_yaml
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
@@ -363,6 +365,20 @@ def test_frozen_weights_have_no_gradients_and_no_moments():
 GPU = devices.Devices("cuda", 2, "bf16", Path("configs/accelerate/multi_gpu_bf16.yaml"))
 
 
+def test_children_know_nothing_of_the_launcher(monkeypatch):
+    told = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID "
+    )
+    told += "ACCELERATE_USE_FSDP FSDP_VERSION PET_NNODES GROUP_RANK EXIT_CODE_FILE LAUNCHING"
+    for name in told.split():
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = "import os, sys; print(*os.environ); sys.exit(3)"
+    ended, printed = devices.run([sys.executable, "-c", code])
+    assert ended == 3 and not {*printed.split()} & {*told.split()}
+    assert "OMP_NUM_THREADS" in printed.split()
+
+
 @pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
 def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precision):
     """Of a T4 and an A100."""
@@ -445,6 +461,36 @@ def test_formats_run_only_with_right_numbers(monkeypatch):
     assert len(bench.look("cpu")["wrong"]) == 3
 
 
+@pytest.mark.parametrize(
+    "speeds, said",
+    [
+        ([100, 100, 100, 70], "3 (H200) is 30% behind the fastest in x; measure again, then give"),
+        ([100, 100, 100, 25], "3 (H200) is 75% behind the fastest in x; measure again, then leave"),
+        ([100, 100, 100, 81], None),
+        ([], None),
+    ],
+)
+def test_slow_devices_are_named_with_what_to_do(speeds, said):
+    lines = bench.advise(["H200"] * len(speeds), "x", speeds)
+    assert len(lines) == (said is not None)
+    assert all(line.startswith(f"slow device: {said}") for line in lines)
+
+
+def test_what_is_slower_than_in_an_older_report_is_said(tmp_path, capsys):
+    path = tmp_path / "baseline.json"
+
+    def compared(found="8 x H100", **figures):
+        hardware_program.compare(devices.Section({"devices": found}, figures), path)
+        return capsys.readouterr().out
+
+    old = {"bench": {"facts": {"devices": "8 x H100"}, "figures": {"x": [100.0, 90.0]}}}
+    path.write_text(json.dumps(old))
+    assert compared(x=[85.0, 90.0], y=[1.0]).startswith("0 figures are more than 20% slower")
+    assert compared(x=[200.0, 70.0]).startswith("slower: x, 1: 70, was 90\n1 figures are more")
+    other = f"{path} has other devices, another recipe or precision: not compared\n"
+    assert compared("7 x H100") == other
+
+
 # ---- For real ------------------------------------------------------------------------------------
 
 
@@ -482,21 +528,54 @@ def test_one_command_checks_measures_and_compares(tiny, tmp_path):
     assert all(len(each) == 2 and 0 < min(each) and max(each) < 1e6 for each in figures.values())
 
 
-TWICE = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * 2**RANK\n"
+LOSS = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * 2**RANK\n"
 RAISES = "def loss_sum(model, batch):\n    raise RuntimeError('broken')\n"
+BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
+DOUBLED = BACKWARD.replace("(grad", "(2 * grad")
+BEGIN = "        gradients.start_step(train_loader.plan)\n"
+SAME = BEGIN + "        micro_batches[0] = micro_batches[ranks.layout.rank]\n"
+SHARE = "for number, batch in micro_batches:"
+LEFT = "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:"
+FAULTS = {  # code for task.py, or a change of train.py: what is said
+    "a loss doubled on one device": ([LOSS], "step 1: loss on 2 x cpu is "),
+    "a doubled loss": ([BACKWARD, DOUBLED], "grad_norm on 1 x cpu"),
+    "a wrong micro-batch": ([BEGIN, SAME], "step 1: loss on 2 x cpu is "),
+    "a share left out": ([SHARE, LEFT], "on 2 x cpu ended: "),
+    "an error in task.py": ([RAISES], "on 1 x cpu ended: RuntimeError: broken (task.py, line"),
+}
+
+
+def copied(tiny, folder, *change):
+    """A copy of the project with code at the end of task.py, or with a change of train.py."""
+    if len(change) == 1:
+        return with_task(tiny, folder, change[0])
+    project = with_task(tiny, folder, "")
+    text = (project.path / "train.py").read_text()
+    assert text.count(change[0]) == 1
+    (project.path / "train.py").write_text(text.replace(*change))
+    return project
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "code, said",
-    [
-        (TWICE, "step 1: loss on 2 x cpu is "),
-        (RAISES, "on 1 x cpu ended: RuntimeError: broken (task.py, line"),
-    ],
-)
-def test_smoke_names_what_is_wrong(tiny, tmp_path, code, said):
-    project = with_task(tiny, tmp_path, code)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_smoke_names_what_is_wrong(tiny, tmp_path, fault):
+    change, said = FAULTS[fault]
+    project = copied(tiny, tmp_path, *change)
+    with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
+        file.write("timeout: 5\n")  # where a share is left out, the other process waits
     printed = hardware(project, "smoke", code=1)
     assert "failed: " in printed and said in printed, printed
     left = [path.name for path in (project.path / "runs" / "hardware").iterdir()]
     assert left == ["hardware.json"]
+
+
+@pytest.mark.slow
+def test_smoke_under_a_launcher_that_shards(tiny, tmp_path):
+    """Only the first process works; train.py is started with its YAML and number of processes."""
+    project = copied(tiny, tmp_path, BACKWARD, DOUBLED)
+    launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]
+    launch += ["--num_processes", "2", "--mixed_precision", "no", ROOT / "tests/sharded_on_cpu.py"]
+    result = project.run(*launch, "-m", "samestep", "hardware", "smoke", check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stdout.count("configs/accelerate/fsdp2.yaml") == 1
+    assert "failed: step 1: grad_norm" in result.stdout
