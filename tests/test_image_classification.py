@@ -73,8 +73,6 @@ def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, *found = prepare("a")
     check_colors(*found, 30)
-    (folders(tmp_path / "b", 4) / "red").rename(tmp_path / "b" / "train")
-    assert names_of(prepare(tmp_path / "b")[1]) == ["blue", "green", "train"]
 
 
 def test_a_folder_of_splits_is_known_by_its_names(prepare, tmp_path, capsys):
@@ -298,7 +296,7 @@ def test_labels_are_smoothed_and_images_mixed(task, prepare):
     rows = [train[i] for i in range(len(train))]
     squares = {row["image"].tobytes(): row["label"] for row in rows}
     shares = []
-    for i, row in enumerate(rows[:200]):
+    for i, row in enumerate(rows[:60]):
         mixed = bound.augment(row, torch.Generator().manual_seed(i))
         label = mixed["label"]
         assert label.sum() == pytest.approx(1) and (label > 0).sum() <= 2
@@ -309,7 +307,7 @@ def test_labels_are_smoothed_and_images_mixed(task, prepare):
             near = [np.frombuffer(each, np.uint8) for each, c in squares.items() if label[c] > 0]
             error = min(np.abs(each - other.ravel()).max() for each in near)
             assert error <= 1.01 / (1 - own)
-    assert len(shares) > 100 and np.min(shares) < 0.1 and np.max(shares) > 0.9
+    assert len(shares) > 30 and np.min(shares) < 0.1 and np.max(shares) > 0.9
 
 
 PAPERS = {  # weights with 1,000 classes, in millions
@@ -335,7 +333,7 @@ def test_models_have_the_sizes_of_the_papers(task, name):
 @pytest.fixture(scope="module")
 def trained(baked):
     """The folder of a run, and what it printed."""
-    flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
+    flags = ["--max_steps", 200, "--warmup_steps", 20, "--eval_every", 0, "--save_every", 0]
     return baked.path / "runs/trained", baked.train(1, *flags, "--output_dir", "runs/trained")
 
 

@@ -45,10 +45,3 @@ def test_no_row_of_data_that_grows_is_held_out_after_it_was_trained_on(seed, mos
         assert 30 <= len(some) <= 80
         labels = [[key for key, own in rows[:500] if own == label] for label in range(4)]
         assert some <= all_rows | {min(keys, key=hash_of) for keys in labels}
-
-
-def test_each_label_with_two_rows_has_one_held_out():
-    rows = [(f"{label} {i}", label) for label in range(50) for i in range(1 + label % 3)]
-    held = hold_out(rows, 0.01, 1000)
-    labels = [label for key, label in rows if key in held]
-    assert labels == [label for label in range(50) if label % 3]
