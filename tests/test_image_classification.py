@@ -333,7 +333,7 @@ def test_models_have_the_sizes_of_the_papers(task, name):
 @pytest.fixture(scope="module")
 def trained(baked):
     """The folder of a run, and what it printed."""
-    flags = ["--max_steps", 200, "--warmup_steps", 20, "--eval_every", 0, "--save_every", 0]
+    flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
     return baked.path / "runs/trained", baked.train(1, *flags, "--output_dir", "runs/trained")
 
 

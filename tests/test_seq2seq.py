@@ -126,7 +126,7 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     from sacrebleu import corpus_bleu, corpus_chrf
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    short = ["--max_steps", 200, "--warmup_steps", 20, "--eval_every", 0, "--save_every", 0]
+    short = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
     output = baked.path / "runs" / "learnt"
     printed = baked.train(1, *short, "--task.report_samples", 40, "--output_dir", output)
     (scores,) = lines(output, "eval_loss")
