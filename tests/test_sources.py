@@ -168,8 +168,6 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
 
         floating = refused(*small(data[0]), *data[1:])
         assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in floating
-        column = refused(*flags, "--task.text_column", "words")
-        assert "owner/rows, split train: no column words among text" in column
         assert "neither here nor on the Hub" in refused(*small("owner/none"))
     # All of it is on this disk now: the same command needs no network.
     flags += ["--task.validation_split", "test", "--output_dir", "runs/again"]
