@@ -70,15 +70,14 @@ def test_seven_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
     """Ordinary runs differ in their last digits, so these bytes would show another order."""
     flags = ["--global_batch_size", 7, "--micro_batch_size", 1]
     cases = [
-        (1, "--num_workers", 2), (2, "--device_shares", "auto"), (3,),
+        (1, "--num_workers", 2), (2, "--device_shares", "auto"),
         (4, "--device_shares", "[1, 3, 1, 2]"),
     ]  # fmt: skip
     outputs = train_all(tiny, tmp_path, cases, *flags)
     check_same(*outputs)
-    plain = train_all(tiny, tmp_path / "plain", [(1,), (4,)], *flags, "--exact", "false")
-    assert len({digests(output)[1] for output in [*plain, outputs[0]]}) > 1
-    for output in plain:
-        check_same_curve(outputs[0], output, rel=1e-6)
+    (plain,) = train_all(tiny, tmp_path / "plain", [(4,)], *flags, "--exact", "false")
+    assert digests(plain) != digests(outputs[0])
+    check_same_curve(outputs[0], plain, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -88,20 +87,16 @@ def test_one_process_that_torchrun_starts(tiny, tmp_path):
     (alone,) = train_all(tiny, tmp_path, [(1,)])
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    output = tmp_path / "launched"
-    tiny.run("python", "train.py", *EXACT, "--output_dir", output, **launched)
-    check_same(alone, output)
+    tiny.train(1, *EXACT, "--output_dir", tmp_path / "launched", env=launched)
+    check_same(alone, tmp_path / "launched")
 
 
 def test_three_processes_without_exact_share_a_batch_that_three_does_not_divide(tiny, tmp_path):
-    """3 + 3 + 2, and 5 + 2 + 1 where their speeds differ. Measured: losses to 5e-8."""
-    flags, shares = [*DROPOUT, "--micro_batch_size", 1, "--output_dir"], "[5, 2, 1]"
+    """Measured: losses to 5e-8."""
+    flags = [*DROPOUT, "--micro_batch_size", 1, "--output_dir"]
     tiny.train(1, *flags, tmp_path / "1")
-    for name, dealt, more in (
-        ("equal", "(3 + 3 + 2) x 1", []), ("listed", "(5 + 2 + 1) x 1", ["--device_shares", shares])
-    ):  # fmt: skip
-        assert f"8 samples = {dealt} (" in tiny.train(3, *flags, tmp_path / name, *more)
-        check_same_curve(tmp_path / "1", tmp_path / name, rel=1e-6)
+    assert "8 samples = (3 + 3 + 2) x 1 (" in tiny.train(3, *flags, tmp_path / "3")
+    check_same_curve(tmp_path / "1", tmp_path / "3", rel=1e-6)
 
 
 # ---- What may happen to a step -------------------------------------------------------------------
@@ -163,27 +158,13 @@ def build_model(cfg, build=build_model):
 def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     """In buckets of a few weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)
-    whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
+    whole = train_all(project, tmp_path / "whole", [(1,), (2,)])
     few = '**{**vars(cfg.ddp), "bucket_cap_mb": 1e-4}'
     with_library(project.path, "processes/device.py", "**vars(cfg.ddp)", few)
-    check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
+    check_same(*whole, *train_all(project, tmp_path / "parts", [(3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.
     assert read_weights(last)["never"].tolist() == [[1] * 3] * 3
-
-
-@pytest.mark.slow
-def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
-    """Of 11 batches, and of two, which leave processes without one."""
-    fixed = [*DROPOUT, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]
-    tiny.train(1, *fixed)
-    for rows in (11, 2):
-        found = []
-        for processes, *flags in ((1,), (2,), (3,), (4, "--exact", "true")):
-            flags += ["--eval_only", "true", "--accept_changes", "--task.held_out", rows]
-            tiny.train(processes, *fixed, *flags)
-            found.append((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
-        assert found == found[:1] * 4 and json.loads(found[0])["rows"] == rows
 
 
 # ---- Other processes in the middle of a run ------------------------------------------------------
@@ -195,15 +176,14 @@ def sample_of(step):
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
-    """1 -> 3 -> 2 -> 4 -> 1 processes. Steps that were lost have the same numbers again."""
+    """1 -> 3 -> 2 -> 1 processes. Steps that were lost have the same numbers again."""
     flags = [*EXACT, "--task.samples", 200, "--micro_batch_size", 1, "--save_every", 3]
-    tiny.train(4, *flags, "--output_dir", tmp_path / "whole")
+    tiny.train(1, *flags, "--output_dir", tmp_path / "whole")
     flags += ["--output_dir", tmp_path / "run"]
     for processes, step, name, ends in (
         (1, 6, "SIGKILL", [-9]),
-        (3, 5, "SIGTERM", [75]),
+        (3, 5, "SIGUSR1", [75]),
         (2, 9, "SIGKILL", [-9, 1]),
-        (4, 8, "SIGTERM", [75]),
     ):
         own = ["--task.signal_at", sample_of(step), "--task.signal", name]
         tiny.train(processes, *flags, *own, codes=ends)
@@ -216,16 +196,14 @@ def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", ["causal_lm", "text_classification", "image_classification", "seq2seq"]
-)
+@pytest.mark.parametrize("task", ["causal_lm", "image_classification"])
 def test_each_task(tmp_path, task):
-    """With dropout; fine-tuning is in test_finetuning.py."""
+    """With dropout; fine-tuning is in test_finetuning.py, pairs are in test_preference.py."""
     project = bake(tmp_path, pictures=False, task=task, tracker="none")
-    flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 6, "--eval_every", 3]
+    flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 4, "--eval_every", 2]
     flags += ["--log_every", 1, "--global_batch_size", 8, "--micro_batch_size", 1]
     flags += ["--task.dropout", 0.1, "--task.validation_fraction", 0.01]
-    check_same(*train_all(project, tmp_path, [(1,), (2,), (3,)], *flags))
+    check_same(*train_all(project, tmp_path, [(1,), (3,)], *flags))
 
 
 # ---- What is refused -----------------------------------------------------------------------------
@@ -259,14 +237,10 @@ def build_model(cfg, build=build_model):
 """
 
 
-@pytest.mark.parametrize(
-    "code, processes, name",
-    [(BATCH_NORM, 1, "1.running_mean"), (STATISTICS, 2, "mean")],
-)
-def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path, code, processes, name):
-    project = with_task(tiny, tmp_path, code)
-    printed = project.train(processes, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
-    said = f"exact: the model changes its buffer {name} while it trains"
+def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path):
+    project = with_task(tiny, tmp_path, STATISTICS)
+    printed = project.train(2, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
+    said = "exact: the model changes its buffer mean while it trains"
     assert printed.count(said) == printed.count("train.py: ") == 1 and "Traceback" not in printed
 
 
@@ -293,7 +267,7 @@ def ways(count, ranks):
     return [(n, *rest) for n in range(count + 1) for rest in ways(count - n, ranks - 1)]
 
 
-@pytest.mark.parametrize("speeds", [(1,), (1, 1), (1, 1, 1), (2, 1), (3, 1.5, 1), (1, 2, 4, 7)])
+@pytest.mark.parametrize("speeds", [(1, 1, 1), (2, 1), (1, 2, 4, 7)])
 @pytest.mark.parametrize("least", [0, 1])
 def test_no_way_to_deal_takes_less_time(batches, speeds, least):
     for count in range(least * len(speeds), 15):
@@ -369,7 +343,7 @@ def expected_sum(first, end):
     return f"({expected_sum(first, middle)}+{expected_sum(middle, end)})"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 12, 13, 16, 21])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 13, 16])
 def test_any_division_into_runs_is_added_in_the_same_order(symbols, count):
     """Into one to five runs, some of them empty, each a few nodes."""
     for ranks in range(1, 6):
