@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from conftest import BakedProject, digest, lines, status, trained, wait_until, with_library
+from conftest import BakedProject, digest, lines, status, trained, wait_until
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
 LONG = ["--max_steps", 100_000, "--eval_every", 10, "--task.row_seconds", 0.003]
@@ -56,24 +56,17 @@ def check_stopped(output, printed):
 
 SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
     ("samestep", "cpu_multi", "SIGINT", True),
-    ("accelerate", "cpu", "SIGUSR1", True),
+    ("samestep", "cpu_multi", "SIGTERM", False),
+    ("accelerate", "cpu", "SIGUSR1", True),  # from here on in tests/torture.py alone
     ("samestep", "cpu", "SIGTERM", False),
     ("samestep", "cpu", "SIGINT", True),
     ("samestep", "cpu", "SIGHUP", True),
-    ("samestep", "cpu_multi", "SIGUSR1", False),
     ("accelerate", "cpu_multi", "SIGTERM", True),
 ]
 
 
-@pytest.mark.parametrize(
-    "launcher, hardware, name, whole_group",
-    [pytest.param(*s, marks=[] if s == SIGNALS[1] else pytest.mark.slow) for s in SIGNALS],
-)
-def test_a_signal_saves_and_stops_every_process(
-    tiny, tmp_path, launcher, hardware, name, whole_group
-):
-    """With worker processes."""
-    output = tmp_path / "run"
+def stop(tiny, output, launcher, hardware, name, whole_group):
+    """Begins a run with worker processes, and stops it with a signal."""
     run, processes = begin(tiny, launcher, hardware, output, *WORKERS)
     (os.killpg if whole_group else os.kill)(run.pid, getattr(signal, name))
     printed = end(run, processes)
@@ -85,50 +78,22 @@ def test_a_signal_saves_and_stops_every_process(
 
 
 @pytest.mark.slow
-def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
-    """Of two minutes. The step that was to be evaluated is saved."""
-    output = tmp_path / "run"
-    flags = ["--task.eval_seconds", 2, "--task.held_out", 60, "--eval_every", 3, "--save_every", 0]
-    run, processes = begin(tiny, "samestep", "cpu_multi", output, *flags)
-    time.sleep(1)
-    os.kill(run.pid, signal.SIGTERM)
-    check_stopped(output, end(run, processes))
-    assert [p.name for p in output.glob("checkpoints/*")] == ["step-00000003"]
-    flags = [*LONG, *flags, "--task.eval_seconds", 0, "--max_steps", 4, "--accept_changes"]
-    tiny.train(2, *flags, "--output_dir", output)
-    assert [line["step"] for line in lines(output, "eval_loss")] == [3, 4]  # made up for
+@pytest.mark.parametrize("case", SIGNALS[:2], ids=lambda case: case[2])
+def test_a_signal_saves_and_stops_every_process(tiny, tmp_path, case):
+    stop(tiny, tmp_path / "run", *case)
 
 
-@pytest.mark.slow
-def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
-    output = tmp_path / "run"
-    project = shutil.copytree(tiny.path, tmp_path / "project")
-    slow = "import time\n\n\ndef hash_files(*a): time.sleep(2); return fast(*a)\n\n\ndef fast("
-    with_library(project, "checkpoint/checkpoints.py", "def hash_files(", slow)
-    flags = [*LONG, "--output_dir", output, "--save_every", 3]
-    run = type(tiny)(project).launch("samestep", "cpu_multi", *flags)
-    wait_until(lambda: list(output.glob("checkpoints/.step-00000003.partial")), run)
-    processes = family(run)
-    os.kill(run.pid, signal.SIGTERM)
-    check_stopped(output, end(run, processes))
-    assert (output / "checkpoints" / "step-00000003" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("hardware", ["cpu", pytest.param("cpu_multi", marks=pytest.mark.slow)])
-def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path, hardware):
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path):
     """There is nothing to save; 75 says that another start will do."""
     output = tmp_path / "run"
     flags = ["--output_dir", output, "--task.prepare_seconds", 60]
-    run = tiny.launch("accelerate", hardware, *flags)
+    (run,) = tiny.start(1, *flags)
     wait_until(lambda: (output / "lock").exists(), run)
     time.sleep(0.5)
-    processes = family(run)
-    for process in processes[1:]:
-        process.send_signal(signal.SIGTERM)
-    printed = end(run, processes)
-    said = "train.py: stopped before the first step; the same command starts again"
-    assert not (output / "checkpoints").exists() and printed.count("train.py: ") <= 1
-    assert (said in printed) == ("train.py: " in printed)  # by the main process, if it has begun
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 75 and not (output / "checkpoints").exists()
+    assert said == "train.py: stopped before the first step; the same command starts again\n"
 
 
 def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
@@ -136,7 +101,11 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     constant = ["--lr_schedule", "constant", "--task.dropout", 0.2]
     run, processes = begin(tiny, "accelerate", "cpu", output, *constant)
+    for process in processes:
+        process.suspend()
     refused = tiny.train(1, *LONG, *constant, "--output_dir", output, codes=[2])
+    for process in processes:
+        process.resume()
     assert refused.count("\n") == 1
     assert f"is in use by process {status(output)['pid']} on " in refused
     run.kill()
@@ -162,18 +131,18 @@ def check_same_end(output, unbroken):
     assert digest(output / last) == digest(unbroken / last)
 
 
-CHAIN = ["--max_steps", 120, "--save_every", 7, "--eval_every", 20, "--keep_checkpoints", 2]
+CHAIN = ["--max_steps", 80, "--save_every", 7, "--eval_every", 20, "--keep_checkpoints", 2]
 CHAIN += ["--task.dropout", 0.2, "--num_workers", 1, "--task.row_seconds", 0.003]
 
 
 @pytest.mark.slow
-def test_three_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
+def test_two_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
     """kill -9 of everything, at moments that no two test runs share; the seed is printed."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
-    for _ in range(3):
+    for _ in range(2):
         run = tiny.launch("accelerate", "cpu_multi", *CHAIN, "--output_dir", output)
         before = len(lines(output, "loss")) if (output / "metrics.jsonl").exists() else 0
         wait_until(lambda before=before: trained(output, before + 1), run)
@@ -209,27 +178,18 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
             worker.kill()
 
 
-@pytest.mark.parametrize("phase", ["check", "start"])
-def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, phase):
+def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path):
     output = tmp_path / "run"
-    flags = [*LONG, "--output_dir", output]
-    flags += ["--task.prepare_seconds", 30] if phase == "check" else []
+    flags = [*LONG, "--output_dir", output, "--task.prepare_seconds", 30]
     run = tiny.launch("samestep", "cpu", *flags)
     wait_until(lambda: (output / "lock").exists(), run)
     processes = family(run)
-    if phase == "start":  # the check has ended, and accelerate begins
-        checks = [each for each in processes[1:] if "--check" in each.cmdline()]
-        psutil.wait_procs(checks, timeout=300)
-        time.sleep(0.5)
-        processes = family(run)
     os.kill(run.pid, signal.SIGINT)
     printed = end(run, processes)
-    assert run.returncode == 75 and "Traceback" not in printed
-    assert not trained(output, 20)
+    assert run.returncode == 75 and "Traceback" not in printed and not trained(output, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path, number):
+def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path):
     """torchelastic has handlers of its own. A train.py that handles no signal yet stands for one
     that imports."""
     project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
@@ -239,53 +199,10 @@ def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path, num
     run = project.launch("samestep", "cpu_multi")
     wait_until(lambda: len([*project.path.glob("rank-?")]) == 2, run)
     processes = family(run)
-    os.kill(run.pid, number)
+    os.kill(run.pid, signal.SIGUSR1)
     printed = end(run, processes)
     assert run.returncode == 75
     assert "stopped without saving" in printed and printed.count("\n") == 1
-
-
-def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
-    """As when a whole process group gets SIGTERM in the moment in which a loader starts.
-
-    Workers are forked: from Python 3.14 on a server starts them, and they would not inherit the
-    blocked signals.
-    """
-    program = """
-import multiprocessing, os, signal, time, torch
-multiprocessing.set_start_method("forkserver")
-from samestep.processes import shutdown
-stop = shutdown.StopRequest()
-assert multiprocessing.get_start_method() == "fork"
-stop.training = True
-def worker():
-    torch._C._set_worker_signal_handlers()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
-    shutdown.ignore_signals(0)
-    os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(7)
-child = multiprocessing.Process(target=worker)
-with shutdown.signals_blocked():
-    child.start()
-child.join()
-assert child.exitcode == 7, child.exitcode
-ready = multiprocessing.Event()
-def of_the_task():
-    os.kill(os.getpid(), signal.SIGINT)
-    ready.set()
-    time.sleep(60)
-child = multiprocessing.Process(target=of_the_task)  # as those of a Pool
-child.start()
-ready.wait()
-child.terminate()
-child.join()
-assert child.exitcode == -signal.SIGTERM, child.exitcode
-assert not stop.requested()
-os.kill(os.getpid(), signal.SIGTERM)
-assert stop.requested()
-"""
-    tiny.run("python", "-c", program)
 
 
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
@@ -306,8 +223,7 @@ print("not reached", flush=True)
     assert result.returncode == 130 and result.stdout == "asked\n"
 
 
-@pytest.mark.parametrize("name", ["train.py", "-m samestep launch"])
-def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
+def test_ctrl_c_while_a_program_imports_is_one_line(tiny):
     """Slow imports come from a folder that is found first; `begin` is through when they begin."""
     slow = tiny.path / "slow"
     slow.mkdir(exist_ok=True)
@@ -317,10 +233,9 @@ def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
         )
     env = {"PYTHONPATH": str(slow)}
 
-    (run,) = tiny.start(1, program=name, **env)
+    (run,) = tiny.start(1, **env)
     assert run.stdout.readline() == "now\n"
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=300)
     assert run.returncode == 75 and out == ""
-    name = name.removeprefix("-m ")
-    assert err == f"{name}: stopped before it began; the same command starts again\n"
+    assert err == "train.py: stopped before it began; the same command starts again\n"
