@@ -462,12 +462,6 @@ def parse_error(task, field, value):
     return str(error.value)
 
 
-def common_temp(tmp_path_factory):
-    """The folder for temporary files that all workers of xdist have in common."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
 @functools.cache
 def library_digest():
     """SHA-256 of the sources of the library."""
@@ -485,7 +479,8 @@ def run_once(tmp_path_factory):
     `train(project, hardware, processes, *flags, "--output_dir", folder, **options)`. Tests read it,
     or copy from it.
     """
-    shared = common_temp(tmp_path_factory) / "shared"
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
     shared.mkdir(exist_ok=True)
 
     def run_once(train, project, hardware, processes, *flags, **options):

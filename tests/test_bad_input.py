@@ -280,20 +280,6 @@ def test_the_password_of_a_url_is_in_no_line(tmp_path):
         assert "s3://b" in str(error.value) and "secret" not in str(error.value)
 
 
-@dataclass
-class Schedule:
-    lr_schedule: str = "cosine"
-    decay_fraction: float = 0.2
-
-
-def test_a_flag_may_switch_off_what_reads_a_field_of_the_recipe(tmp_path):
-    (tmp_path / "mine.yaml").write_text("lr_schedule: wsd\ndecay_fraction: 0.5\n")
-    flags = ["--config", str(tmp_path / "mine.yaml"), "--lr_schedule", "linear"]
-    config.parse_config(Schedule, flags, "")
-    with pytest.raises(ValueError, match="nothing reads it with lr_schedule linear"):
-        config.parse_config(Schedule, [*flags, "--decay_fraction", "0.1"], "")
-
-
 def test_help_names_every_flag_and_no_other(project):
     printed = project.run("python", "train.py", "--help")
     assert printed.stderr == "" and "\n--config configs/train/default.yaml" in printed.stdout

@@ -36,8 +36,6 @@ class TaskConfig:
     """What it raises."""
     row_seconds: float = 0.0
     """Time to read a training row."""
-    eval_seconds: float = 0.0
-    """Time to read a validation row."""
     prepare_seconds: float = 0.0
     """Time to prepare the data."""
     prepare_host: str = ""
@@ -68,7 +66,7 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict:
         training = self.first == 0  # validation rows are read before the processes meet
         fail(self.cfg, "row", training and i == 5)
-        time.sleep(self.seconds if training or PartialState._shared_state else 0)
+        time.sleep(self.seconds)
         if training and i == self.cfg.hang_at and RANK == self.cfg.fail_rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if training and i == self.cfg.signal_at and PartialState._shared_state:
@@ -96,7 +94,7 @@ def views(cfg: TaskConfig) -> tuple:
         fail(cfg, "prepare_data")
     fail(cfg, "views")
     train = Numbers(cfg, 0, cfg.samples, cfg.row_seconds)
-    return train, Numbers(cfg, 500, cfg.held_out, cfg.eval_seconds)
+    return train, Numbers(cfg, 500, cfg.held_out, 0.0)
 
 
 def collate(rows: list[dict]) -> dict:
