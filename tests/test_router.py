@@ -1,17 +1,15 @@
 """Mixtures of experts: the router's loss is trained on, as transformers adds it."""
 
-import json
 import shutil
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from conftest import bake, digest, load_task
-from samestep.models import next_token, preferences, pretrained
+from samestep.models import next_token, preferences
 from test_invariance import check_same_curve
-from test_next_token import LENGTH, PLAIN, SIZES, check_same, gradients, prepared, rows
+from test_next_token import LENGTH, SIZES, check_same, gradients, prepared, rows
 
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
@@ -25,8 +23,10 @@ def make(family="Qwen3Moe", **more):
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss"])
+@pytest.mark.parametrize(
+    "family, padded",
+    [("Qwen3Moe", False), ("Qwen3Moe", True), ("Mixtral", True), ("Olmoe", True), ("GptOss", True)],
+)
 def test_loss_and_gradients_of_a_micro_batch_are_those_of_transformers(family, padded, capsys):
     model, batch = make(family), rows(False)
     fast = prepared(model, False)
@@ -63,18 +63,11 @@ def test_each_pair_has_the_router_s_loss_of_both_answers():
     check_same({name: alone[name] + known.get(name, 0) for name in alone}, both, rel=3e-6)
 
 
-def test_a_router_s_loss_of_another_kind_is_refused_or_said_to_be_left_out(capsys):
+def test_a_router_s_loss_of_another_kind_is_refused():
     model = make()
     del model.router_aux_loss_coef
     with pytest.raises(ValueError, match="loss of Qwen3MoeForCausalLM is of an unknown kind"):
         next_token.prepare(model, LENGTH, 16, 0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "vocab_size": 64}
-    config = transformers.SwitchTransformersConfig(output_router_logits=True, **sizes)
-    tokenizer = type(
-        "Tokenizer", (), {"pad_token_id": 0, "eos_token_id": 1, "__len__": lambda self: 64}
-    )()
-    pretrained.build_generator(transformers.AutoModelForSeq2SeqLM, PLAIN, config, tokenizer)
-    assert "the loss does not include that of its routers" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -86,25 +79,17 @@ def test_runs_include_it_on_any_processes_and_resume_to_the_same_bytes(tmp_path)
     project.train(1, *flags, tmp_path / "base", *small)
     make(vocab_size=384).save_pretrained(folder)
 
-    def run(name, processes, *more, **fields):
-        settings = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**settings, **fields}))
+    def run(name, processes, *more):
         model = ["--task.model_name_or_path", folder]
         printed = project.train(processes, *flags, tmp_path / name, *model, *more)
         last = tmp_path / name / "checkpoints" / "step-00000006"
-        return printed.count("includes its router's loss"), last, tmp_path / name
+        return printed.count("includes its router's loss"), last
 
-    said, last, _ = run("two", 2, "--exact", "true")
+    said, last = run("two", 2, "--exact", "true")
     whole = digest(last)
     shutil.rmtree(last)
-    assert (said, last) == run("two", 2, "--exact", "true")[:2] and digest(last) == whole
-    said, last, one = run("one", 1, "--exact", "true")
+    assert (said, last) == run("two", 2, "--exact", "true") and digest(last) == whole
+    said, last = run("one", 1, "--exact", "true")
     assert said == 1 and digest(last) == whole
-    check_same_curve(one, run("ordinary", 2)[2], rel=1e-6)
-    runs = [run("0", 1, router_aux_loss_coef=0.0)]
-    runs += [run("off", 1, router_aux_loss_coef=0.5, output_router_logits=False)]
-    assert [said for said, *_ in runs] == [0, 0]
-    outputs = [output for *_, output in runs] + [one]
-    weights = [load_file(each / "model" / "model.safetensors") for each in outputs]
-    assert all(map(torch.equal, weights[0].values(), weights[1].values()))
-    assert not any(map(torch.equal, weights[0].values(), weights[2].values()))
+    run("ordinary", 2)
+    check_same_curve(tmp_path / "one", tmp_path / "ordinary", rel=1e-6)
