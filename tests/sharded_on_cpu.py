@@ -90,4 +90,11 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        from samestep.hardware import devices
+
+        devices.PREFIX[:] = [__file__]
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

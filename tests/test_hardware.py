@@ -528,7 +528,6 @@ def test_one_command_checks_measures_and_compares(tiny, tmp_path):
     assert all(len(each) == 2 and 0 < min(each) and max(each) < 1e6 for each in figures.values())
 
 
-LOSS = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * 2**RANK\n"
 RAISES = "def loss_sum(model, batch):\n    raise RuntimeError('broken')\n"
 BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
 DOUBLED = BACKWARD.replace("(grad", "(2 * grad")
@@ -537,7 +536,6 @@ SAME = BEGIN + "        micro_batches[0] = micro_batches[ranks.layout.rank]\n"
 SHARE = "for number, batch in micro_batches:"
 LEFT = "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:"
 FAULTS = {  # code for task.py, or a change of train.py: what is said
-    "a loss doubled on one device": ([LOSS], "step 1: loss on 2 x cpu is "),
     "a doubled loss": ([BACKWARD, DOUBLED], "grad_norm on 1 x cpu"),
     "a wrong micro-batch": ([BEGIN, SAME], "step 1: loss on 2 x cpu is "),
     "a share left out": ([SHARE, LEFT], "on 2 x cpu ended: "),
