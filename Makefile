@@ -23,7 +23,7 @@ EXTRAS = dev,trackio,tensorboard
 # imports it in each run. Nothing is compiled.
 ZERO = $(VENV)/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
-# So do Jupyter and Optuna, which one test each needs.
+# So does Jupyter, which one test needs.
 ADDED = $(VENV)/extra
 # Processes that share the tests: two, on four cores or more three.
 WORKERS ?= $(shell if [ "$$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then echo 3; else echo 2; fi)
@@ -136,7 +136,6 @@ $(ZERO)/.installed: $(TESTS)
 
 $(ADDED)/.installed: $(TESTS)
 	@$(call add,$(ADDED),'nbclient>=0.10' 'ipykernel>=6.29')
-	@$(call add,$(ADDED),--no-deps 'optuna>=4.0' colorlog)
 	@touch $@
 
 $(BENCH): VENV = .venv/bench
