@@ -119,22 +119,18 @@ def test_skypilot_starts_again_what_was_stopped_and_nothing_else(clustered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, code", [("--max_steps 2", 0), ("--max_steps -1", 2)])
-def test_the_scripts_of_skypilot_run(clustered, tmp_path, flags, code):
+def test_the_scripts_of_skypilot_run(clustered, tmp_path):
     """`setup` and `run`, with what SkyPilot exports to them."""
     task = yaml.safe_load((clustered.path / "cluster" / "skypilot.yaml").read_text())
-    flags = f"--output_dir {tmp_path / 'run'} {flags}"
+    flags = f"--output_dir {tmp_path / 'run'} --max_steps 2"
     env = {**task["envs"], "HARDWARE": "cpu_multi", "FLAGS": flags}
     env |= {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
     env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2", "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "2"}
     setup = task["setup"].replace("make setup\n", "")
-    if code:
-        checked = clustered.run("bash", "-c", setup, check=False, **env)
-        assert checked.returncode == code, checked
+    assert "checked: " in clustered.run("bash", "-c", setup, **env).stdout
     run = task["run"].replace("29500", str(get_free_port()))
-    ran = clustered.run("bash", "-c", run, check=False, **env)
-    assert ran.returncode == code, ran
-    assert ran.stderr.count("train.py: ") == (code == 2), ran.stderr
+    clustered.run("bash", "-c", run, **env)
+    assert status(tmp_path / "run")["state"] == "finished"
 
 
 # Takes the place of a program that ends with the codes in a file, one a start.
