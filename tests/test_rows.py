@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 from datasets import Value
 
-from samestep.data import readers, rows, sources
+from samestep.data import folders, readers, rows, sources
 from samestep.data.sources import IncompleteRow, UselessRow
 
-EXTENSIONS = (".txt", *readers.TABLES)
+EXTENSIONS = (".txt", *folders.TABLES)
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(40)]
 
 
@@ -64,12 +64,11 @@ def load(data, /, normalize=normalize, **fields):
     cfg = Config(data=str(data), **fields)
     sources.check_data_config(cfg, (), reads_groups=True)
     found = rows.load_rows(
+        rows.find_inputs(cfg, {}, EXTENSIONS),
         cfg,
         normalize,
         {"text": Value("string")},
-        columns=lambda own: {"text": own.text_column},
-        bundled={},
-        extensions=EXTENSIONS,
+        columns=lambda _: {"text": cfg.text_column},
         **options,
     )
     return found["train"], found["validation"]
@@ -114,7 +113,7 @@ def write(path, content):
 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("ending", readers.TABLES)
+@pytest.mark.parametrize("ending", folders.TABLES)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, cores, small_spans, ending, packing):
     if ending == ".parquet" and packing:
         pytest.skip("compresses itself")

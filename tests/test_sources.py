@@ -21,10 +21,11 @@ from conftest import (
     unprivileged,
     write_table,
 )
-from samestep.data import sources, tables
+from samestep.data import folders, prepared_key, rows, sources
 from samestep.models import pretrained
 from samestep.settings import contract
 from samestep.step import batches
+from samestep.text import tokenizing
 
 TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
 
@@ -34,7 +35,7 @@ TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", 
 
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     text = "short " + "x" * 2500 + " end"
-    assert list(sources.break_long_words([text])) == [
+    assert list(tokenizing.break_long_words([text])) == [
         "short " + "x" * 1000 + " " + "x" * 1000 + " " + "x" * 500 + " end"
     ]
 
@@ -48,9 +49,10 @@ def test_linked_folders_count_once_and_hidden_copies_do_not(tmp_path, monkeypatc
     (data / "b").symlink_to(tmp_path / "elsewhere")
     (data / "a" / "up").symlink_to(data)
     found = [data / name for name in ("a/1.txt", "aa.txt", "b/2.txt")]
-    assert sources.list_files(str(data), (".txt",)) == found
+    assert folders.list_files(str(data), (".txt",)).by_split == {"": found}
     monkeypatch.chdir(data)
-    assert sources.list_files(".", (".txt",)) == [file.relative_to(data) for file in found]
+    found = [file.relative_to(data) for file in found]
+    assert folders.list_files(".", (".txt",)).by_split == {"": found}
 
 
 def refused(function, *arguments):
@@ -66,13 +68,13 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "1.txt").write_text("a cat")
     (tmp_path / "dogs").symlink_to("none")
-    text = refused(sources.list_files, str(tmp_path), (".txt",), "validation_data")
-    assert text.startswith("task.validation_data: ") and "dogs is a broken link" in text
+    cfg = sources.DataConfig(data="own", validation_data=str(tmp_path))
+    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
+    assert text.startswith("task.validation_data: ") and "dogs is a link to nothing" in text
     (tmp_path / "dogs").unlink()
     os.mkfifo(tmp_path / "dogs")
-    assert "dogs is neither file nor folder" in refused(
-        sources.list_files, str(tmp_path), (".txt",)
-    )
+    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
+    assert "dogs is no regular file" in text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -82,7 +84,7 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path):
         (tmp_path / "data" / name / "1.txt").write_text(name)
 
     def number():
-        return len(sources.list_files(str(tmp_path / "data"), (".txt",)))
+        return len(folders.list_files(str(tmp_path / "data"), (".txt",)).by_split[""])
 
     open_to_all(tmp_path / "data")
     assert unprivileged(number) == ["2", ""]
@@ -95,13 +97,13 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     for name in "a.jsonl b.JSONL c.jsonl.xz d.jsonl.xz e.JPG.gz LICENSE .hidden".split():
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
-    assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
-    sources.print_skipped_files(cfg, tables.TABLES)
+    [source] = rows.find_inputs(cfg, {}, folders.TABLES)
+    assert len(source.files) == 2
     said = "(skipped 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
     assert capsys.readouterr().out.endswith(f": 2 .jsonl {said}\n")
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
-    assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)
+    assert said in refused(folders.list_files, str(tmp_path), folders.TABLES)
 
 
 UNREAD = [
@@ -259,12 +261,11 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    endings = (".txt", *tables.TABLES, *sources.IMAGES)
-    [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
-    for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
-        data = getattr(own, field)
-        files = sources.list_files(data, endings, field) if data else []
-        assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted, field
+    endings = (".txt", *folders.TABLES, *folders.IMAGES)
+    train, *given = rows.find_inputs(sources.DataConfig(data=str(tmp_path)), {}, endings)
+    found = [train.files, given[0].files if given else []]
+    for files, wanted in zip(found, TREES[names], strict=True):
+        assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted
 
 
 def write_splits(folder):

@@ -16,8 +16,8 @@ def hash_of(key):
 def hold_out(rows, fraction, most):
     """The keys that are held out of rows (key, label)."""
     hashes = np.array([hash_of(key) for key, _ in rows], np.uint64)
-    limits = splits.extremes([(hashes, np.array([label for _, label in rows]))])
-    held = splits.hold_out(hashes, np.ones(len(rows)), limits, fraction, most)
+    labels = np.array([label for _, label in rows])
+    held = splits.hold_out(hashes, np.ones(len(rows)), labels, fraction, most)
     return {key for key, _ in rows if hash_of(key) in held}
 
 

@@ -98,9 +98,8 @@ def store_digests(dataset: Any) -> None:
     columns = {name: digest_column(dataset, name) for name in dataset.column_names}
     facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
     path = folder_of(dataset) / DIGESTS
-    partial = path.with_name(
-        f".{DIGESTS}-{platform.node()[:60]}-{os.getpid()}"
-    )  # others write it too
+    # Others write it too.
+    partial = path.with_name(f".{DIGESTS}-{platform.node()[:60]}-{os.getpid()}")
     replace_text(path, json.dumps(facts), partial)
 
 

@@ -31,10 +31,8 @@ TEXTS = {
 NOT_DOCUMENTED = {"site-packages", "dist-packages", "idlelib", "lib2to3", "test"}
 
 
-def text_files(name: str) -> list[Path] | None:
-    """The files of these texts, sorted; None for a name that is not in TEXTS."""
-    if name not in TEXTS:
-        return None
+def text_files(name: str) -> list[Path]:
+    """The files of these texts, sorted."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file for pattern in TEXTS[name] for file in library.glob(pattern)]
     return sorted(file for file in files if file.parent.name not in NOT_DOCUMENTED)

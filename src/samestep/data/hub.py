@@ -2,12 +2,12 @@
 
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from samestep.base.console import one_line
-from samestep.base.fields import is_local_name, local_path
-from samestep.data.tables import Columns, Row, check_columns, column_names, select_columns
+from samestep.base.fields import is_local_name
+from samestep.data.tables import Columns, Row, select_columns
 
 # datasets takes 1 s to import: the functions that need it import it.
 
@@ -22,72 +22,51 @@ def is_hub_name(data: str) -> bool:
 
     A name that ends like a file (rows.csv) counts as a missing file.
     """
-    if os.path.lexists(local_path(data, "data")) or re.search(r"\.[A-Za-z]{2,7}$", data):
+    if os.path.lexists(os.path.expanduser(data)) or re.search(r"\.[A-Za-z]{2,7}$", data):
         return False
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", data)) and not is_local_name(data)
 
 
-def load_hub_split(cfg: Any, split: str, field: str = "data_split") -> Any:
-    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`."""
+def load_split(name: str, config: str, split: str, revision: str, field: str) -> Any:
+    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`. Images stay encoded
+    bytes: decoded, those of all rows would not fit into memory.
+
+    Raises ValueError unless `revision` is a commit; the message gives the newest one.
+    """
     import datasets
 
+    if not COMMIT.fullmatch(revision):
+        raise unknown_commit(name, revision or "main")
     datasets.disable_progress_bars()
     cache_dir = CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
-    how = {"split": split, "revision": cfg.data_revision, "cache_dir": cache_dir}
+    how = {"split": split, "revision": revision, "cache_dir": cache_dir}
     try:
-        found = datasets.load_dataset(cfg.data, cfg.data_config or None, **how)
-        stored = [each["filename"] for each in found.cache_files]
-        if COMMIT.fullmatch(cfg.data_revision) and not any(cfg.data_revision in f for f in stored):
+        found = datasets.load_dataset(name, config or None, **how)
+        if not any(revision in each["filename"] for each in found.cache_files):
             raise ValueError("the Hub cannot be reached, and this disk has another commit of it")
-        return found
     except Exception as error:  # each library underneath has its own
         if isinstance(error, datasets.exceptions.DatasetGenerationError):  # says nothing itself
             error = error.__cause__ or error
-        where = f"{cfg.data}, config {cfg.data_config or 'default'}, split {split}"
-        where = one_line(where, 200)
-        raise ValueError(
-            f"task.{field}: cannot load {where} from the Hub: {one_line(error)}"
-        ) from None
+        where = f"{name}, config {config or 'default'}, split {split}"
+        text = f"cannot load {where} from the Hub: {one_line(error)}"
+        raise ValueError(f"task.{field}: {text}") from None
+    for column, feature in found.features.items():
+        if isinstance(feature, datasets.Image):
+            found = found.cast_column(column, datasets.Image(decode=False))
+    return found
 
 
-def check_commit(cfg: Any) -> None:
-    """Raises ValueError unless data_revision is a commit; the message gives the newest one."""
-    if COMMIT.fullmatch(cfg.data_revision):
-        return
+def unknown_commit(name: str, revision: str) -> ValueError:
+    """An error that gives the newest commit of a branch."""
     from huggingface_hub import HfApi
 
-    revision = cfg.data_revision or "main"
     try:
-        commit = HfApi().dataset_info(cfg.data, revision=revision).sha
+        commit = HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:
-        raise ValueError(
-            f"task.data: {one_line(cfg.data, 100)} is neither here nor on the Hub, or the Hub "
-            f"cannot be reached: {one_line(error)}"
-        ) from None
-    raise ValueError(
-        f"task.data_revision: data sets on the Hub change; write --task.data_revision {commit}, "
-        f"which is {one_line(revision, 60)} of {cfg.data} now"
-    )
-
-
-def open_columns(
-    cfg: Any, split: str, columns: Columns, field: str, optional: Container[str] = ()
-) -> Any:
-    """These columns of a split, memory-mapped. Images stay encoded bytes."""
-    import datasets
-
-    dataset = load_hub_split(cfg, split, field)
-    try:
-        check_columns(dataset.column_names, columns, optional)
-    except ValueError as error:
-        place = one_line(f"{cfg.data}, split {split}", 200)
-        raise ValueError(f"task.data: {place}: {error}") from None
-    existing = {*dataset.column_names}
-    dataset = dataset.select_columns([n for n in column_names(columns) if n in existing])
-    for column in dataset.column_names:  # decoded images of all rows would not fit into memory
-        if type(dataset.features[column]).__name__ == "Image":
-            dataset = dataset.cast_column(column, datasets.Image(decode=False))
-    return dataset
+        text = "is neither here nor on the Hub, or the Hub cannot be reached"
+        return ValueError(f"task.data: {name} {text}: {one_line(error)}")
+    text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
+    return ValueError(f"task.data_revision: data sets on the Hub change; {text}")
 
 
 def read_range(dataset: Any, columns: Columns, place: str, start: int, stop: int) -> Iterator[Row]:

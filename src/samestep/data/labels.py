@@ -19,15 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from samestep.base.console import one_line
-from samestep.base.files import read_json_object, replace_text
+from samestep.base.files import read_json_object
 from samestep.data import columns
-from samestep.data.sources import IncompleteRow, field_of
+from samestep.data.sources import field_of, require_value
 
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
 LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
 FILE = "labels.json"  # in the folder of prepared data
 FEW = 2  # rows of a class that is rather a mistake
-MANY = 20  # classes that are numbers: more of them are rather to be learnt as numbers
 TRUTHS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
@@ -37,12 +36,6 @@ TRUTHS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "tru
 def split_names(text: str) -> list[str]:
     """Names with commas between them; an empty text has none."""
     return [name.strip() for name in text.split(",")] if text else []
-
-
-def require_value(name: str, value: Any) -> None:
-    """Raises IncompleteRow for null, for blanks, and for NaN, which tables use for null."""
-    if value is None or value != value or not str(value).strip():
-        raise IncompleteRow(f"the {name} is {'NaN' if value != value else 'empty'}")
 
 
 def parse_row_label(row: dict, columns: list[str], problem_type: str) -> None:
@@ -56,14 +49,14 @@ def parse_row_label(row: dict, columns: list[str], problem_type: str) -> None:
         row["label"] = parse_label(row["label"], problem_type)
         return
     if not isinstance(row["label"], dict):
-        raise ValueError(f"a .txt file has no column {one_line(columns[0], 60)}")
+        raise ValueError(f"a .txt file has no column {columns[0]:.60}")
     names = []
     for name, value in row["label"].items():
-        shown = f"label {one_line(name, 60)}"
+        shown = f"label {name:.60}"
         require_value(shown, value)
         truth = TRUTHS.get(str(value).strip().lower())
         if truth is None:
-            raise ValueError(f"the {shown} is {one_line(repr(value), 60)} but must be 0 or 1")
+            raise ValueError(f"the {shown} is {value!r:.60} but must be 0 or 1")
         if truth:
             names.append(name)
     row["label"] = names
@@ -71,7 +64,7 @@ def parse_row_label(row: dict, columns: list[str], problem_type: str) -> None:
 
 def parse_label(value: Any, problem_type: str) -> Any:
     """A class's name, a list of names, or a number; raises ValueError for anything else."""
-    shown = one_line(repr(value), 60)
+    shown = f"{value!r:.60}"
     if problem_type == NUMBER:
         try:
             number = math.nan if isinstance(value, bool) else float(value)
@@ -98,7 +91,7 @@ def parse_class(value: Any) -> str:
     whole = isinstance(value, float | Decimal) and value % 1 == 0  # with nulls 1 is 1.0
     if whole or isinstance(value, str | int):
         return str(int(value) if whole else value).strip()
-    raise ValueError(f"the label is {one_line(repr(value), 60)}, not text or a whole number")
+    raise ValueError(f"the label is {value!r:.60}, not text or a whole number")
 
 
 def parse_list(text: str) -> list | None:
@@ -144,10 +137,10 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
         if cfg.class_weights == "balanced":
             weights = balanced_weights(counts)
             encoded["train"]["weight"] = weights[encoded["train"]["labels"]]
-    replace_text(folder / FILE, json.dumps(known))
-    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} to train on; {about[0]}"
+    (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
+    about[0] = f"{len(rows['train']):,} rows of {cfg.data:.100} to train on; {about[0]}"
     for line in about:
-        print(f"Preparing data: {line}", flush=True)
+        print(f"Preparing data: {one_line(line, 500)}", flush=True)
     for split, found in encoded.items():
         part = rows[split].remove_columns("label")
         for name, array in found.items():
@@ -178,16 +171,15 @@ def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
     """
     columns = split_names(cfg.label_columns)
     found = {*np.unique(label_lists(rows)[0])}
-    data = one_line(cfg.data, 100)
-    if twice := min((name for name in found if f"{name}.0" in found and not columns), default=""):
-        spellings = f"{one_line(twice, 60)} and {one_line(twice, 60)}.0"
-        raise ValueError(f"task.data: {data} has the labels {spellings}: write one")
+    for name in sorted(found) if not columns else ():
+        if f"{name}.0" in found:
+            raise ValueError(f"task.data: {cfg.data} has the labels {name} and {name}.0: write one")
     names = columns or sorted(found)
     if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
     if len(names) < 2 or not found:
-        present = f"only the label {one_line(names[0], 60)}" if len(names) == 1 else "no label"
-        raise ValueError(f"task.data: {data} has {present}: nothing to learn")
+        present = f"only the label {names[0]:.60}" if len(names) == 1 else "no label"
+        raise ValueError(f"task.data: {cfg.data} has {present}: nothing to learn")
     return names
 
 
@@ -197,11 +189,11 @@ def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) 
     if unknown := {*found} - {*names}:
         name = min(unknown)
         row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
-        some = one_line(", ".join(names), 200)
+        some = ", ".join(names)
         owner = "run that resumes" if split == "train" else "training data"
         raise ValueError(
             f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
-            f"{one_line(repr(name), 60)} is not in the {owner}, which has {some}"
+            f"{name!r:.60} is not in the {owner}, which has {some:.200}"
         )
 
 
@@ -233,26 +225,22 @@ def describe_labels(
     kind = "classes" if problem_type == SINGLE else "labels"
     most = int(counts.argmax())
     share = f"{counts[most] / len(rows):.1%} of the rows"
-    lines = [f"{len(names)} {kind}, the largest {one_line(names[most], 60)} with {share}"]
+    lines = [f"{len(names)} {kind}, the largest {names[most]:.60} with {share}"]
     once = int((counts == 1).sum())
+    few = [i for i in range(len(names)) if counts[i] <= FEW]
     if 2 * once > len(rows):
         lines.append(
             f"{len(names):,} {kind} of {len(rows):,} rows, {once:,} of them in one row alone: are "
             "task.label_column and task.problem_type right?"
         )
-    elif few := [i for i in range(len(names)) if counts[i] <= FEW]:
+    elif few:
         found, lengths = label_lists(rows)
         numbers = np.repeat(np.arange(len(rows)), lengths)
         shown = []
         for i in few[:5]:
             place = rows[int(numbers[found == names[i]][0])]["place"] if counts[i] else "none"
-            shown.append(f"{one_line(names[i], 60)} ({int(counts[i])}, the first: {place})")
+            shown.append(f"{names[i]:.60} ({int(counts[i])}, the first: {place})")
         lines.append(f"{len(few):,} of {len(names):,} {kind} have few rows: {', '.join(shown)}")
-    if problem_type == SINGLE and len(names) > MANY and all(map(str.isdecimal, names)):
-        lines.append(
-            f"the {len(names):,} classes are whole numbers; if their order means something, give "
-            f"--task.problem_type {NUMBER}"
-        )
     return lines
 
 

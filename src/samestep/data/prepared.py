@@ -307,8 +307,7 @@ def writes_to(cache: Path, own: str = "") -> Iterator[None]:
         known = number in PERMANENT_ERRORS
         if full or known and not own:
             reason = os.strerror(full or number or 0)
-            what = f"cannot write {one_line(cache, 100)}: {reason}"
-            raise ValueError(f"task.cache_dir: {what}") from None
+            raise ValueError(f"task.cache_dir: cannot write {cache}: {reason}") from None
         if own and isinstance(error, OSError) and (known or number is None):
             raise ValueError(f"{own}: {one_line(error)}") from error
         raise

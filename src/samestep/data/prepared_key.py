@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.data import shards
+from samestep.data.folders import files_below
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 
@@ -117,11 +117,9 @@ def code_of(task: Any, cfg: Any) -> list[str]:
 
 def fields_of(kind: type) -> set[str]:
     """The fields of a dataclass: their values count where it is used."""
-    return (
-        {each.name for each in dataclasses.fields(kind)}
-        if dataclasses.is_dataclass(kind)
-        else set()
-    )
+    if not dataclasses.is_dataclass(kind):
+        return set()
+    return {each.name for each in dataclasses.fields(kind)}
 
 
 def imported_names(first: set[str], names: set[str], root: Path) -> Iterator[str]:
@@ -205,8 +203,7 @@ def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
         below = cache.relative_to(root).parts if cache.is_relative_to(root) else (".",)
         if not any(part.startswith(".") for part in below):
             field = name.partition("/")[0]
-            shown = one_line(cache, 100)
-            raise ValueError(f"task.cache_dir: {shown} lies in task.{field}: give another")
+            raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
         if name.partition("/")[0] not in listed:
             found |= {f"{name}/{below}": file for below, file in files_below(path)}
     if isinstance(cfg, pretrained.ModelConfig):
@@ -230,27 +227,6 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(each)
 
 
-def files_below(root: str) -> Iterator[tuple[str, str]]:
-    """A file itself, or all files below a folder, each with its path there; no hidden ones."""
-    if not os.path.isdir(root):
-        yield "", root
-        return
-    seen = set()  # links may lead back
-    for folder, names, files in os.walk(root, onerror=raise_error, followlinks=True):
-        status = os.stat(folder)
-        new = (status.st_dev, status.st_ino) not in seen
-        seen.add((status.st_dev, status.st_ino))
-        names[:] = sorted(name for name in names if new and not name.startswith("."))
-        for name in sorted(files) if new else ():
-            if not name.startswith("."):
-                path = os.path.join(folder, name)
-                yield os.path.relpath(path, root) if folder != root else name, path
-
-
-def raise_error(error: OSError) -> None:
-    raise error
-
-
 def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
     """Size, time and inode of each file; raises ValueError for what is none."""
     found = {}
@@ -258,11 +234,11 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
         try:
             status = os.stat(path)
         except FileNotFoundError:
-            problem = f"{one_line(path, 200)} is a link to nothing, or was removed"
+            problem = f"{path} is a link to nothing, or was removed"
             raise ValueError(f"task.{name.partition('/')[0]}: {problem}") from None
         if not stat.S_ISREG(status.st_mode):
-            problem = f"{one_line(path, 200)} is no regular file"
-            raise ValueError(f"task.{name.partition('/')[0]}: {problem}; remove it")
+            problem = f"{path} is no regular file; remove it"
+            raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
         found[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
     return found
 

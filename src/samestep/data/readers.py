@@ -23,17 +23,14 @@ from datasets import Features
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
+from samestep.data.folders import COMPRESSIONS, IMAGES, TABLES, file_ending
 from samestep.data.hub import class_names, name_classes
-from samestep.data.sources import IMAGES
 from samestep.data.tables import (
-    COMPRESSIONS,
     SEPARATORS,
-    TABLES,
     Columns,
     Row,
     check_columns,
     column_names,
-    file_ending,
     replace_surrogates,
     select_columns,
 )
@@ -62,18 +59,25 @@ class Span(NamedTuple):
 # ---- Spans ---------------------------------------------------------------------------------------
 
 
-def spans_of(path: Path, document: int = 0) -> list[Span]:
+def spans_of(path: Path, held_out: float = 0) -> list[Span]:
     """The spans of a file. They follow from its content, and not from the number of processes.
 
-    A .txt file of more than `document` bytes is cut into documents (0: of more than DOCUMENT).
+    A large .txt file is cut into documents; with `held_out` so finely that this part of it can be
+    held out.
     """
     size, ending = path.stat().st_size, file_ending(path)
     whole = Span(str(path), size=size)
     if ending in IMAGES:
         return [whole]
     is_packed = path.suffix.lower() in COMPRESSIONS
-    if ending not in TABLES and (is_packed or size > (document or 1.5 * DOCUMENT)):
-        whole = whole._replace(document=document or DOCUMENT)
+    if ending not in TABLES:
+        document, longest = DOCUMENT, 1.5 * DOCUMENT
+        if held_out:
+            # A power of two: the documents stay the same while the text grows a little.
+            wanted = int(size * held_out)
+            document = longest = min(1 << max(wanted.bit_length() - 1, 0), DOCUMENT)
+        if is_packed or size > longest:
+            whole = whole._replace(document=document)
     if size < 1.5 * SPAN:
         return [whole]
     if ending == ".parquet":
@@ -128,9 +132,13 @@ class Place:
         self.path = one_line(span.path, 200)
         self.number = span.lines
         self.unit = "line"
+        self.columns: list[str] = []  # where a file names them before its rows
 
     def __str__(self) -> str:
         return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
+
+
+Reader = Callable[[Span, Columns | None, Place], Iterator[Any]]
 
 
 def read_span(
@@ -138,18 +146,24 @@ def read_span(
 ) -> Iterator[Row]:
     """Read the rows of a span, each with the values of the roles in `columns`, and its place.
 
-    Without `columns` all are read under their own names.
+    Without `columns` all are read under their own names. A column of a role in `optional` may be
+    missing.
 
     A file that is no table has its text in the role text, and the name of its folder as the label.
     Raises ValueError with file and line for what cannot be read, and for a missing column; and
     ConnectionError for a store out of reach.
     """
-    ending, place = file_ending(span.path), Place(span)
-    read = READERS.get(ending, _read_text)
+    place = Place(span)
+    read = READERS.get(file_ending(span.path))
     try:
-        for row in read(span, columns, optional, place):
-            has_image = "image" in (columns or ())
-            yield _locate_image(row, place, span) if has_image else (row, str(place))
+        if read:
+            yield from _read_table(read, span, columns, optional, place)
+        elif file_ending(span.path) in IMAGES:
+            label = replace_surrogates(Path(span.path).absolute().parent.name)
+            yield {"image": span.path, "label": label}, str(place)
+        else:
+            for row in _read_text(span, columns or {"text": "text", "label": "label"}, place):
+                yield row, str(place)
     except MemoryError:
         raise
     except Exception as error:  # each library has its own errors for what a file holds
@@ -159,15 +173,28 @@ def read_span(
         raise ValueError(text) from None
 
 
+def _read_table(
+    read: Reader, span: Span, columns: Columns | None, optional: Container[str], place: Place
+) -> Iterator[Row]:
+    is_first = not span.start
+    for row in read(span, columns, place):
+        if not isinstance(row, dict):
+            raise ValueError(f"not an object: {row!r:.60}")
+        if is_first:  # what a later row lacks is null
+            check_columns(place.columns or [*row], columns, optional)
+            is_first = False
+        row = select_columns(row, columns)
+        yield _locate_image(row, place, span) if "image" in (columns or ()) else (row, str(place))
+
+
 def _locate_image(row: dict, place: Place, span: Span) -> Row:
-    """A row with the path of its image from here. In a table it is relative to the table."""
+    """A row of a table with the path of its image from here: it is relative to the table."""
     image = row["image"]
     if isinstance(image, dict) and not image.get("bytes"):
         image = image.get("path")
     shown = str(place)
     if isinstance(image, str) and image.strip():
-        if file_ending(span.path) in TABLES:
-            shown += f": {one_line(image, 100)}"
+        shown += f": {one_line(image, 100)}"
         image = os.path.join(os.path.dirname(span.path), image)
     return {**row, "image": image}, shown
 
@@ -231,21 +258,15 @@ def _decode(data: bytes, place: Place) -> str:
         raise
 
 
-def _read_jsonl(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
-    is_first = not span.start
+def _read_jsonl(span: Span, columns: Columns | None, place: Place) -> Iterator[Any]:
     with closing(_open(span)) as file:
         # Split as bytes: JSON may hold characters that str.splitlines takes for line ends.
         for line in _lines(file, span, place):
             if line.strip():
-                yield _select(json.loads(line.decode()), columns, optional, is_first)
-                is_first = False
+                yield json.loads(line.decode())
 
 
-def _read_json(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
+def _read_json(span: Span, columns: Columns | None, place: Place) -> Iterator[Any]:
     """The objects of a list, or of lines, since many programs name .jsonl so."""
     with closing(_open(span)) as file:
         content = _decode(file.read(), place)
@@ -253,7 +274,7 @@ def _read_json(
         rows = json.loads(content)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and content.lstrip()[:1] == "{":
-            yield from _read_jsonl(span, columns, optional, place)
+            yield from _read_jsonl(span, columns, place)
             return
         place.number = error.lineno
         raise
@@ -261,20 +282,10 @@ def _read_json(
         raise ValueError("it holds no list of objects")
     place.unit = "row"
     for place.number, row in enumerate(rows, 1):
-        yield _select(row, columns, optional, place.number == 1)
+        yield row
 
 
-def _select(row: Any, columns: Columns | None, optional: Container[str], is_first: bool) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"not an object: {row!r:.60}")
-    if is_first:  # what a later row lacks is null
-        check_columns(list(row), columns, optional)
-    return select_columns(row, columns)
-
-
-def _read_csv(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
+def _read_csv(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
     mark, names, last = SEPARATORS[file_ending(span.path)], [], 0
     with closing(_open(span)) as file:
         rows = csv.reader(map(bytes.decode, _lines(file, span, place)), delimiter=mark, strict=True)
@@ -287,8 +298,7 @@ def _read_csv(
                     raise ValueError(text)
                 last = place.number
                 if row and not names:
-                    names = row
-                    check_columns(names, columns, optional)
+                    names = place.columns = row
                 elif row and len(row) != len(names):
                     expected = f"the first line has {len(names)} fields"
                     raise ValueError(f"{expected}, this one {len(row)}")
@@ -296,39 +306,33 @@ def _read_csv(
                 elif row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
                     raise ValueError("the column names stand here again: remove the line")
                 elif row:
-                    yield select_columns(dict(zip(names, row, strict=True)), columns)
+                    yield dict(zip(names, row, strict=True))
         except csv.Error as error:
             if "unexpected end of data" not in str(error):
                 raise
             place.number = last + 1
             raise ValueError('a " is opened and never closed') from None
-    check_columns(names, columns, optional)  # there may be no line
+    if not names:
+        raise ValueError("it is empty: it has no column names")
 
 
-def _read_parquet(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
+def _read_parquet(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
     place.unit = "row"
     # Otherwise memory grows with the file, or with its largest group of rows.
     content: Any = open_url(span.path) if "://" in span.path else span.path
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
-        existing = table.schema_arrow.names
-        check_columns(existing, columns, optional)
-        names = existing
+        names = place.columns = table.schema_arrow.names
         if columns is not None:
-            names = [name for name in column_names(columns) if name in existing]
+            names = [name for name in column_names(columns) if name in names]
         classes = class_names(Features.from_arrow_schema(table.schema_arrow))
         groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
         for batch in table.iter_batches(256, row_groups=groups, columns=names):
             for row in batch.to_pylist():
                 place.number += 1
-                yield select_columns(name_classes(row, classes), columns)
+                yield name_classes(row, classes)
 
 
-def _read_text(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
-    columns = {"text": "text", "label": "label"} if columns is None else columns
+def _read_text(span: Span, columns: Columns, place: Place) -> Iterator[dict]:
     if "group" in columns:
         raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
     blank: dict[str, Any] = dict.fromkeys(columns)
@@ -354,9 +358,7 @@ def _read_text(
             place.number += block.count(b"\n")
 
 
-def _read_tar(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
+def _read_tar(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
     """The samples of a WebDataset: files whose names are equal up to the first dot. A row has the
     keys of the .json, and the .txt as `text`."""
     place.unit = "sample"
@@ -371,7 +373,7 @@ def _read_tar(
                     row |= json.load(archive.extractfile(each))
                 elif ending == "txt":
                     row["text"] = archive.extractfile(each).read().decode()
-            yield _select(row, columns, optional, place.number == 1)
+            yield row
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -381,20 +383,11 @@ def _split_name(name: str) -> tuple[str, str]:
     return os.path.join(folder, key), ending
 
 
-def _read_image(
-    span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[dict]:
-    """The name of an image, and that of its folder as the label."""
-    path = Path(span.path)
-    yield {"image": path.name, "label": replace_surrogates(path.absolute().parent.name)}
-
-
-READERS: dict[str, Callable[[Span, Columns | None, Container[str], Place], Iterator[dict]]] = {
+READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
     ".tar": _read_tar,  # as a shard of a stream
-    **dict.fromkeys(IMAGES, _read_image),
 }

@@ -4,7 +4,10 @@
 travels in a column, so that the error is that of the first wrong row, with any number of processes.
 """
 
+import dataclasses
+import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,11 +22,14 @@ import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from samestep.base.console import one_line
+from samestep.base.fields import check_ignored_fields
 from samestep.base.workers import count_cores
 from samestep.data import hub, readers, sources, splits
 from samestep.data.building import build
+from samestep.data.folders import TABLES, choose, file_ending, list_files, print_files
 from samestep.data.readers import Span
-from samestep.data.tables import TABLES, Columns, Row, column_names, file_ending
+from samestep.data.sources import HELD_OUT, DataConfig, split_data
+from samestep.data.tables import Columns, Row, check_columns, column_names
 
 Normalize = Callable[[dict], tuple[dict, list[str]]]  # the stored row, and remarks to count
 # What is noted of a row beside its content; int64, since datasets has no column for 2**63 and more.
@@ -49,43 +55,58 @@ def num_processes(rows: int) -> int | None:
     return number if number > 1 else None
 
 
-def first_columns(cfg: Any, extensions: Iterable[str], field: str = "data") -> list[str]:
-    """Return the names of the columns of a source's first row; `cfg.data` is this source alone."""
-    if hub.is_hub_name(cfg.data) and field != "validation_data":
-        hub.check_commit(cfg)
-        split = cfg.validation_split if field == "validation_split" else cfg.data_split
-        return hub.load_hub_split(cfg, split).column_names
-    for path in sources.list_files(getattr(cfg, field), extensions, field):
-        for row, _ in readers.read_span(readers.spans_of(path)[0], None):
-            return [*row]
-    return []
-
-
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Input:
-    """The rows that a field of a source's config names."""
+    """The rows that a field names: of a source, or those to evaluate on."""
 
-    cfg: Any  # a DataConfig with `data` of this source
     field: str  # data or data_split, validation_data or validation_split
+    data: str  # as the config has it
     name: str  # for metrics
-    columns: Columns
-    optional: Container[str]  # roles
-    spans: list[Span]
+    files: list[Path] = dataclasses.field(default_factory=list)
     bundled: Callable[[], Iterable[Row]] | None = None
     dataset: Dataset | None = None  # of the Hub
+    split: str = ""  # of the Hub
+    columns: Columns = dataclasses.field(default_factory=dict)
+    optional: Container[str] = ()  # roles
+    spans: list[Span] = dataclasses.field(default_factory=list)
 
     @property
     def is_validation(self) -> bool:
         return self.field.startswith("validation")
 
-    @property
-    def data(self) -> str:
-        """The name of the data, for messages."""
-        cfg = self.cfg
-        return one_line(cfg.validation_data if self.field == "validation_data" else cfg.data, 100)
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of the columns, those of the first row of files; empty: there are none."""
+        if self.dataset is not None:
+            return self.dataset.column_names
+        for path in self.files:
+            for row, _ in readers.read_span(readers.spans_of(path)[0], None):
+                return [*row]
+        return []
+
+    def open(self, columns: Columns, optional: Container[str], held_out: float) -> None:
+        """Sets what is read, and its spans. `held_out`: the part of a single text."""
+        self.columns, self.optional = columns, optional
+        if len(self.files) != 1:
+            held_out = 0
+        self.spans = [span for path in self.files for span in readers.spans_of(path, held_out)]
+        if self.bundled:
+            self.spans = [Span(self.data)]
+        if self.dataset is not None:
+            place = f"{self.data}, split {self.split}"
+            try:
+                check_columns(self.names, columns, optional)
+            except ValueError as error:
+                raise ValueError(f"task.data: {place}: {error}") from None
+            read = [name for name in column_names(columns) if name in self.names]
+            self.dataset = self.dataset.select_columns(read)
+            rows, total = len(self.dataset), self.dataset.data.nbytes
+            for start in range(0, rows, HUB_ROWS):
+                stop = min(start + HUB_ROWS, rows)
+                self.spans.append(Span(place, start, stop, size=total * (stop - start) // rows))
 
     def read(self, span: Span) -> Iterator[Row]:
         if self.bundled:
@@ -95,67 +116,43 @@ class Input:
         return readers.read_span(span, self.columns, self.optional, self.field)
 
 
-def inputs_of(
-    cfg: Any,
-    columns: Callable[[Any], Columns],
+def find_inputs(
+    cfg: DataConfig,
     bundled: dict[str, Callable[[], Iterable[Row]]],
-    extensions: tuple[str, ...],
-    optional: Container[str],
+    extensions: Iterable[str],
 ) -> list[Input]:
-    """The rows of all sources, and those to evaluate on. Prints the files that are not read."""
-    inputs = []
-    found = sources.by_source(cfg, extensions)
-    is_divided = any(own.validation_data or own.validation_split for _, own in found)
-    for source, own in found:
-        is_bundled = own.data in bundled
-        sources.print_skipped_files(own, extensions, is_bundled)
-        on_hub = not is_bundled and hub.is_hub_name(own.data)
-        fields = {"data_split" if on_hub else "data": source.name}
-        if own.validation_data:
-            other = own.validation_data != own.data
-            fields["validation_data"] = Path(own.validation_data).name if other else source.name
-        elif on_hub and own.validation_split:
-            fields["validation_split"] = source.name
-        roles = columns(own)
-        if own.group_column:
-            roles = {**roles, "group": own.group_column}
-        for field, name in fields.items():
-            each = Input(own, field, name, roles, optional, [])
-            if field == "data" and is_bundled:
-                each.bundled = bundled[own.data]
-                each.spans = [Span(own.data)]
-            elif field.endswith("split"):
-                open_split(each)
-            else:
-                each.spans = spans_of_files(own, field, extensions, is_divided)
-            inputs.append(each)
-    return inputs
+    """The rows of all sources, and then those to evaluate on, if there are any.
 
-
-def open_split(source: Input) -> None:
-    """Loads a split of the Hub."""
-    cfg, split = source.cfg, getattr(source.cfg, source.field)
-    hub.check_commit(cfg)
-    source.dataset = hub.open_columns(cfg, split, source.columns, source.field, source.optional)
-    rows, total = len(source.dataset), source.dataset.data.nbytes
-    place = f"{cfg.data}, split {split}"
-    for start in range(0, rows, HUB_ROWS):
-        stop = min(start + HUB_ROWS, rows)
-        source.spans.append(Span(place, start, stop, size=total * (stop - start) // rows))
-
-
-def spans_of_files(
-    cfg: Any, field: str, extensions: tuple[str, ...], is_divided: bool
-) -> list[Span]:
-    """The spans of all files. A single text is cut so finely that a part can be held out, unless
-    there are validation rows."""
-    files = sources.list_files(getattr(cfg, field), extensions, field)
-    document = 0
-    if not is_divided and len(files) == 1 and file_ending(files[0]) not in TABLES:
-        wanted = int(files[0].stat().st_size * cfg.validation_fraction)
-        # A power of two: the documents stay the same while the text grows a little.
-        document = min(1 << max(wanted.bit_length() - 1, 0), readers.DOCUMENT)
-    return [span for file in files for span in readers.spans_of(file, document)]
+    `bundled`: functions that return (row, place) pairs, by the name that cfg.data has. Of a folder
+    whose files are named for several splits those to train on, and, unless cfg.validation_data
+    names others, those to evaluate on. Prints the files that are not read.
+    """
+    inputs, given = [], []
+    for source in split_data(cfg.data):
+        data, name = source.data, source.name
+        if data in bundled:
+            inputs.append(Input("data", data, name, bundled=bundled[data]))
+        elif hub.is_hub_name(data):
+            for field, found in (("data_split", inputs), ("validation_split", given)):
+                if split := getattr(cfg, field):
+                    options = (data, cfg.data_config, split, cfg.data_revision)
+                    rows = hub.load_split(*options, field)
+                    found.append(Input(field, data, name, dataset=rows, split=split))
+        else:
+            files = list_files(data, extensions)
+            inputs.append(Input("data", data, name, choose(files.by_split, "train", "data", data)))
+            evaluates = not cfg.validation_data and "validation" in files.by_split
+            print_files(files, data, evaluates)
+            if evaluates:
+                where = f"where {data} has files for validation"
+                check_ignored_fields(cfg, [(HELD_OUT, False, where)])
+                given.append(Input("validation_data", data, name, files.by_split["validation"]))
+    if data := cfg.validation_data:
+        files = list_files(data, extensions, "validation_data")
+        chosen = choose(files.by_split, "validation", "validation_data", data)
+        given.append(Input("validation_data", data, Path(data).name, chosen))
+        print_files(files, data, False)
+    return [*inputs, *given]
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -180,12 +177,12 @@ class RowMaker:
     features: dict[str, Any]
     group: Callable[[dict], str] | None
     key: Callable[[dict], str]
+    skips_incomplete: bool
 
     @property
     def names(self) -> list[str]:
         """The names of the sources, those to train on first."""
-        ordered = sorted(self.inputs, key=lambda each: each.is_validation)
-        return [*dict.fromkeys(each.name for each in ordered)]
+        return [*dict.fromkeys(each.name for each in self.inputs)]
 
     @property
     def stored(self) -> Features:
@@ -226,13 +223,12 @@ class RowMaker:
         """The row as it is stored, with its notes. Raises ValueError for one that ends the run."""
         group = row.pop("group", None)
         try:
-            if source.cfg.group_column and group in (None, ""):
+            if "group" in source.columns and group in (None, ""):
                 raise sources.IncompleteRow("the group is empty")
             stored, remarks = self.normalize(row)
         except ValueError as error:
-            left_out: Counter = Counter()
-            sources.leave_out(error, place, source.cfg, source.field, left_out)
-            return {"skipped": next(iter(left_out))}
+            field, skips = source.field, self.skips_incomplete
+            return {"skipped": reason_to_skip(error, place, field, skips)}
         key = self.key(stored)
         hashed = side = hash_of(key)
         if group is not None:
@@ -242,6 +238,19 @@ class RowMaker:
         size = len(key.encode()) + len(stored.get("bytes") or b"")
         notes = {"hash": hashed, "side": side, "size": size}
         return stored | notes | {"remarks": "\n".join(remarks)}
+
+
+def reason_to_skip(error: ValueError, place: str, field: str, skips_incomplete: bool) -> str:
+    """Why a row is left out; raises ValueError where it must not be."""
+    if isinstance(error, sources.UselessRow):
+        return str(error)
+    if not isinstance(error, sources.IncompleteRow):
+        raise ValueError(f"task.{field}: {place}: {error}") from None
+    if not skips_incomplete:
+        hint = "--task.incomplete_rows skip leaves such rows out"
+        raise ValueError(f"task.{field}: {place}: {error}; {hint}") from None
+    reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
+    return f"incomplete: {reason}"
 
 
 def units_of(inputs: list[Input]) -> list[list[tuple[int, Span]]]:
@@ -279,13 +288,12 @@ def read_all(maker: RowMaker) -> Dataset:
 
 
 def load_rows(
-    cfg: Any,
+    inputs: list[Input],
+    cfg: DataConfig,
     normalize: Normalize,
     features: dict[str, Any],
     *,
-    columns: Callable[[Any], Columns],
-    bundled: dict[str, Callable[[], Iterable[Row]]],
-    extensions: tuple[str, ...],
+    columns: Callable[[Input], Columns],
     optional: Container[str] = (),
     group: Callable[[dict], str] | None = None,
     stratify: str = "",
@@ -293,17 +301,16 @@ def load_rows(
     maximum_bytes: int = 0,
     plural: str = "rows",
     nothing_held: str = "all rows of {data} are equal; add others, to hold some out",
-    remark_line: str = "in {number:,} {plural} {remark}",
 ) -> DatasetDict:
-    """Read the rows of cfg.data into a DatasetDict of train and validation, and print what is read.
+    """Read the rows of these inputs as splits train and validation, and print what is read.
 
+    inputs       those of find_inputs.
     normalize    gets a row {role: value} and returns what is stored of it, and remarks to count.
                  Raises IncompleteRow (cfg.incomplete_rows decides), UselessRow (left out), or
                  ValueError, which ends the run.
     features     the columns that `normalize` returns; text becomes large_string. Added are
                  "source", a ClassLabel of the sources' names, and "place", file and line.
-    columns      gets the config of one source and returns {role: column}.
-    bundled      functions that return (row, place) pairs, by the name that cfg.data has.
+    columns      gets an input and returns {role: column}.
     optional     roles whose column may be missing: they are None.
     group        of a stored row: rows with one group are all held out, or none. By default, and
                  where validation rows are given, the content; cfg.group_column replaces it.
@@ -314,31 +321,31 @@ def load_rows(
     The result is the same for any number of processes. Raises ValueError for the first row that
     cannot be used, and where there is none to train on or to hold out.
     """
-    inputs = inputs_of(cfg, columns, bundled, extensions, optional)
-    rows = read_all(RowMaker(inputs, normalize, features, group, key))
+    is_divided = any(each.is_validation for each in inputs)
+    for source in inputs:
+        roles = columns(source)
+        if cfg.group_column:
+            roles = {**roles, "group": cfg.group_column}
+        source.open(roles, optional, 0 if is_divided else cfg.validation_fraction)
+    skips = cfg.incomplete_rows == "skip"
+    rows = read_all(RowMaker(inputs, normalize, features, group, key, skips))
     notes = {name: rows.data.column(name) for name in NOTES}
-    is_skipped = pc.not_equal(notes["skipped"], "")
-    left_out: Counter = Counter()
-    for text in notes["skipped"].filter(is_skipped).to_pylist():
-        sources.add_left_out(left_out, {text: 1})
-    numbers = np.where(is_skipped.to_numpy(), -1, notes["input"].to_numpy())
+    is_skipped = pc.not_equal(notes["skipped"], "").to_numpy()
+    numbers = np.where(is_skipped, -1, notes["input"].to_numpy())
     places = [np.flatnonzero(numbers == number) for number in range(len(inputs))]
-    for number, source in enumerate(inputs):
-        if not len(places[number]):
-            data = one_line(getattr(source.cfg, source.field), 100)
-            raise ValueError(f"task.{source.field}: there are no rows in {data}")
-        own = pc.and_(pc.not_equal(notes["remarks"], ""), pc.equal(notes["input"], number))
-        remarks = pc.value_counts(notes["remarks"].filter(own)).to_pylist()
-        print_columns(source, len(places[number]), extensions, plural)
-        print_remarks(source, len(places[number]), remarks, plural, remark_line)
+    for source, own in zip(inputs, places, strict=True):
+        if not len(own):
+            raise ValueError(f"task.{source.field}: there are no rows in {source.data}")
+        print_rows(source, notes["remarks"].take(own), plural)
     hashes = notes["hash"].to_numpy().view(np.uint64)
     train = [own for own, source in zip(places, inputs, strict=True) if not source.is_validation]
-    given = [own for own, source in zip(places, inputs, strict=True) if source.is_validation]
+    given = places[len(train) :]
     equal = sum(len(own) - len(np.unique(hashes[own])) for own in train)
     if given:
-        validation = np.concatenate(given)
-        known = np.isin(hashes[validation], hashes[np.concatenate(train)])
-        sources.say_overlap(int(known.sum()), len(validation))
+        known = np.isin(hashes[np.concatenate(given)], hashes[np.concatenate(train)])
+        if known.any():
+            text = f"{known.sum():,} of {len(known):,} validation rows are training rows too"
+            print(f"Preparing data: {text}: evaluation will look better than it is", flush=True)
     else:
         sides = notes["side"].to_numpy().view(np.uint64)
         sizes = notes["size"].to_numpy() if maximum_bytes else np.ones(len(rows))
@@ -347,24 +354,25 @@ def load_rows(
         if stratify:
             values = pc.fill_null(rows.data.column(stratify), "")
             strata = np.unique(values.to_numpy(), return_inverse=True)[1]
-        held: set[int] = set()
-        for own, source in zip(places, inputs, strict=True):
-            most = maximum / len(train)
-            found = hold_out(sides[own], sizes[own], strata[own], cfg.validation_fraction, most)
-            if not found:
+        is_held = np.zeros(len(rows), bool)
+        for own, source in zip(train, inputs, strict=True):
+            parts = (sides[own], sizes[own], strata[own])
+            held = splits.hold_out(*parts, cfg.validation_fraction, maximum / len(train))
+            if not len(held):
                 raise ValueError(f"task.data: {nothing_held.format(data=source.data)}")
-            held |= found
-        is_held = splits.is_in(sides, held)
-        validation = np.concatenate([own[is_held[own]] for own in places])
-        train = [own[~is_held[own]] for own in places]
+            is_held |= np.isin(sides, held)
+        given = [own[is_held[own]] for own in train]
+        train = [own[~is_held[own]] for own in train]
         for own, source in zip(train, inputs, strict=True):
             if not len(own):
                 text = f"all rows of {source.data} are held out, since other sources have them too"
                 raise ValueError(f"task.data: {text}")
-    chosen = {"train": np.concatenate(train), "validation": validation}
-    remark = f"; {equal:,} are equal to others" if equal else ""
-    evaluated = f"{len(validation):,}"
-    sources.say_prepared(plural, len(rows), len(chosen["train"]), evaluated, left_out, remark)
+    chosen = {"train": np.concatenate(train), "validation": np.concatenate(given)}
+    text = f"{len(rows):,} {plural} read, {len(chosen['train']):,} to train on, "
+    text += f"{len(chosen['validation']):,} to evaluate on{describe_skipped(rows)}"
+    if equal:
+        text += f"; {equal:,} are equal to others"
+    print(f"Prepared: {text}", flush=True)
     rows = rows.remove_columns([*NOTES])
     return DatasetDict({split: keep(rows, places) for split, places in chosen.items()})
 
@@ -382,44 +390,38 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
     return chosen.with_format(None)
 
 
-def hold_out(
-    sides: np.ndarray, sizes: np.ndarray, strata: np.ndarray, fraction: float, maximum: float
-) -> set[int]:
-    """The hashes of the rows of a source that are held out: see `splits.hold_out`."""
-    limits = splits.extremes([(sides, strata)])
-    chosen = splits.is_candidate(sides, limits, fraction)
-    return splits.hold_out(sides[chosen], sizes[chosen], limits, fraction, maximum)
-
-
-def print_columns(source: Input, rows: int, extensions: tuple[str, ...], plural: str) -> None:
-    """Prints the number of rows, and the columns that are read and not read."""
+def print_rows(source: Input, remarks: pyarrow.ChunkedArray, plural: str) -> None:
+    """Prints the number of rows, the columns that are read and not read, and how many rows each
+    remark is made of. `remarks`: those of each row, as lines."""
     names = []
-    if source.dataset is not None or file_ending(source.spans[0].path) in TABLES:
-        names = first_columns(source.cfg, extensions, source.field)
-    text = f"{rows:,} {plural} of {source.data}{describe_columns(names, source.columns)}"
-    print(f"Preparing data: {text}", flush=True)
+    if source.dataset is not None or any(file_ending(path) in TABLES for path in source.files[:1]):
+        names = source.names
+    shown = f"{len(remarks):,} {plural} of {one_line(source.data, 100)}"
+    print(f"Preparing data: {shown}{describe_columns(names, source.columns)}", flush=True)
+    total: Counter = Counter()
+    for each in pc.value_counts(remarks).to_pylist():
+        for line in each["values"].splitlines():
+            total[line] += each["counts"]
+    for remark, number in sorted(total.items()):
+        print(f"Preparing data: in {number:,} {plural} {remark}", flush=True)
 
 
 def describe_columns(names: list[str], columns: Columns) -> str:
     """The columns that are read and not read, as part of a sentence; empty: there are none."""
+    if not names:
+        return ""
     wanted = column_names(columns)
     read = ", ".join(name for name in names if name in wanted)
     unread = ", ".join(name for name in names if name not in wanted)
-    if not names:
-        return ""
     text = f", from {one_line(read, 200)}"
     return f"{text} (not read: {one_line(unread, 200)})" if unread else text
 
 
-def print_remarks(
-    source: Input, rows: int, remarks: list[dict[str, Any]], plural: str, form: str
-) -> None:
-    """Prints how many rows each remark is made of. `remarks`: values, of one or more lines, and
-    counts."""
-    total: Counter = Counter()
-    for each in remarks:
-        for line in each["values"].splitlines():
-            total[line] += each["counts"]
-    for remark, number in sorted(total.items()):
-        known = {"number": number, "rows": rows, "plural": plural, "data": source.data}
-        print(f"Preparing data: {form.format(remark=remark, **known)}", flush=True)
+def describe_skipped(rows: Dataset) -> str:
+    """How many rows were left out, and why, as part of a sentence; empty: none."""
+    reasons = rows.data.column("skipped")
+    found = []
+    for each in pc.value_counts(reasons.filter(pc.not_equal(reasons, ""))).to_pylist():
+        place = rows[pc.index(reasons, each["values"]).as_py()]["place"]
+        found.append(f"{each['counts']:,} {each['values']} (the first: {place})")
+    return f"; left out: {', '.join(found)}" if found else ""

@@ -14,8 +14,16 @@ import numpy as np
 
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import check_fields, local_path
-from samestep.data import hub, sources, splits
-from samestep.data.tables import COMPRESSIONS, TABLES, file_ending
+from samestep.data import hub, splits
+from samestep.data.folders import (
+    COMPRESSIONS,
+    TABLES,
+    choose,
+    divide,
+    file_ending,
+    files_below,
+    split_of,
+)
 
 EXTENSIONS = (".txt", *TABLES, ".tar")
 # Names that stores give a digest of a file, or else a time.
@@ -41,27 +49,27 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
     check_fields(cfg, rules)
     if cfg.data in bundled or hub.is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
-        raise ValueError(
-            f"task.streaming: {one_line(cfg.data, 60)} is not a folder or URL of shards; of a data "
-            f"set on the Hub give the URL of its files, {one_line(example, 100)}"
-        )
+        hint = f"of a data set on the Hub give the URL of its files, {example}"
+        raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
 
 
-def list_shards(data: str, field: str) -> list[Shard]:
-    """The shards of a folder or URL, in the order of their names. Raises ValueError."""
+def list_shards(data: str, field: str) -> dict[str, list[Shard]]:
+    """The shards of a folder or URL by their splits, in the order of their names. Raises
+    ValueError."""
     if "://" in data:
         found = list_store(data, field)
     else:
         root = local_path(data, field)
         found = []
-        listed = sources.walk_all(data, EXTENSIONS, field)
-        for path in sorted(Path(folder, each) for folder, names, _ in listed for each in names):
-            name = path.relative_to(root).as_posix() if root.is_dir() else path.name
-            found.append(Shard(str(path), name, path.stat().st_size, digest_ends(path)))
+        for below, path in files_below(str(root)) if root.exists() else ():
+            if file_ending(path) in EXTENSIONS:
+                name = below or root.name
+                found.append(Shard(path, name, os.stat(path).st_size, digest_ends(path)))
+        found.sort(key=lambda each: Path(each.path))
     if not found:
         kinds = ", ".join(EXTENSIONS)
-        raise ValueError(f"task.{field}: there is no shard at {one_line(data, 100)}, of {kinds}")
-    return found
+        raise ValueError(f"task.{field}: there is no shard at {data}, of {kinds}")
+    return divide({each: split_of(each.name) for each in found})
 
 
 def list_store(url: str, field: str) -> list[Shard]:
@@ -86,11 +94,11 @@ def list_store(url: str, field: str) -> list[Shard]:
     return found
 
 
-def digest_ends(path: Path) -> str:
+def digest_ends(path: str) -> str:
     """A digest of the first and the last bytes of a file."""
     with open(path, "rb") as file:
         content = file.read(ENDS)
-        file.seek(max(path.stat().st_size - ENDS, 0))
+        file.seek(max(os.stat(path).st_size - ENDS, 0))
         return hashlib.sha256(content + file.read()).hexdigest()[:16]
 
 
@@ -102,36 +110,22 @@ def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
 
 @functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
 def split_once(data: str, validation_data: str, fraction: float) -> tuple[list[Shard], list[Shard]]:
-    every = list_shards(data, "data")
-    train = choose_shards(every, "data", data)
+    by_split = list_shards(data, "data")
+    train = choose(by_split, "train", "data", data)
     if validation_data:
         more = list_shards(validation_data, "validation_data")
-        return train, choose_shards(more, "validation_data", validation_data)
-    rest = [each for each in every if each not in train]
-    if given := [each for each in rest if splits.split_of(each.name) == "validation"]:
-        return train, given
+        return train, choose(more, "validation", "validation_data", validation_data)
+    if "validation" in by_split:
+        return train, by_split["validation"]
     digests = [hashlib.sha256(name_alone(each.name).encode()).digest() for each in train]
     hashes = np.array([int.from_bytes(each[:8], "big") for each in digests], np.uint64)
-    limits = splits.extremes([(hashes, np.zeros(len(hashes), int))])
-    chosen = splits.hold_out(hashes, np.ones(len(hashes)), limits, fraction, len(hashes))
-    if not chosen:
-        raise ValueError(
-            f"task.data: {one_line(data, 100)} is one shard, and one is held out; cut it, or give "
-            "--task.validation_data PATH"
-        )
-    is_held = splits.is_in(hashes, chosen)
-    held = [each for each, own in zip(train, is_held, strict=True) if own]
+    sizes, labels = np.ones(len(hashes)), np.zeros(len(hashes), int)
+    chosen = splits.hold_out(hashes, sizes, labels, fraction, len(hashes))
+    if not len(chosen):
+        hint = "cut it, or give --task.validation_data PATH"
+        raise ValueError(f"task.data: {data} is one shard, and one is held out; {hint}")
+    held = [each for each, own in zip(train, hashes, strict=True) if own in chosen]
     return [each for each in train if each not in held], held
-
-
-def choose_shards(found: list[Shard], field: str, data: str) -> list[Shard]:
-    """Of shards that their names divide, those that a field means: see `splits`."""
-    named = [splits.split_of(each.name) for each in found]
-    counts = splits.count(named)
-    if not counts:
-        return found
-    wanted = splits.choose(counts, field, data)
-    return [each for each, split in zip(found, named, strict=True) if split == wanted]
 
 
 def name_alone(name: str) -> str:

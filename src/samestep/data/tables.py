@@ -1,29 +1,18 @@
-"""Kinds of files that hold rows, and columns of a row by their roles.
+"""Columns of a row by their roles.
 
 A row is a pair: a dict with a value for each role that a task asks for (text, label, ...), and its
 place (file and line), which error messages name.
 """
 
 import itertools
-import os
 from collections.abc import Container, Iterable
-from pathlib import Path
 from typing import Any
 
 from samestep.base.console import one_line
 
 Row = tuple[dict[str, Any], str]
 Columns = dict[str, str | list[str]]  # for each role its column, or several
-TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which compresses itself
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-
-
-def file_ending(path: Path | str) -> str:
-    """A file's ending in lower case. A compressed file has the inner one: .csv for rows.CSV.GZ."""
-    stem, ending = os.path.splitext(str(path).lower())
-    inner = os.path.splitext(stem)[1] if ending in COMPRESSIONS else ""
-    return inner if inner and inner != ".parquet" else ending
 
 
 def column_names(columns: Columns) -> list[str]:
@@ -37,19 +26,15 @@ def check_columns(
 ) -> None:
     """Raises ValueError for a missing or ambiguous column; names the existing ones and the flag."""
     names = list(existing)
-    if columns and not names:
-        raise ValueError("it is empty: it has no column names")
     for role in columns or {}:
         for name in column_names({role: columns[role]}):
             number = names.count(name)
             if number > 1 or (number == 0 and role not in optional):
                 shown = one_line(", ".join(names[:20]), 100)
                 problem = "more than one column" if number else "no column"
-                field = f"{role}_column" + "s" * (name != columns[role])
-                raise ValueError(
-                    f"{problem} {one_line(name, 60)} among {shown}; name the right one with "
-                    f"--task.{field}"
-                )
+                field = f"{role}_column" if name == columns[role] else f"{role}_columns"
+                hint = f"name the right one with --task.{field}"
+                raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
 
 
 def select_columns(row: dict, columns: Columns | None) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
         size = own.get("crop_size" if own.get("do_center_crop") else "size") or {}
         side = size.get("height") or size.get("shortest_edge")
         if not isinstance(side, int) or not 1 <= side <= 8192:
-            name = one_line(cfg.model_name_or_path, 100)
-            raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
+            text = f"{cfg.model_name_or_path} does not say the size of its images"
+            raise ValueError(f"task.model_name_or_path: {text}")
         mean, std = [0.0] * 3, [1.0] * 3
         if own.get("do_normalize"):
             mean, std = own["image_mean"], own["image_std"]

@@ -21,10 +21,9 @@ import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, local_path
-from samestep.base.files import replace_text
-from samestep.data import demo_data, hub, labels, readers, sources, tables
-from samestep.data.rows import keep, load_rows
-from samestep.data.tables import TABLES
+from samestep.data import demo_data, hub, labels, readers, sources
+from samestep.data.folders import IMAGES, TABLES, check_class_folders, file_ending, files_below
+from samestep.data.rows import find_inputs, keep, load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
@@ -77,11 +76,12 @@ def check_config(cfg: Any) -> None:
 
 
 def local_data(cfg: Any) -> dict[str, str]:
-    """The fields that name local files or folders, with their values."""
-    found = {"validation_data": cfg.validation_data} if cfg.validation_data else {}
+    """The local files or folders that fields name."""
+    found = {"data": cfg.data, "validation_data": cfg.validation_data}
     if cfg.data == BUNDLED or hub.is_hub_name(cfg.data):
-        return found
-    return {"data": cfg.data, **found}
+        del found["data"]
+    found = {field: os.path.expanduser(data) for field, data in found.items() if data}
+    return {field: path for field, path in found.items() if os.path.exists(path)}
 
 
 def extensions_of(cfg: Any) -> tuple[str, ...]:
@@ -89,32 +89,32 @@ def extensions_of(cfg: Any) -> tuple[str, ...]:
 
     In a folder .json is none: tools keep notes in such files beside images.
     """
-    for field, data in local_data(cfg).items():
-        if Path(data).expanduser().is_dir():
+    for root in local_data(cfg).values():
+        if os.path.isdir(root):
             found = tuple(each for each in TABLES if each != ".json")
-            listed = sources.walk_all(data, found, field)
-            return found if any(names for _, names, _ in listed) else sources.IMAGES
-    return (*TABLES, *sources.IMAGES)
+            has_table = any(file_ending(path) in found for _, path in files_below(root))
+            return found if has_table else IMAGES
+    return (*TABLES, *IMAGES)
 
 
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
     endings = [each for each in extensions_of(cfg) if each in TABLES]
-    for field, data in local_data(cfg).items():
-        for folder, names, _ in sources.walk_all(data, endings, field) if endings else ():
-            paths = [Path(folder, name) for name in names]
-            named = [path for path in paths if not holds_images(path, cfg.image_column)]
-            for span in (span for path in named for span in readers.spans_of(path)):
+    for field, root in local_data(cfg).items() if endings else ():
+        for path in [path for _, path in files_below(root) if file_ending(path) in endings]:
+            if holds_images(path, cfg.image_column):
+                continue
+            for span in readers.spans_of(Path(path)):
                 for row, _ in readers.read_span(span, {"image": cfg.image_column}, (), field):
                     if isinstance(row["image"], str) and os.path.isfile(row["image"]):
                         found[row["image"]] = None
     return [*found]
 
 
-def holds_images(table: Path, column: str) -> bool:
+def holds_images(table: str, column: str) -> bool:
     """Whether this is a .parquet file with the images inside."""
-    if tables.file_ending(table) == ".parquet":
+    if file_ending(table) == ".parquet":
         # Reading the rows says what is wrong.
         with contextlib.suppress(pyarrow.ArrowException, OSError, KeyError):
             kind = pyarrow.parquet.read_schema(table).field(column).type
@@ -125,7 +125,7 @@ def holds_images(table: Path, column: str) -> bool:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize(row: dict, skip: bool) -> tuple[dict[str, Any], list[str]]:
+def normalize(row: dict, skip: bool, background: str) -> tuple[dict[str, Any], list[str]]:
     """The path or the bytes of an image, a digest of its file, and the name of its class.
 
     Raises IncompleteRow for a row without an image or a class, UselessRow for a file that is no
@@ -134,15 +134,16 @@ def normalize(row: dict, skip: bool) -> tuple[dict[str, Any], list[str]]:
     image = row["image"]
     if isinstance(image, dict):  # as the Hub has them
         image = image.get("bytes") or image.get("path")
-    labels.require_value("image", image)
-    labels.require_value("label", row["label"])
+    sources.require_value("image", image)
+    sources.require_value("label", row["label"])
     if not isinstance(image, str | bytes):
-        raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
+        raise ValueError(f"the image is {image!r:.60}; give a path")
     label = labels.parse_class(row["label"])
     try:
         with images.open_image(image) as opened:
             content = Path(image).read_bytes() if isinstance(image, str) else image
-            remarks = ["transparent"] if opened.has_transparency_data else []
+            is_clear = opened.has_transparency_data
+            remarks = [f"transparent parts, if any, are put on {background}"] if is_clear else []
     except Exception as error:  # each decoder has its own
         if skip:
             raise sources.UselessRow("unreadable") from None
@@ -160,21 +161,18 @@ def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, A
     """
     image_data.prepare_processor(cfg, folder)
     extensions = extensions_of(cfg)
-    for field, data in local_data(cfg).items():
-        for path, names, _ in sources.walk(data, extensions, field):
-            if names and extensions == sources.IMAGES:
-                sources.class_of(Path(path, names[0]), Path(data).expanduser(), field)
+    inputs = find_inputs(cfg, {BUNDLED: demo_data.digit_rows}, extensions)
+    for each in inputs if extensions == IMAGES else ():
+        check_class_folders(each.files, each.data, each.field)
     rows = load_rows(
+        inputs,
         cfg,
-        partial(normalize, skip=cfg.unreadable_images == "skip"),
+        partial(normalize, skip=cfg.unreadable_images == "skip", background=cfg.background),
         COLUMNS,
-        columns=lambda own: {"image": own.image_column, "label": own.label_column},
-        bundled={BUNDLED: demo_data.digit_rows},
-        extensions=extensions,
+        columns=lambda _: {"image": cfg.image_column, "label": cfg.label_column},
         stratify="label",
         key=itemgetter("digest"),
         plural="images",
-        remark_line="{number:,} of {rows:,} images may be {remark}: put on " + cfg.background,
         nothing_held="no image of {data} can be held out to evaluate on, since each class has one; "
         "add others, or give --task.validation_data PATH",
     )
@@ -189,11 +187,11 @@ def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> list[str
     """
     names = labels.read(folder).get("names") or sorted(rows["train"].unique("label"))
     if len(names) < 2:
-        data, only = one_line(cfg.data, 100), one_line(names[0], 60)
-        raise ValueError(f"task.data: {data} has one class, {only}; give at least two classes")
+        text = f"{cfg.data} has one class, {names[0]:.60}; give at least two classes"
+        raise ValueError(f"task.data: {text}")
     for split, part in rows.items():
         labels.check_known(part, names, cfg, split)
-    replace_text(folder / labels.FILE, json.dumps({"names": names}))
+    (folder / labels.FILE).write_text(json.dumps({"names": names}), encoding="utf-8")
     return names
 
 

@@ -86,13 +86,13 @@ def commit_of(cfg: ModelConfig) -> str:
 
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
-    name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
+    name, folder = cfg.model_name_or_path, folder_of(cfg)
     if folder and not (folder / "config.json").exists():
         kind = "no model, since it has no config.json"
         if (folder / "adapter_config.json").exists():
             kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
         raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
-    where = str(folder or cfg.model_name_or_path)
+    where = str(folder or name)
     options |= {"trust_remote_code": cfg.trust_remote_code}
     options |= {} if folder else {"revision": cfg.revision}
     try:

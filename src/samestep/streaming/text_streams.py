@@ -1,6 +1,5 @@
 """Texts in shards: what is prepared of them, and sequences of tokens while the model trains."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,10 @@ import datasets
 import numpy as np
 from pydantic import Field
 
-from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
-from samestep.data import demo_data, readers, shards, sources
+from samestep.data import demo_data, readers, rows, shards, sources
 from samestep.data.readers import DOCUMENT, Span
-from samestep.data.rows import describe_columns
 from samestep.data.shards import Shard
-from samestep.data.tables import TABLES, file_ending
 from samestep.streaming.lanes import Stream
 from samestep.text import formats, sequences, tokenizing
 
@@ -62,38 +58,30 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         return formats.read_rows(cfg)
     cfg.rows = "text"
     train, held = shards.split_shards(cfg)
+    heads = train[:: -(-len(train) // SHARDS)]
     field = "validation_data" if cfg.validation_data else "data"
     most = formats.BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
-    found = {
-        "train": read_texts(train[:: -(-len(train) // SHARDS)], HEAD, cfg, "data"),
+    texts = {
+        "train": read_texts(heads, HEAD, cfg, "data"),
         "validation": read_texts(held, most, cfg, field),
     }
-    for split, texts in found.items():
-        if not texts:
-            named = ", ".join(each.name for each in (train if split == "train" else held))
-            raise ValueError(
-                f"task.{field}: there is no text in {one_line(named, 200)}; remove empty ones, or "
-                "give --task.validation_data PATH"
-            )
-    number = len(found["validation"])
-    first: dict = {}
-    if file_ending(train[0].path) in TABLES:
-        first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))
-    read = describe_columns([*first], {"text": cfg.text_column})
+    for split, chosen in (("train", heads), ("validation", held)):
+        if not texts[split]:
+            named = ", ".join(each.name for each in chosen)
+            hint = "remove empty ones, or give --task.validation_data PATH"
+            raise ValueError(f"task.{field}: there is no text in {named:.200}; {hint}")
+    number = len(texts["validation"])
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
-        f"which {number:,} documents are used{read}",
+        f"which {number:,} documents are used",
         flush=True,
     )
-    features = datasets.Features(
-        {"text": datasets.Value("large_string"), "source": datasets.ClassLabel(names=["stream"])}
-    )
-    return datasets.DatasetDict(
-        {
-            split: datasets.Dataset.from_dict({"text": texts, "source": [0] * len(texts)}, features)
-            for split, texts in found.items()
-        }
-    )
+    source = datasets.ClassLabel(names=["stream"])
+    features = datasets.Features({"text": datasets.Value("large_string"), "source": source})
+    found = datasets.DatasetDict()
+    for split, own in texts.items():
+        found[split] = datasets.Dataset.from_dict({"text": own, "source": [0] * len(own)}, features)
+    return found
 
 
 def read_texts(chosen: list[Shard], most: int, cfg: Any, field: str) -> list[str]:
@@ -117,9 +105,9 @@ def texts_of(path: str, cfg: Any, field: str = "data") -> Iterator[str]:
     span = Span(path, document=DOCUMENT)
     for row, place in readers.read_span(span, {"text": cfg.text_column}, field=field):
         try:
-            sources.require_texts(row)
+            sources.require_text("text", row["text"])
         except ValueError as error:
-            sources.leave_out(error, place, cfg, field, Counter())
+            rows.reason_to_skip(error, place, field, cfg.incomplete_rows == "skip")
         else:
             text = row["text"]
             yield from (text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT))

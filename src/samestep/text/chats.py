@@ -63,10 +63,8 @@ def read_names(roles: str) -> dict[str, str]:
         name, _, meaning = map(str.strip, part.partition("="))
         if not name or name in names or meaning not in (*KEYS, *ROLES.values()):
             known = ", ".join((*KEYS, *dict.fromkeys(ROLES.values())))
-            raise ValueError(
-                f"task.roles: {shorten(part)} gives no name a meaning; write each once, as "
-                f"bot=assistant, with one of {known}"
-            )
+            hint = f"write each once, as bot=assistant, with one of {known}"
+            raise ValueError(f"task.roles: {shorten(part)} gives no name a meaning; {hint}")
         names[name] = meaning
     return names
 
@@ -94,7 +92,7 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
     answers = {i: each for i, each in enumerate(messages, 1) if each["role"] == "assistant"}
     for number, message in answers.items():
         if message.get("weight", 1) not in (0, 1):
-            weight = f"{message['weight']!r:.60}"
+            weight = shorten(message["weight"])
             raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
@@ -161,8 +159,7 @@ def read_messages(
             value = result.get(name, "")
             require(isinstance(value, str), f"the {name} of {where}", value, "text")
         if result.get("function_call"):
-            text = "function_call, the old form of tool_calls; write tool_calls"
-            raise ValueError(f"{where} has {text}")
+            raise ValueError(f"{where} has function_call, the old form; write tool_calls")
         if calls:
             require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
             result["tool_calls"] = [normalize_call(call, where) for call in calls]
@@ -181,10 +178,8 @@ def known_role(name: str, names: dict[str, str], where: str) -> str:
     if role in ROLES:
         return role
     known = ", ".join(dict.fromkeys(ROLES.values()))
-    raise ValueError(
-        f"{where} is from {shorten(name.strip())}, none of {known}; say which it is: --task.roles "
-        f"{shlex.quote(one_line(name.strip(), 60))}=user"
-    )
+    hint = f"say which it is: --task.roles {shlex.quote(one_line(name, 60))}=user"
+    raise ValueError(f"{where} is from {shorten(name.strip())}, none of {known}; {hint}")
 
 
 def normalize_call(call: Any, where: str) -> dict:
@@ -252,28 +247,42 @@ def require(fits: bool, what: str, value: Any, wanted: str) -> None:
 
 def shorten(value: Any) -> str:
     """A value of a row, for a message."""
-    return one_line(repr(value), 60)
+    return f"{value!r:.60}"
+
+
+def is_chat(row: dict) -> bool:
+    """Whether a stored row has messages, as JSON text."""
+    if "messages" in row:
+        return True
+    completion = row.get("completion", "")
+    return isinstance(parse_messages(completion, "completion"), list)
+
+
+def as_chat(row: dict) -> dict:
+    """The messages and tools of a stored row."""
+    if "messages" in row:
+        chat = {"messages": json.loads(row["messages"]), "tools": json.loads(row["tools"])}
+        return chat if chat["tools"] else {"messages": chat["messages"]}
+    return {"messages": [*json.loads(row["prompt"]), *json.loads(row["completion"])]}
 
 
 # ---- Templates -----------------------------------------------------------------------------------
 
 
-def template_path(cfg: Any) -> Path | None:
-    """The file in cfg.chat_template, or None; raises ValueError where there is no such file."""
-    path = local_path(cfg.chat_template, "chat_template")
-    if cfg.chat_template and not path.is_file():
-        raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
-    return path if cfg.chat_template else None
+def check_template(path: str) -> None:
+    """Raises ValueError where task.chat_template names no file."""
+    if path and not local_path(path, "chat_template").is_file():
+        raise ValueError(f"task.chat_template: there is no file {path}")
 
 
-def read_template(cfg: Any) -> str:
-    """The text of the file in cfg.chat_template, or empty. Raises ValueError if it is no text."""
-    path = template_path(cfg)
+def read_template(path: str) -> str:
+    """The text of this file, or empty. Raises ValueError if it is no text."""
+    if not path:
+        return ""
     try:
-        return path.read_text(encoding="utf-8-sig") if path else ""
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"cannot read {one_line(cfg.chat_template, 100)}: {error}"
-        raise ValueError(f"task.chat_template: {what}") from None
+        raise ValueError(f"task.chat_template: cannot read {path}: {error}") from None
 
 
 def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:

@@ -9,19 +9,19 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
 
-from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, check_width
-from samestep.data import demo_data, sources, tables
-from samestep.data.rows import first_columns, load_rows
-from samestep.data.sources import check_data_config
-from samestep.data.tables import TABLES
+from samestep.base.fields import check_fields, check_ignored_fields, check_width, local_path
+from samestep.data import demo_data, sources
+from samestep.data.folders import TABLES, file_ending
+from samestep.data.rows import Input, find_inputs, load_rows
+from samestep.data.sources import check_data_config, split_data
+from samestep.data.tables import Columns
 from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import check_adapters
@@ -48,17 +48,6 @@ BYTES_A_TOKEN = 4  # about, to hold out enough where the tokens are not known ye
 OPTIONAL = ("tools", "instruction", "input", "output")
 
 
-class RowFormat(NamedTuple):
-    """Rows of a data set: their kind, the columns by role, and all columns where these were read.
-
-    The kind is text, prompt or chat. Data that every machine has has no columns.
-    """
-
-    kind: str
-    columns: dict[str, Any]
-    names: list[str]
-
-
 KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
@@ -69,7 +58,8 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
     pretrained.check_unread(cfg)
-    chats.template_path(cfg)
+    chats.check_template(cfg.chat_template)
+    check_vocabulary(cfg.vocabulary, cfg.model_name_or_path)
     check_rows(cfg)
     check_adapters(cfg)
     apart = cfg.attn_implementation != "flash_attention_2" or not is_packed(cfg)
@@ -78,6 +68,16 @@ def check_config(cfg: Any) -> None:
     if not cfg.model_name_or_path:
         # Rotary embeddings turn the dimensions of a head in pairs.
         check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+
+
+def check_vocabulary(vocabulary: str, model_name_or_path: str) -> None:
+    """Raises ValueError for a folder without the tokenizer that a new model is to have."""
+    if vocabulary and model_name_or_path:
+        raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
+    folder = local_path(vocabulary, "vocabulary")
+    for name in (tokenizing.FILE, "tokenizer_config.json") if vocabulary else ():
+        if not (folder / name).is_file():
+            raise ValueError(f"task.vocabulary: {vocabulary} has no {name}; give runs/NAME/model")
 
 
 def is_packed(cfg: Any) -> bool:
@@ -91,16 +91,37 @@ def named_kinds(cfg: Any) -> list[str]:
 
 
 def check_rows(cfg: Any) -> None:
-    """Raises ValueError for fields that do not fit the format of the rows."""
-    for _, own in sources.by_source(cfg):
-        check_format_fields(own)
-        if own.rows == "auto" and named_kinds(cfg):
-            own.rows = named_kinds(cfg)[0]
-            check_format_fields(own)
-    stream = cfg.rows in ("auto", "text") or cfg.packing != "stream"
+    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
+    chats.read_names(cfg.roles)
+    data = [each.data for each in split_data(cfg.data)]
+    shipped = [each for each in data if each in demo_data.TEXTS]
+    for each in shipped:
+        fits = cfg.rows == "auto" or (each == "docstrings") == (cfg.rows != "text")
+        wanted = "prompt or chat" if each == "docstrings" else "text"
+        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
+    differ = cfg.completion_column != cfg.prompt_column
+    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
+    where = f"where task.data is {cfg.data:.60}"
+    names = " ".join(COLUMN_FIELDS.values())
+    check_ignored_fields(cfg, [(names, len(shipped) < len(data), where)])
+    kind = cfg.rows
+    if kind == "auto" and named_kinds(cfg):
+        kind = named_kinds(cfg)[0]
+    check_kind(cfg, kind)
+
+
+def check_kind(cfg: Any, kind: str) -> None:
+    """Raises ValueError for fields that nothing reads where the rows are of this kind."""
+    where = f"where task.rows is {kind}"
+    ignored = []
+    for each, names in COLUMN_FIELDS.items():
+        more = " train_on roles" if each == "chat" else ""
+        ignored.append((names + more, kind in ("auto", each), where))
+    is_packed = kind in ("prompt", "chat") or cfg.packing == "best_fit"
+    ignored.append(("overlong", kind == "auto" or is_packed, "unless task.packing is best_fit"))
+    check_ignored_fields(cfg, ignored)
+    stream = kind in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
-    is_read = cfg.rows == "auto" or is_packed(cfg)
-    check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
 
 
 def check_context_parallel(cfg: Any) -> None:
@@ -117,72 +138,61 @@ def check_context_parallel(cfg: Any) -> None:
     check_fields(cfg, rules)
 
 
-def check_format_fields(cfg: Any) -> None:
-    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    chats.read_names(cfg.roles)
-    shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
-    fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
-    where = f"where task.data is {one_line(cfg.data, 60)}"
-    wanted = f"{'prompt or chat' if pairs else 'text'} {where}"
-    differ = cfg.completion_column != cfg.prompt_column
-    rules = [("rows", fits, wanted), ("completion_column", differ, "another than the prompt's")]
-    check_fields(cfg, rules)
-    other = f"where task.rows is {cfg.rows}"
-    for kind, columns in COLUMN_FIELDS.items():
-        names = columns + " train_on roles" * (kind == "chat")
-        read = [(columns, not shipped, where), (names, cfg.rows in ("auto", kind), other)]
-        check_ignored_fields(cfg, read)
-
-
-def extensions_of(cfg: Any) -> tuple[str, ...]:
-    """The extensions of files that are read: tables, .txt, and cfg.file_extensions as texts."""
-    own = [each.strip().lower() for each in cfg.file_extensions.split(",") if each.strip()]
+def extensions_of(more: str) -> tuple[str, ...]:
+    """The extensions of files that are read: tables, .txt, and more as texts."""
+    own = [each.strip().lower() for each in more.split(",") if each.strip()]
     for each in own:
-        if not re.fullmatch(r"(\.[\w+-]+)+", each) or tables.file_ending(f"x{each}") in TABLES:
-            problem = f"{one_line(each, 30)!r} cannot be read as text"
+        if not re.fullmatch(r"(\.[\w+-]+)+", each) or file_ending(f"x{each}") in TABLES:
+            problem = f"{each!r:.30} cannot be read as text"
             raise ValueError(f"task.file_extensions: {problem}; write for example .md,.py")
     return (*EXTENSIONS, *own)
 
 
-def recognize_format(cfg: Any) -> RowFormat:
-    """The format of cfg.data: fields decide; where they leave it open, the names of columns do.
+def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
+    """The kind of a source's rows, and their columns by role: fields decide; where they leave it
+    open, the names of columns do. Bundled data has no columns.
 
     Raises ValueError for columns of no known format.
     """
-    if cfg.data in demo_data.TEXTS:
-        usual = "prompt" if cfg.data == "docstrings" else "text"
-        return RowFormat(usual if cfg.rows == "auto" else cfg.rows, {}, [])
-    fields, names = {role: getattr(cfg, f"{role}_column") for role in KINDS}, []
+    if source.bundled:
+        return bundled_kind(source.data, cfg.rows), {}
     named = named_kinds(cfg)
-    kinds, kind = KINDS, named[0] if named and cfg.rows == "auto" else cfg.rows
+    kind = named[0] if named and cfg.rows == "auto" else cfg.rows
     if kind in ("text", "prompt", *named):
-        columns = {role: fields[role] for role in kinds if kinds[role] == kind}
+        roles = [role for role, own in KINDS.items() if own == kind]
+        columns: Columns = {role: getattr(cfg, f"{role}_column") for role in roles}
     else:
-        names = first_columns(cfg, extensions_of(cfg))
         formats = [each for each in KNOWN if kind in ("auto", each[0])]
-        fitting = [each for each in formats if {*each[1].values()} <= {*names}]
+        fitting = [each for each in formats if {*each[1].values()} <= {*source.names}]
         if not fitting:
-            raise unknown_columns(cfg, names, [columns for _, columns in formats])
-        kind, columns = fitting[0]
-    if kind == "chat":
-        more = {"tools": cfg.tools_column} if "messages" in columns else {"input": "input"}
-        columns = {**columns, **{role: name for role, name in more.items() if name}}
-    return RowFormat(kind, columns, names)
+            raise unknown_columns(source, cfg.rows, [columns for _, columns in formats])
+        kind = fitting[0][0]
+        columns = {**fitting[0][1]}
+    more = {"input": "input"}
+    if "messages" in columns:
+        more = {"tools": cfg.tools_column} if cfg.tools_column else {}
+    return kind, columns | more if kind == "chat" else columns
 
 
-def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -> ValueError:
+def bundled_kind(name: str, rows: str) -> str:
+    """The kind of bundled rows, where `rows` may be auto."""
+    if rows != "auto":
+        return rows
+    return "prompt" if name == "docstrings" else "text"
+
+
+def unknown_columns(source: Input, rows: str, formats: list[dict[str, str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
-    data = one_line(cfg.data, 100)
-    if not names:
-        return ValueError(f"task.data: there is no text in {data}")
-    there = one_line(", ".join(names[:20]), 100)
+    if not source.names:
+        return ValueError(f"task.data: there is no text in {source.data}")
+    there = ", ".join(source.names)[:100]
     forms = ", ".join(" + ".join(columns.values()) for columns in formats)
-    others = "--task.text_column, --task.prompt_column and --task.completion_column, or "
-    return ValueError(
-        f"task.data: {data} has the columns {there}, but task.rows {cfg.rows} looks for "
-        f"{forms}; name yours with {others * (cfg.rows == 'auto')}"
-        "--task.messages_column"
-    )
+    fields = "--task.messages_column"
+    if rows == "auto":
+        texts = "--task.text_column, --task.prompt_column and --task.completion_column"
+        fields = f"{texts}, or {fields}"
+    text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
+    return ValueError(f"task.data: {source.data} has the columns {there}, {text}")
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -194,45 +204,47 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     text: `text`; prompt: `prompt` and `completion`; chat: `messages` and `tools`, JSON text. Sets
     cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
     """
-    own = [each for _, each in sources.by_source(cfg, extensions_of(cfg))]
-    formats = {each.data: recognize_format(each) for each in own}
-    kinds = {row_format.kind: data for data, row_format in formats.items()}
+    bundled: dict[str, Any] = {}
+    for name in demo_data.TEXTS:
+        bundled[name] = partial(demo_data.text_rows, name, bundled_kind(name, cfg.rows))
+    inputs = find_inputs(cfg, bundled, extensions_of(cfg.file_extensions))
+    formats = {each.data: recognize_format(each, cfg) for each in inputs if not each.is_validation}
+    kinds = {kind: data for data, (kind, _) in formats.items()}
     if len(kinds) > 1:
-        found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
+        found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
-    check_rows(cfg)
+    check_kind(cfg, cfg.rows)
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
-    normalize = normalize_text
+    normalize = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
     if cfg.rows == "chat":
         known = chats.read_names(cfg.roles)
         normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
-    elif cfg.rows == "prompt":
-        normalize = normalize_prompt
+    first = [*formats.values()][0][1]
     found = load_rows(
+        inputs,
         cfg,
         normalize,
         {name: datasets.Value("string") for name in names[cfg.rows]},
-        columns=lambda source: formats[source.data].columns,
-        bundled={name: partial(demo_data.text_rows, name, cfg.rows) for name in demo_data.TEXTS},
-        extensions=extensions_of(cfg),
+        columns=lambda source: formats[source.data][1] if source.data in formats else first,
         optional=OPTIONAL,
         group=key_of,
         maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
         plural=PLURALS[cfg.rows],
     )
-    if cfg.rows == "chat" and cfg.tools_column not in ("", "tools"):
-        if not any(
-            pc.any(pc.not_equal(rows.data.column("tools"), "[]")).as_py() for rows in found.values()
-        ):
-            name = one_line(cfg.tools_column, 60)
-            raise ValueError(f"task.tools_column: no row has tools in a column {name}")
+    if cfg.tools_column not in ("", "tools") and cfg.rows == "chat":
+        tools = [rows.data.column("tools") for rows in found.values()]
+        if not any(pc.any(pc.not_equal(each, "[]")).as_py() for each in tools):
+            name = cfg.tools_column
+            raise ValueError(f"task.tools_column: no row has tools in a column {name:.60}")
     return found
 
 
 def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:
-    """The row, whose values are texts; raises ValueError for another."""
-    sources.require_texts(row)
+    """The row, whose values are texts; raises ValueError for another. A prompt may be blank."""
+    for name, value in row.items():
+        if name != "prompt" or not isinstance(value, str):
+            sources.require_text(name, value)
     return row, []
 
 
@@ -272,30 +284,14 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     """Texts of rows, evenly spread, to train a tokenizer on."""
     names = [name for name in rows.column_names if name not in ("source", "place")]
     for row in tokenizing.spread_rows(rows, names):
-        yield from chats.chat_texts(as_chat(row)) if is_chat(row) else row.values()
+        yield from chats.chat_texts(chats.as_chat(row)) if chats.is_chat(row) else row.values()
 
 
 def key_of(row: dict) -> str:
     """Text that decides whether a row is held out: that of version 1."""
     if "text" in row:
         return row["text"]
-    return json.dumps(as_chat(row) if is_chat(row) else row)
-
-
-def is_chat(row: dict) -> bool:
-    """Whether a stored row has messages, as JSON text."""
-    if "messages" in row:
-        return True
-    completion = row.get("completion", "")
-    return isinstance(chats.parse_messages(completion, "completion"), list)
-
-
-def as_chat(row: dict) -> dict:
-    """The messages and tools of a stored row."""
-    if "messages" in row:
-        chat = {"messages": json.loads(row["messages"]), "tools": json.loads(row["tools"])}
-        return chat if chat["tools"] else {"messages": chat["messages"]}
-    return {"messages": [*json.loads(row["prompt"]), *json.loads(row["completion"])]}
+    return json.dumps(chats.as_chat(row) if chats.is_chat(row) else row)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -305,15 +301,15 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     if not is_packed(cfg):
         tokenizing.check_lengths(cfg, "context_length")
-    template = chats.read_template(cfg)
-    is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and is_chat(rows[0]))
+    template = chats.read_template(cfg.chat_template)
+    is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and chats.is_chat(rows[0]))
     default = chats.CHAT_TEMPLATE if is_chat_task else ""
-    texts = texts_of(rows)
     options = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
+    texts = texts_of(rows)
     tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
     if is_chat_task:
-        found = tokenizing.spread_rows(rows, rows.column_names)
-        chats.say_unread_keys((as_chat(row) for row in found if is_chat(row)), tokenizer)
+        found = filter(chats.is_chat, tokenizing.spread_rows(rows, rows.column_names))
+        chats.say_unread_keys(map(chats.as_chat, found), tokenizer)
     return tokenizer
 
 
@@ -342,8 +338,8 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
         shown: set = set()  # kinds of chats that the template was found to show
         places = batch.get("place") or ["a row"] * len(rows)
         for row, source, place in zip(rows, sources_of_rows, places, strict=True):
-            if is_chat(row):
-                texts = chats.render_chat(as_chat(row), place, tokenizer, shown)
+            if chats.is_chat(row):
+                texts = chats.render_chat(chats.as_chat(row), place, tokenizer, shown)
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), source))

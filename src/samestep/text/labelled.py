@@ -6,12 +6,12 @@ from typing import Any
 
 import datasets
 
-from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import demo_data, labels, sources
+from samestep.data.folders import TABLES, check_class_folders
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import load_rows
-from samestep.data.tables import TABLES, Columns
+from samestep.data.rows import find_inputs, load_rows
+from samestep.data.tables import Columns
 from samestep.data.views import Rows
 from samestep.models import classification, pretrained
 from samestep.text import tokenizing
@@ -69,9 +69,7 @@ def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[d
     """The row with its label parsed; raises ValueError for one without a text or a label."""
     for role, name in zip(TEXTS, ("text", "second text"), strict=True):
         if role in row:
-            labels.require_value(name, row[role])
-            if not isinstance(row[role], str):
-                raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
+            sources.require_text(name, row[role])
     labels.parse_row_label(row, label_columns, problem_type)
     return row, []
 
@@ -83,7 +81,13 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
     names = [name for name in TEXTS if name in columns_of(cfg)]
+    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (".txt", *TABLES))
+    for each in inputs:
+        texts = [path for path in each.files if ".txt" in path.suffixes]
+        check_class_folders(texts, each.data, each.field)
+    columns = columns_of(cfg)
     rows = load_rows(
+        inputs,
         cfg,
         partial(
             normalize,
@@ -91,9 +95,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
             problem_type=cfg.problem_type,
         ),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
-        columns=columns_of,
-        bundled={"stdlib": demo_data.area_rows},
-        extensions=(".txt", *TABLES),
+        columns=lambda _: columns,
         group=lambda row: "\0".join(row[name] for name in names),
         stratify="label" if cfg.problem_type == SINGLE else "",
         nothing_held="no row of {data} can be held out: there is no second text, or each is a "
@@ -126,11 +128,9 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
     if cfg.text_pair_column and special(pair=True) <= special(pair=False):
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(
-            f"task.text_pair_column: the tokenizer of {name} puts nothing between two texts; put "
-            "them into one column, or give another model"
-        )
+        text = f"the tokenizer of {cfg.model_name_or_path} puts nothing between two texts"
+        hint = "put them into one column, or give another model"
+        raise ValueError(f"task.text_pair_column: {text}; {hint}")
     return tokenizer
 
 

@@ -10,9 +10,9 @@ import torch
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import demo_data
-from samestep.data.rows import load_rows
-from samestep.data.sources import check_data_config, require_texts, split_data
-from samestep.data.tables import TABLES
+from samestep.data.folders import TABLES
+from samestep.data.rows import find_inputs, load_rows
+from samestep.data.sources import check_data_config, require_text, split_data
 from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.text import tokenizing
@@ -39,7 +39,8 @@ def check_config(cfg: Any) -> None:
 
 def normalize(row: dict) -> tuple[dict[str, str], list[str]]:
     """A row as it is stored; raises ValueError for one without two texts."""
-    require_texts(row)
+    for name in ("source", "target"):
+        require_text(name, row[name])
     return {"text": row["source"], "text_target": row["target"]}, []
 
 
@@ -52,15 +53,14 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
     config = tokenizing.config_of(cfg)
     if config and not getattr(config, "is_encoder_decoder", False):
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
+        text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
+        raise ValueError(f"task.model_name_or_path: {text}")
     return load_rows(
+        find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES),
         cfg,
         normalize,
         {name: datasets.Value("string") for name in TEXTS},
-        columns=lambda own: {"source": own.source_column, "target": own.target_column},
-        bundled={"dates": demo_data.date_rows},
-        extensions=TABLES,
+        columns=lambda _: {"source": cfg.source_column, "target": cfg.target_column},
         group=lambda row: row["text"],
         nothing_held="all sources of {data} are equal; add others",
     )

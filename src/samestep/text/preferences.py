@@ -14,9 +14,9 @@ import torch
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import columns, demo_data, sources
-from samestep.data.rows import keep, load_rows
+from samestep.data.folders import TABLES
+from samestep.data.rows import find_inputs, keep, load_rows
 from samestep.data.sources import IncompleteRow, UselessRow
-from samestep.data.tables import TABLES
 from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.models.attention import restored
@@ -46,7 +46,7 @@ def check_config(cfg: Any) -> None:
     sources.check_data_config(cfg, [*BUNDLED], reads_groups=True)
     check_adapters(cfg)
     chats.read_names(cfg.roles)
-    chats.template_path(cfg)
+    chats.check_template(cfg.chat_template)
     differ = len({cfg.prompt_column, cfg.chosen_column, cfg.rejected_column}) == 3
     wanted = "another column than the prompt's and the chosen"
     below = "below 0.5: swap the columns instead"
@@ -78,12 +78,11 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
     roles = {name: getattr(cfg, f"{name}_column") for name in ("prompt", *ANSWERS, "tools")}
     roles = {name: column for name, column in roles.items() if column}
     return load_rows(
+        find_inputs(cfg, BUNDLED, TABLES),
         cfg,
         partial(normalize, names=chats.read_names(cfg.roles)),
         READ,
         columns=lambda _: roles,
-        bundled=BUNDLED,
-        extensions=TABLES,
         optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
         group=lambda row: row["prompt"] if row["is_chat"] else json.dumps(row["prompt"]),
         plural="pairs",
@@ -140,7 +139,7 @@ def text_or_messages(value: Any, name: str) -> str | list | None:
         return None
     value = chats.parse_messages(value, name)
     if not isinstance(value, str | list):
-        raise ValueError(f"the {name} is {one_line(repr(value), 60)} but must be text or messages")
+        raise ValueError(f"the {name} is {value!r:.60} but must be text or messages")
     return value
 
 
@@ -205,7 +204,7 @@ def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     tokenizing.check_lengths(cfg, "max_length")
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
-    template, texts = chats.read_template(cfg), texts_of(pairs)
+    template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
     options = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
     tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
     if pairs[0]["is_chat"]:

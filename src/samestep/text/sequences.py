@@ -5,6 +5,7 @@ loss. Packed, they are sorted so that each sequence is a run of neighbours: `fir
 begins. The view reads Arrow's buffers.
 """
 
+import re
 from typing import Any
 
 import datasets
@@ -12,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from samestep.base.console import one_line
 from samestep.base.fields import IGNORE_INDEX
 from samestep.data import columns
 from samestep.data.sources import Source, split_data
@@ -159,10 +159,9 @@ class Sequences(torch.utils.data.Dataset):
         """Raises ValueError for a source whose tokens fill no sequence to train on."""
         size = int(self.ids.starts[documents[-1] + 1] - self.ids.starts[documents[0]])
         if not self.is_packed and self.vocabulary is None and size < self.length:
-            raise ValueError(
-                f"task.data: {one_line(name, 100)} has {size} tokens to train on, which do not "
-                f"fill a sequence of {self.length}; give more, or a smaller task.context_length"
-            )
+            text = f"which do not fill a sequence of {self.length}"
+            hint = "give more, or a smaller task.context_length"
+            raise ValueError(f"task.data: {name} has {size} tokens to train on, {text}; {hint}")
 
     def find_bounds(self, documents: np.ndarray) -> np.ndarray:
         """Where the sequences of these neighbours begin, and where the last ends: places of tokens,
@@ -245,7 +244,7 @@ def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:
     bytes            of text that it stands for
     unigram_loss     in nats: the loss of a model that knows only the frequencies of tokens
     """
-    sizes = tokenizing.token_bytes(tokenizer)
+    sizes = token_bytes(tokenizer)
     counts = np.ones(len(sizes), np.int64)
     ids = columns.ListColumn(tokens, "input_ids")
     masked = "loss_mask" in tokens.column_names
@@ -257,3 +256,18 @@ def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:
         counts += np.bincount(chunk, minlength=len(counts))
     losses = -np.log(counts / counts.sum()).astype(np.float32)
     return datasets.Dataset.from_dict({"bytes": sizes, "unigram_loss": losses})
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """Bytes of text that each token stands for, 0 for special ones: int64 (vocabulary,)."""
+    sizes = np.zeros(len(tokenizer), np.int64)
+    byte_level = "ByteLevel" in tokenizer.backend_tokenizer.to_str().partition('"decoder"')[2][:500]
+    for token, i in tokenizer.get_vocab().items():
+        if byte_level:
+            sizes[i] = len(token)  # a character stands for a byte
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            sizes[i] = 1
+        else:
+            sizes[i] = len(token.replace("▁", " ").encode())  # SentencePiece writes spaces so
+    sizes[tokenizer.all_special_ids] = 0
+    return sizes

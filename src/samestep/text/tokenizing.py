@@ -4,6 +4,7 @@ A tokenised text is two arrays of equal length: its token ids, and its loss mask
 token that is a loss term and 0 for context.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -13,12 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from samestep.base.console import one_line
-from samestep.base.fields import check_fields, local_path
-from samestep.base.files import replace_text
+from samestep.base.fields import check_fields
 from samestep.base.workers import run_in_child
 from samestep.data.columns import ListColumn
-from samestep.data.sources import break_long_words
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
 
@@ -88,21 +86,18 @@ def prepare_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    kept = vocabulary_path(cfg) if hasattr(cfg, "vocabulary") else None
+    kept = getattr(cfg, "vocabulary", "")
     if (folder / FILE).exists():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if template in ("", tokenizer.chat_template):
             return tokenizer
-    elif kept and (kept.parent / "tokenizer_config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(kept.parent)
+    elif kept:
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(kept))
     elif cfg.model_name_or_path:
         tokenizer = pretrained.load(AutoTokenizer, cfg)
     else:
-        if kept:
-            replace_text(folder / FILE, kept.read_text(encoding="utf-8"))
-        else:
-            print("Preparing data: training a tokenizer", flush=True)
-            learn_vocabulary(texts, cfg.vocab_size, folder, **special)
+        print("Preparing data: training a tokenizer", flush=True)
+        learn_vocabulary(texts, cfg.vocab_size, folder, **special)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
     tokenizer.chat_template = template or tokenizer.chat_template or default or None
     ends = pretrained.answer_ends(tokenizer)
@@ -115,10 +110,9 @@ def prepare_tokenizer(
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     for name in needs:
         if not getattr(tokenizer, name):
-            model = one_line(cfg.model_name_or_path, 100)
             raise ValueError(
-                f"task.model_name_or_path: the tokenizer of {model} has no {NEEDS[name]}; give "
-                "another model"
+                f"task.model_name_or_path: the tokenizer of {cfg.model_name_or_path} has no "
+                f"{NEEDS[name]}; give another model"
             )
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -133,16 +127,11 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def spread_rows(rows: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+def spread_rows(rows: Any, names: list[str]) -> Iterable[dict[str, Any]]:
     """Rows of these columns, evenly spread over a split, of about SAMPLE bytes together: what a
     tokenizer is trained on."""
     chosen = rows.select_columns(names)
-    every = max(1, chosen.data.nbytes // SAMPLE)
-    for start in range(0, len(rows), 1000):
-        block = chosen[start : start + 1000]
-        for number, values in enumerate(zip(*block.values(), strict=True), start):
-            if number % every == 0:
-                yield dict(zip(block, values, strict=True))
+    return chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // SAMPLE)))
 
 
 def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
@@ -157,17 +146,13 @@ def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
             print(f"Prepared {split}: {text}", flush=True)
 
 
-def vocabulary_path(cfg: Any) -> Path | None:
-    """The file in the folder that cfg.vocabulary names; None: it names none. Raises ValueError."""
-    path = local_path(cfg.vocabulary, "vocabulary") / FILE
-    if not cfg.vocabulary:
-        return None
-    if cfg.model_name_or_path:
-        raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
-    if not path.is_file():
-        folder = one_line(cfg.vocabulary, 100)
-        raise ValueError(f"task.vocabulary: {folder} has no {FILE}; give runs/NAME/model")
-    return path
+def break_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts with a space after every 1,000 characters without one, for BPE training.
+
+    Its time grows with the square of a word's length: a word of 3 MB would take hours.
+    """
+    for text in texts:
+        yield re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)
 
 
 def learn_vocabulary(
@@ -204,25 +189,10 @@ def learn_vocabulary(
                 pair=f"$A {end} $B:1 {end}:1",
                 special_tokens=[(end, tokenizer.token_to_id(end))],
             )
-        replace_text(folder / FILE, tokenizer.to_str(pretty=True))
+        (folder / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
     # The library does not return to Python for seconds, and a signal would wait for it.
     run_in_child(train_and_save)
-
-
-def token_bytes(tokenizer: Any) -> np.ndarray:
-    """Bytes of text that each token stands for, 0 for special ones: int64 (vocabulary,)."""
-    sizes = np.zeros(len(tokenizer), np.int64)
-    byte_level = "ByteLevel" in tokenizer.backend_tokenizer.to_str().partition('"decoder"')[2][:500]
-    for token, i in tokenizer.get_vocab().items():
-        if byte_level:
-            sizes[i] = len(token)  # a character stands for a byte
-        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
-            sizes[i] = 1
-        else:
-            sizes[i] = len(token.replace("▁", " ").encode())  # SentencePiece writes spaces so
-    sizes[tokenizer.all_special_ids] = 0
-    return sizes
 
 
 # ---- Tokens and loss masks -----------------------------------------------------------------------
@@ -233,14 +203,12 @@ def begin_tokens(tokenizer: Any) -> list[int]:
     return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
 
 
-def tokenize_texts(
-    texts: list[str], tokenizer: Any, before: str = "", after: str = ""
-) -> list[list[int]]:
+def tokenize_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """The token ids of texts, without special tokens: text that spells one stays text.
 
-    `before` and `after`: what a file has around these texts. A long text goes through the tokenizer
-    in parts of at least SHORT characters, or nearly, that end between a word and a space, where
-    tokenizers separate; but whole through one that writes a space before whatever it gets.
+    A long text goes through the tokenizer in parts of at least SHORT characters, or nearly, that
+    end between a word and a space, where tokenizers separate; but whole through one that writes a
+    space before whatever it gets.
     """
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = [tokenizer(each, **options).input_ids for each in ("Two words", "Two", " words")]
@@ -248,20 +216,13 @@ def tokenize_texts(
     parts: list[str] = []
     firsts = [0]  # of each text its first part, and an end
     for each in texts:
-        rest, start = before + each + after, 0
-        while separates and (match := SPACED.search(rest, start + SHORT - 100)):
-            parts.append(rest[start : match.end()])
+        start = 0
+        while separates and (match := SPACED.search(each, start + SHORT - 100)):
+            parts.append(each[start : match.end()])
             start = match.end()
-        parts.append(rest[start:])
+        parts.append(each[start:])
         firsts.append(len(parts))
-    encoded = tokenizer(parts, return_attention_mask=False, **options)
-    found = encoded.input_ids
-    for i, j in pairwise(firsts) if before or after else ():
-        for k in {i, j - 1}:
-            first = len(before) if k == i else 0
-            end = len(parts[k]) - (len(after) if k == j - 1 else 0)
-            tokens = zip(found[k], encoded[k].offsets, strict=True)
-            found[k] = [token for token, (start, stop) in tokens if stop > first and start < end]
+    found = tokenizer(parts, return_attention_mask=False, **options).input_ids
     return [[*chain(*found[i:j])] for i, j in pairwise(firsts)]
 
 

@@ -1,0 +1,201 @@
+"""The files below a folder: by their extensions, and by the split that their names say.
+
+A word of KEYWORDS counts with a space, a dash, a dot, an underscore or a digit beside it, or
+nothing: train.jsonl, wiki_test-00001.txt, dev/. The outermost folder decides, then the file.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from samestep.base.console import one_line
+
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which compresses itself
+READABLE = (".txt", *TABLES, *COMPRESSIONS)
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+KEYWORDS = {
+    "test": "test|testing|eval|evaluation",
+    "validation": "validation|valid|dev|val",
+    "train": "train|training",
+}
+PATTERNS = {
+    split: re.compile(rf"(?<![^-._ 0-9])({words})(?![^-._ 0-9])", re.IGNORECASE)
+    for split, words in KEYWORDS.items()
+}
+T = TypeVar("T")  # a path or a shard
+ANY = re.compile("|".join(KEYWORDS.values()), re.IGNORECASE)
+
+
+def file_ending(path: Path | str) -> str:
+    """A file's ending in lower case. A compressed file has the inner one: .csv for rows.CSV.GZ."""
+    stem, ending = os.path.splitext(str(path).lower())
+    inner = os.path.splitext(stem)[1] if ending in COMPRESSIONS else ""
+    return inner if inner and inner != ".parquet" else ending
+
+
+def files_below(root: str) -> Iterator[tuple[str, str]]:
+    """A file itself, or all files below a folder, each with its path there; no hidden ones.
+
+    Raises OSError for a folder that cannot be read: its rows would be missing unnoticed.
+    """
+    if not os.path.isdir(root):
+        yield "", root
+        return
+    seen = set()  # links may lead back
+    for folder, names, files in os.walk(root, onerror=raise_error, followlinks=True):
+        status = os.stat(folder)
+        new = (status.st_dev, status.st_ino) not in seen
+        seen.add((status.st_dev, status.st_ino))
+        names[:] = sorted(name for name in names if new and not name.startswith("."))
+        for name in sorted(files) if new else ():
+            if not name.startswith("."):
+                path = os.path.join(folder, name)
+                yield os.path.relpath(path, root) if folder != root else name, path
+
+
+def raise_error(error: OSError) -> None:
+    raise error
+
+
+class Files(NamedTuple):
+    """The files of a folder, sorted by path."""
+
+    by_split: dict[str, list[Path]]
+    skipped: Counter  # the number of others by their extensions
+
+
+def list_files(data: str, extensions: Iterable[str], field: str = "data") -> Files:
+    """The files with these extensions: `data` itself, or those below it.
+
+    Raises ValueError if there are none.
+    """
+    root = os.path.expanduser(data)
+    wanted = tuple(extensions)
+    found: dict[Path, str] = {}
+    skipped: Counter = Counter()
+    for below, path in files_below(root) if os.path.exists(root) else ():
+        name = path.lower()
+        if name.endswith(wanted) or file_ending(path) in wanted:
+            # The name of an image, or of a file with an extension of one's own, says none.
+            named = below if name.endswith(READABLE) else os.path.dirname(below)
+            found[Path(path)] = split_of(named)
+        else:
+            skipped["".join(Path(path).suffixes[-2:])[-20:] or "no ending"] += 1
+    if not found:
+        raise nothing_to_read(data, wanted, field, skipped)
+    found = dict(sorted(found.items()))
+    return Files({"": [*found]} if are_classes(found, root) else divide(found), skipped)
+
+
+def nothing_to_read(data: str, wanted: tuple[str, ...], field: str, skipped: Counter) -> ValueError:
+    """An error that says why there are no files."""
+    shown = data or "an empty path"
+    if os.path.islink(os.path.expanduser(data)) and not skipped:
+        return ValueError(f"task.{field}: {shown} is a broken link: fix or remove it")
+    packed = f" (text also compressed: {' or '.join(COMPRESSIONS)})"
+    return ValueError(
+        f"task.{field}: nothing to read at {shown}{describe_skipped(skipped)}; pass "
+        f"--task.{field} PATH, a file or folder of {', '.join(wanted)}{packed}"
+    )
+
+
+def split_of(path: str) -> str:
+    """The split of a file or folder by its path below the data; empty: it has none."""
+    if not ANY.search(path):  # of most files, of which there may be a million
+        return ""
+    for name in path.split("/"):
+        for split, pattern in PATTERNS.items():
+            if pattern.search(name):
+                return split
+    return ""
+
+
+def are_classes(splits: dict[Path, str], root: str) -> bool:
+    """Whether folders of images lie side by side that are not all named like splits: `test tube`
+    beside `bottle` is a class."""
+    if "" not in splits.values() or {path.parent.parent for path in splits} != {Path(root)}:
+        return False
+    return all(path.name.lower().endswith(IMAGES) for path in splits)
+
+
+def divide(splits: dict[T, str]) -> dict[str, list[T]]:
+    """Files by their splits; all as "" if their names do not divide them.
+
+    "train" beside names that say nothing is no split: it may be a class, or the title of a text.
+    """
+    found = {*splits.values()}
+    if len(found) == 1 or found == {"train", ""}:
+        return {"": [*splits]}
+    by_split: dict[str, list[T]] = {}
+    for file, split in splits.items():
+        by_split.setdefault(split, []).append(file)
+    return by_split
+
+
+def choose(by_split: dict[str, list[T]], split: str, field: str, data: str) -> list[T]:
+    """The files of a split, train or validation; where none is named train, those of no split.
+
+    Raises ValueError if there are none.
+    """
+    if [*by_split] == [""] or (split == "train" and "train" not in by_split):
+        split = ""
+    if split not in by_split:
+        there = " and ".join(sorted({*by_split} - {""}))
+        raise ValueError(
+            f"task.{field}: {data} holds files for {there}, by their names, and none to "
+            f"{'train' if field == 'data' else 'evaluate'} on; name the right one"
+        )
+    return by_split[split]
+
+
+def print_files(files: Files, data: str, evaluates: bool) -> None:
+    """Prints the splits of a folder, and the files that are not read. `evaluates`: on its own."""
+    counts = {split or "no split": len(paths) for split, paths in files.by_split.items()}
+    if len(counts) > 1:
+        number = counts.pop("train" if "train" in counts else "no split")
+        text = f"{number:,} files to train on" if number > 1 else "1 file to train on"
+        if evaluates:
+            text += f", {counts.pop('validation'):,} to evaluate on"
+        others = ", ".join(f"{number:,} for {split}" for split, number in counts.items())
+        text += f"; not read: {others}" if others else ""
+        print(f"Preparing data: {one_line(data, 100)} has, by the names: {text}", flush=True)
+    read = Counter(file_ending(path) for paths in files.by_split.values() for path in paths)
+    if files.skipped or len(read) > 1:  # one of them may describe the data
+        text = f"{list_endings(read)}{describe_skipped(files.skipped)}"
+        print(f"Preparing data: {one_line(data, 100)}: {one_line(text, 400)}", flush=True)
+
+
+def list_endings(counts: Counter) -> str:
+    """Numbers of files by ending, the most first, ten at most."""
+    most = sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:10]
+    return ", ".join(f"{number:,} {ending}" for ending, number in most)
+
+
+def describe_skipped(others: Counter) -> str:
+    """The number of skipped files by ending, as part of a sentence; empty: none."""
+    number = others.total()
+    if not number:
+        return ""
+    files = "other files" if number > 1 else "other file"
+    return f" (skipped {number:,} {files}: {list_endings(others)})"
+
+
+def check_class_folders(files: Iterable[Path], data: str, field: str) -> None:
+    """Raises ValueError for a file that is not in the folder of its class, below `data` or below
+    the folder of a split there."""
+    root = Path(data).expanduser()
+    first: dict[Path, Path] = {}
+    for path in files:
+        first.setdefault(path.parent, path)
+    for folder, path in first.items() if len(first) > 1 else ():
+        parts = folder.relative_to(root).parts
+        if len(parts) == 2 and split_of(parts[0]):
+            parts = parts[1:]
+        if len(parts) != 1:
+            wanted = root / "CLASS" / path.name
+            text = f"{path} is not in the folder of its class; it should be {wanted}"
+            raise ValueError(f"task.{field}: {text}")
