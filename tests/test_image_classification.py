@@ -94,7 +94,7 @@ def test_a_dataset_of_the_hub(prepare, monkeypatch):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
     columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
     rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    monkeypatch.setattr(hub, "load_hub_split", lambda *_: rows)
+    monkeypatch.setattr(hub, "load_split", lambda *_: rows)
     _, *found = prepare("somebody/colors", data_revision="0" * 40)
     check_colors(*found, 24)
 

@@ -28,8 +28,7 @@ def is_hub_name(data: str) -> bool:
 
 
 def load_split(name: str, config: str, split: str, revision: str, field: str) -> Any:
-    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`. Images stay encoded
-    bytes: decoded, those of all rows would not fit into memory.
+    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`.
 
     Raises ValueError unless `revision` is a commit; the message gives the newest one.
     """
@@ -50,9 +49,6 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
         where = f"{name}, config {config or 'default'}, split {split}"
         text = f"cannot load {where} from the Hub: {one_line(error)}"
         raise ValueError(f"task.{field}: {text}") from None
-    for column, feature in found.features.items():
-        if isinstance(feature, datasets.Image):
-            found = found.cast_column(column, datasets.Image(decode=False))
     return found
 
 

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
@@ -103,6 +104,9 @@ class Input:
                 raise ValueError(f"task.data: {place}: {error}") from None
             read = [name for name in column_names(columns) if name in self.names]
             self.dataset = self.dataset.select_columns(read)
+            for name in read:  # decoded images of all rows would not fit into memory
+                if isinstance(self.dataset.features[name], datasets.Image):
+                    self.dataset = self.dataset.cast_column(name, datasets.Image(decode=False))
             rows, total = len(self.dataset), self.dataset.data.nbytes
             for start in range(0, rows, HUB_ROWS):
                 stop = min(start + HUB_ROWS, rows)
