@@ -152,9 +152,9 @@ def choose(by_split: dict[str, list[T]], split: str, field: str, data: str) -> l
     return by_split[split]
 
 
-def print_files(files: Files, data: str, evaluates: bool) -> None:
-    """Prints the splits of a folder, and the files that are not read. `evaluates`: on its own."""
-    counts = {split or "no split": len(paths) for split, paths in files.by_split.items()}
+def print_splits(by_split: dict[str, list[Path]], data: str, evaluates: bool) -> None:
+    """Prints what is done with files of several splits; `evaluates`: on those for validation."""
+    counts = {split or "no split": len(paths) for split, paths in by_split.items()}
     if len(counts) > 1:
         number = counts.pop("train" if "train" in counts else "no split")
         text = f"{number:,} files to train on" if number > 1 else "1 file to train on"
@@ -163,6 +163,10 @@ def print_files(files: Files, data: str, evaluates: bool) -> None:
         others = ", ".join(f"{number:,} for {split}" for split, number in counts.items())
         text += f"; not read: {others}" if others else ""
         print(f"Preparing data: {one_line(data, 100)} has, by the names: {text}", flush=True)
+
+
+def print_skipped(files: Files, data: str) -> None:
+    """Prints the extensions of files, where there are several, and those that are not read."""
     read = Counter(file_ending(path) for paths in files.by_split.values() for path in paths)
     if files.skipped or len(read) > 1:  # one of them may describe the data
         text = f"{list_endings(read)}{describe_skipped(files.skipped)}"

@@ -27,7 +27,14 @@ from samestep.base.fields import check_ignored_fields
 from samestep.base.workers import count_cores
 from samestep.data import hub, readers, sources, splits
 from samestep.data.building import build
-from samestep.data.folders import TABLES, choose, file_ending, list_files, print_files
+from samestep.data.folders import (
+    TABLES,
+    choose,
+    file_ending,
+    list_files,
+    print_skipped,
+    print_splits,
+)
 from samestep.data.readers import Span
 from samestep.data.sources import HELD_OUT, DataConfig, split_data
 from samestep.data.tables import Columns, Row, check_columns, column_names
@@ -145,17 +152,19 @@ def find_inputs(
         else:
             files = list_files(data, extensions)
             inputs.append(Input("data", data, name, choose(files.by_split, "train", "data", data)))
-            evaluates = not cfg.validation_data and "validation" in files.by_split
-            print_files(files, data, evaluates)
-            if evaluates:
+            evaluates = "validation" in files.by_split and cfg.validation_data in ("", data)
+            print_splits(files.by_split, data, evaluates)
+            print_skipped(files, data)
+            if evaluates and not cfg.validation_data:
                 where = f"where {data} has files for validation"
                 check_ignored_fields(cfg, [(HELD_OUT, False, where)])
                 given.append(Input("validation_data", data, name, files.by_split["validation"]))
     if data := cfg.validation_data:
         files = list_files(data, extensions, "validation_data")
         chosen = choose(files.by_split, "validation", "validation_data", data)
-        given.append(Input("validation_data", data, Path(data).name, chosen))
-        print_files(files, data, False)
+        name = inputs[0].name if data == inputs[0].data else Path(data).name
+        given.append(Input("validation_data", data, name, chosen))
+        print_skipped(files, data)
     return [*inputs, *given]
 
 
