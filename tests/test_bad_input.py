@@ -341,3 +341,14 @@ def test_a_mistake_is_found_before_a_launcher_starts(tiny, tmp_path, words, env,
     result = tiny.run("python", "-m", "samestep", "launch", *words, check=False, **env)
     assert result.returncode == 2 and said in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_without_docstrings(project):
+    """PYTHONOPTIMIZE=2 strips them; those of fields are in the source."""
+    printed = project.run("python", "train.py", "--help", PYTHONOPTIMIZE="2")
+    assert printed.stderr == ""
+    assert "usage: accelerate launch" in printed.stdout and "Peak learning rate." in printed.stdout
+    command = ["python", "-m", "samestep", "prepare", "--seed", "x"]
+    ended = project.run(*command, check=False, PYTHONOPTIMIZE="2")
+    assert ended.returncode == 2 and "seed: Input should be" in ended.stderr

@@ -11,6 +11,7 @@ from conftest import (
     ROOT,
     lines,
     read_weights,
+    reseal,
     status,
     train_module,
     trained,
@@ -144,6 +145,31 @@ def test_a_best_model_that_is_lost_gives_way_to_the_next_and_is_named(quick, tmp
     assert found["eval_loss"] == pytest.approx(losses[second])
     text = (output / "model" / "README.md").read_text()
     assert (f"{second} steps (the best checkpoint in 24)" in text) == (second < 24)
+
+
+def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
+    """The best evaluation is before the stop: the second start knows it from the checkpoints."""
+    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
+    flags += ["--keep_checkpoints", 1, "--lr_schedule", "constant", "--final_lr_fraction", 0.1]
+    flags = [*flags[:-2], "--max_steps"]
+    for name, stops in (("whole", [24]), ("parts", [9, 24])):
+        for steps in stops:
+            quick(*flags, steps, "--output_dir", tmp_path / name, "--accept_changes")
+            reseal(max((tmp_path / name / "checkpoints").glob("step-*")))
+    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
+    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+
+
+def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
+    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", tmp_path / "run"]
+    quick(*flags, "--max_steps", 8)
+    more = ["--task.held_out", 5, "--accept_changes"]
+    quick(*flags, *more, "--max_steps", 16)
+    losses = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run", "eval_loss")}
+    of_these = {step: loss for step, loss in losses.items() if step > 8}
+    exported, saved = weights(tmp_path / "run")
+    assert exported.equal(saved[min(of_these, key=of_these.get)])
+    assert min(losses.values()) < min(of_these.values())  # the case is one in which it matters
 
 
 # The signal comes when an evaluation has read so many batches; the first one is a rehearsal.
