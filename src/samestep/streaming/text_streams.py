@@ -65,11 +65,11 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         "train": read_texts(heads, HEAD, cfg, "data"),
         "validation": read_texts(held, most, cfg, field),
     }
-    for split, chosen in (("train", heads), ("validation", held)):
+    for split, own, chosen in (("train", "data", heads), ("validation", field, held)):
         if not texts[split]:
             named = ", ".join(each.name for each in chosen)
             hint = "remove empty ones, or give --task.validation_data PATH"
-            raise ValueError(f"task.{field}: there is no text in {named:.200}; {hint}")
+            raise ValueError(f"task.{own}: there is no text in {named:.200}; {hint}")
     number = len(texts["validation"])
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
@@ -79,8 +79,9 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     source = datasets.ClassLabel(names=["stream"])
     features = datasets.Features({"text": datasets.Value("large_string"), "source": source})
     found = datasets.DatasetDict()
-    for split, own in texts.items():
-        found[split] = datasets.Dataset.from_dict({"text": own, "source": [0] * len(own)}, features)
+    for split, given in texts.items():
+        columns = {"text": given, "source": [0] * len(given)}
+        found[split] = datasets.Dataset.from_dict(columns, features)
     return found
 
 
