@@ -408,8 +408,13 @@ def test_views_that_give_other_rows_are_named_as_that(texts, line):
 
 def test_every_row_is_in_the_digest():
     def stored(tokens):
-        ids = pa.ListArray.from_arrays(np.arange(0, 6_001, 2, dtype=np.int32), tokens)
-        return datasets.Dataset(pa.table({"ids": ids, "n": np.arange(3000)}))
+        ids = pa.ListArray.from_arrays(np.arange(0, len(tokens) + 1, 2, dtype=np.int32), tokens)
+        return datasets.Dataset(pa.table({"ids": ids, "n": np.arange(len(tokens) // 2)}))
+
+    many = np.zeros(160_000, np.uint16)
+    one = many.copy()
+    one[2 * 70_001] = 1
+    assert startup.digest_view(stored(many)) != startup.digest_view(stored(one))
 
     tokens = np.arange(6000, dtype=np.uint16)
     data = stored(tokens)
