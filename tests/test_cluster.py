@@ -1,14 +1,17 @@
-"""The files of cluster/: there if chosen, valid, and run without a cluster."""
+"""The files of cluster/: there if chosen, valid, and run for real where this machine can."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
-from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import bake, make_tiny, status
+import slurm as slurm_daemons
+from conftest import bake, digest, make_tiny, status, trained
+from slurm import free_ports
 
 FILES = {
     "none": [],
@@ -92,7 +95,7 @@ def test_the_command_of_the_pods_trains(clustered, manifests, tmp_path):
     """Two pods are two launchers; here they have no network of their own, and no GPU."""
     (container,) = manifests["Job"]["spec"]["template"]["spec"]["containers"]
     changes = {"--config_file": "configs/accelerate/cpu_multi.yaml", "--num_processes": 2}
-    changes |= {"--main_process_ip": "127.0.0.1", "--main_process_port": get_free_port()}
+    changes |= {"--main_process_ip": "127.0.0.1", "--main_process_port": free_ports(1)[0]}
     changes |= {"--output_dir": tmp_path / "run"}
     runs = []
     for pod in ("0", "1"):
@@ -128,7 +131,7 @@ def test_the_scripts_of_skypilot_run(clustered, tmp_path):
     env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2", "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "2"}
     setup = task["setup"].replace("make setup\n", "")
     assert "checked: " in clustered.run("bash", "-c", setup, **env).stdout
-    run = task["run"].replace("29500", str(get_free_port()))
+    run = task["run"].replace("29500", str(*free_ports(1)))
     clustered.run("bash", "-c", run, **env)
     assert status(tmp_path / "run")["state"] == "finished"
 
@@ -159,10 +162,6 @@ def test_the_script_of_skypilot_repeats_a_crash_but_no_mistake(clustered, tmp_pa
 
 def test_the_script_of_slurm_repeats_what_was_stopped_and_one_crash(clustered, tmp_path):
     """A start ends with 75, 1, 1, 2 or 0."""
-    path = clustered.path / "cluster" / "slurm.sbatch"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} < options
     put_program(tmp_path / "bin" / "srun", NEXT_CODE)
     put_program(tmp_path / "bin" / "scontrol", '#!/bin/sh\necho "$@" >> requeued; exit 1\n')
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CRASHES": "1", "MAIN": "a"}
@@ -171,7 +170,69 @@ def test_the_script_of_slurm_repeats_what_was_stopped_and_one_crash(clustered, t
     found = []
     for _ in range(5):
         (tmp_path / "requeued").write_text("")
-        code = subprocess.run(["bash", path], env=env, capture_output=True).returncode
+        script = ["bash", clustered.path / "cluster" / "slurm.sbatch"]
+        code = subprocess.run(script, env=env, capture_output=True).returncode
         found.append((code, (tmp_path / "requeued").read_text()))
     again = "requeue 7\n"
     assert found == [(75, again), (1, again), (1, ""), (2, ""), (0, "")]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    try:
+        with slurm_daemons.started(tmp_path_factory.mktemp("slurm")) as running:
+            yield running
+    except slurm_daemons.NotHere as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def submit(slurm, clustered, tmp_path):
+    """Gives a function that submits cluster/slurm.sbatch as it is: the job, and what it prints."""
+    jobs = []
+
+    def submit(*flags, **env):
+        env = clustered.env(HARDWARE="cpu_multi", MAIN="127.0.0.1", **env)
+        options = ["--cpus-per-task=1", "--gpus-per-node=1", "--time=30"]
+        output = tmp_path / f"job{len(jobs)}.txt"
+        command = ["sbatch", "--parsable", *options, f"--output={output}", "cluster/slurm.sbatch"]
+        jobs.append(slurm.run(*command, *flags, cwd=clustered.path, **env))
+        return jobs[-1], output
+
+    yield submit
+    for job in jobs:
+        slurm.run("scancel", job)
+
+
+def wait_for_job(slurm, job, condition, output, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition(slurm.job(job)):
+        assert time.monotonic() < deadline, f"{slurm.job(job)}\n{output.read_text()}"
+        time.sleep(0.5)
+
+
+def ended(fields):
+    return fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+
+@pytest.mark.slow
+def test_slurm_stops_requeues_and_finishes_a_run(slurm, submit, tiny, tmp_path):
+    """Told USR1, as before its time limit; the weights are those of an undisturbed run."""
+    output = tmp_path / "run"
+    flags = ["--max_steps", 150, "--eval_every", 0, "--save_every", 100, "--task.dropout", 0.1]
+    slow = ["--task.row_seconds", 0.02, "--tracker", "wandb"]
+    job, printed = submit("--output_dir", output, *flags, *slow)
+    wait_for_job(slurm, job, lambda _: trained(output, 20), printed)
+    slurm.run("scancel", "--signal=USR1", job)
+    wait_for_job(slurm, job, ended, printed)
+    text, fields = printed.read_text(), slurm.job(job)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text
+    assert text.count(" start 1 on n[1-2]") == text.count(" start 2 on n[1-2]") == 1
+    assert " ended with 75" in text and " ended with 0" in text
+    (stopped,) = re.findall(r"stopped after step (\d+);", text)
+    assert f"continuing from {output}/checkpoints/step-{int(stopped):08d}" in text
+    runs = [path.name.rpartition("-")[2] for path in (output / "wandb").glob("offline-run-*")]
+    assert runs == [(output / "wandb_run_id").read_text()] * 2
+    undisturbed = tmp_path / "undisturbed"
+    tiny.train(2, *flags, "--output_dir", undisturbed)
+    assert digest(newest(output)) == digest(newest(undisturbed))

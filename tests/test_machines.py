@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from conftest import ROOT, SOURCE, latest, lines, load_task
+from slurm import free_ports
 
 # ---- What all processes must have in common ------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_machine_that_does_not_start_is_named(tiny, tmp_path):
-    port = get_free_port()
+    (port,) = free_ports(1)
     launcher = f"samestep --num_machines 2 --machine_rank 1 --main_process_port {port} "
     launcher += "--main_process_ip 127.0.0.1"
     run = tiny.launch(launcher, "cpu_multi", "--output_dir", tmp_path / "run", "--timeout", 2)

@@ -1,0 +1,138 @@
+"""A Slurm of two nodes on this machine, for tests: munged, slurmctld, two slurmd, no cgroups.
+
+Each node has two CPUs, and pretends to have a GPU. Everything runs as the user who starts it, and
+lies in one folder.
+"""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+ADVICE = "apt-get install munge slurmctld slurmd slurm-client"
+
+# cred_expire: a job that is requeued waits for it, 120 s by default.
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+JobRequeue=1
+SchedulerParameters=batch_sched_delay=1,sched_interval=5
+KillWait=15
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} {node}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} {node}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+GPUS = "NodeName=n1 Name=gpu File=/dev/null\nNodeName=n2 Name=gpu File=/dev/null\n"
+
+
+class NotHere(Exception):
+    """Slurm cannot be started on this machine."""
+
+
+class Slurm:
+    """A running Slurm, and its commands."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def run(self, *command, cwd=None, **env):
+        """What a command of Slurm prints."""
+        env = os.environ | self.env | env
+        words = [*map(str, command)]
+        return subprocess.run(
+            words, cwd=cwd, env=env, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def job(self, number):
+        """The fields of a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def free_ports(number):
+    """Ports that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@contextlib.contextmanager
+def started(folder):
+    """A Slurm in this folder; raises NotHere with the reason if there can be none."""
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
+    if missing:
+        raise NotHere(f"no {', '.join(missing)}: {ADVICE}")
+    (folder / "state").mkdir(parents=True)
+    folder.chmod(0o755)
+    place = {"host": os.uname().nodename, "folder": folder, "user": getpass.getuser()}
+    node = "CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN"
+    config = CONFIG.format(ports=free_ports(3), node=node, **place)
+    (folder / "slurm.conf").write_text(config)
+    (folder / "gres.conf").write_text(GPUS)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    slurm = Slurm(folder)
+    env = os.environ | slurm.env | {"PATH": path}
+    munge = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
+    munge |= {"log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
+    commands = [["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in munge.items())]]
+    commands += [["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
+    daemons = []
+    try:
+        for command in commands:
+            streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+            streams["stderr"] = open(folder / f"{command[0]}{len(daemons)}.err", "w")
+            daemons.append(subprocess.Popen(command, env=env, cwd=folder, **streams))
+            if command[0] == "munged":
+                wait_for((folder / "munge.socket").exists, folder)
+        wait_for(lambda: ready(slurm), folder)
+        yield slurm
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+def ready(slurm):
+    """Whether both nodes wait for jobs."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        return slurm.run("sinfo", "--noheader", "--format=%t %D") == "idle 2"
+    return False
+
+
+def wait_for(condition, folder, seconds=60):
+    """Waits for a part of Slurm; raises NotHere with the last words of the logs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = [*sorted(folder.glob("*.log")), *sorted(folder.glob("*.err"))]
+            ends = [f"{log.name}: {log.read_text()[-200:].strip()}" for log in logs]
+            raise NotHere(f"Slurm does not start: {'; '.join(ends)}")
+        time.sleep(0.2)
