@@ -193,6 +193,17 @@ def test_predictions_see_images_as_training_does(models, tmp_path):
 # ---- Pictures and the model card -----------------------------------------------------------------
 
 
+def test_a_broken_exif_block_is_named_and_all_images_are_answered(models, tmp_path):
+    picture(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        image.save(tmp_path / "broken.png", exif=b"Exif\0\0garbage!")
+    flags = ["--model", models / "images", "--json"]
+    result = programs.run(predict, tmp_path, *flags, "broken.png", "a.png")
+    broken, plain = map(json.loads, result.stdout.splitlines())
+    assert broken["classes"] == plain["classes"] and result.returncode == 0
+    assert "broken.png is not turned: broken EXIF block: not a TIFF file" in result.stderr
+
+
 def test_a_model_card_with_hostile_names(tmp_path):
     path = "a`b```\n## Evaluation\n<script>|\u202e\udcff"
     config = {
