@@ -190,7 +190,7 @@ def describe_skipped(others: Counter) -> str:
 
 def check_class_folders(files: Iterable[Path], data: str, field: str) -> None:
     """Raises ValueError for a file that is not in the folder of its class, below `data` or below
-    the folder of a split there."""
+    the folder of a split there. Prints the folders beside these that have no file."""
     root = Path(data).expanduser()
     first: dict[Path, Path] = {}
     for path in files:
@@ -203,3 +203,9 @@ def check_class_folders(files: Iterable[Path], data: str, field: str) -> None:
             wanted = root / "CLASS" / path.name
             text = f"{path} is not in the folder of its class; it should be {wanted}"
             raise ValueError(f"task.{field}: {text}")
+    beside = [each for above in {folder.parent for folder in first} for each in above.iterdir()]
+    empty = [each.name for each in beside if each.is_dir() and each not in first]
+    empty = sorted(name for name in empty if not name.startswith("."))
+    if empty and len(first) > 1:
+        text = f"{one_line(data, 100)}: nothing to read in the folders of classes "
+        print(f"Preparing data: {text}{one_line(', '.join(empty), 200)}", flush=True)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, readers, rows, shards, sources
+from samestep.data.folders import TABLES, file_ending
 from samestep.data.readers import DOCUMENT, Span
 from samestep.data.shards import Shard
 from samestep.streaming.lanes import Stream
@@ -70,10 +71,13 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
             named = ", ".join(each.name for each in chosen)
             hint = "remove empty ones, or give --task.validation_data PATH"
             raise ValueError(f"task.{own}: there is no text in {named:.200}; {hint}")
-    number = len(texts["validation"])
+    first: dict = {}
+    if file_ending(train[0].path) in TABLES:
+        first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))
+    read = rows.describe_columns([*first], {"text": cfg.text_column})
     print(
         f"Preparing data: {len(train):,} shards to train on, {len(held):,} to evaluate on, of "
-        f"which {number:,} documents are used",
+        f"which {len(texts['validation']):,} documents are used{read}",
         flush=True,
     )
     source = datasets.ClassLabel(names=["stream"])
