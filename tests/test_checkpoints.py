@@ -94,14 +94,25 @@ def damages():
         return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
     name = "inner/rng.pkl"
+    yield "an empty file", at(name, lambda _: b"")
     yield "a shorter file", at(name, lambda content: content[:-1])
+    yield "a longer file", at(name, lambda content: content + b"\0")
     yield "one bit of a file", at(name, lambda content: bytes([content[0] ^ 1]) + content[1:])
     yield "no file", lambda path: (path / name).unlink()
     manifest = checkpoints.MANIFEST
     yield "delete the manifest", lambda path: (path / manifest).unlink()
+    yield "half a manifest", at(manifest, lambda content: content[: len(content) // 2])
     yield "manifest is a list", at(manifest, lambda _: b"[]")
     yield "manifest without files", at(manifest, lambda _: b'{"step": 2}')
     yield "manifest of another", lambda p: shutil.copy(p.parent / "step-00000001" / manifest, p)
+    yield (
+        "files swapped",
+        lambda p: (
+            (p / "optimizer.bin").rename(p / "x"),
+            (p / "inner" / "rng.pkl").rename(p / "optimizer.bin"),
+            (p / "x").rename(p / "inner" / "rng.pkl"),
+        ),
+    )
     yield "another step", at(manifest, lambda content: content.replace(b'"step": 2', b'"step": 3'))
     yield (
         "fewer files",
@@ -109,9 +120,13 @@ def damages():
     )
     yield "no files", lambda p: reseal(p, files={})
     yield "a file outside", lambda p: reseal(p, files={"../x": {"bytes": 0, "sha256": ""}})
+    yield "a step that is a text", lambda p: reseal(p, step="2")
     yield "the name of another step", lambda p: reseal(p, step=3)
+    yield "a config that is a list", lambda p: reseal(p, config=[1])
     yield "a manifest that is a pipe", lambda p: ((p / manifest).unlink(), os.mkfifo(p / manifest))
     yield "a file more", lambda p: (p / "scheduler.bin").write_bytes(b"")
+    yield "a link to nothing", lambda p: (p / "link").symlink_to("nothing")
+    yield "a file in the place of the checkpoint", lambda p: (shutil.rmtree(p), p.write_bytes(b""))
     yield "file of another", lambda p: shutil.copy(p.parent / "step-00000001" / "optimizer.bin", p)
 
 
@@ -147,7 +162,7 @@ def test_each_bit_of_a_manifest_counts(tmp_path):
     assert refused > 0.8 * 8 * len(content)  # the rest is white space
 
 
-@pytest.mark.parametrize("block, shares", [(4, 3), (1000, 2)])
+@pytest.mark.parametrize("block, shares", [(1, 1), (4, 3), (1000, 2), (6999, 4)])
 def test_files_dealt_to_any_number_of_processes_vouch_for_the_same(
     tmp_path, monkeypatch, block, shares
 ):
@@ -175,6 +190,14 @@ def test_files_dealt_to_any_number_of_processes_vouch_for_the_same(
     (path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="model.safetensors is not the file"):
         checkpoints.verify(path)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
+    """Else the run would start from the beginning."""
+    folder = tmp_path / "checkpoints"
+    folder.write_text("a file")
+    with pytest.raises(ValueError, match="checkpoints cannot be read: Not a directory"):
+        checkpoints.find_checkpoint(folder, "auto")
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
@@ -236,9 +259,6 @@ def test_ways_to_start(tmp_path):
     (own / "step-00000007" / "optimizer.bin").unlink()  # and it does not start from zero
     with pytest.raises(ValueError, match="no checkpoint in .* is valid .*optimizer.bin is missing"):
         checkpoints.find_checkpoint(own, "auto")
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(ValueError, match="file cannot be read: Not a directory"):
-        checkpoints.find_checkpoint(tmp_path / "file", "auto")
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -280,3 +300,11 @@ def test_the_best_is_among_those_that_were_evaluated_on_the_same_rows(tmp_path):
     assert checkpoints.find_best(folder, {"data": {"validation": "new"}}) == best
     checkpoints.prune(folder / "step-00000003", 1)  # it stays, and the one before does not
     assert names(folder) == ["step-00000002", "step-00000003"]
+
+
+def test_a_better_checkpoint_that_is_newer_protects_none_of_this_run(tmp_path):
+    """It was passed over, as its disk failed for a moment, and will be set aside."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step, loss in ((50, 0.6), (200, 0.5), (150, 0.75)):
+        save(folder, step, 0 if step == 200 else 1, eval_loss=loss)
+    assert names(folder) == ["step-00000050", "step-00000150", "step-00000200"]
