@@ -18,7 +18,7 @@ import scaling  # noqa: E402
 import steps  # noqa: E402, F401
 
 PLAIN, BAKED = compare.PLAIN, compare.BAKED
-PEERS = [PLAIN, "HF Trainer", BAKED]
+PEERS = [PLAIN, BAKED]
 
 
 @pytest.mark.slow
