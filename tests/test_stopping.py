@@ -223,6 +223,67 @@ print("not reached", flush=True)
     assert result.returncode == 130 and result.stdout == "asked\n"
 
 
+def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
+    """As when a whole process group gets SIGTERM in the moment in which a loader starts.
+
+    Workers are forked: from Python 3.14 on a server starts them, and they would not inherit the
+    blocked signals.
+    """
+    program = """
+import multiprocessing, os, signal, time, torch
+multiprocessing.set_start_method("forkserver")
+from samestep.processes import shutdown
+stop = shutdown.StopRequest()
+assert multiprocessing.get_start_method() == "fork"
+stop.training = True
+def worker():
+    torch._C._set_worker_signal_handlers()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    shutdown.ignore_signals(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(7)
+child = multiprocessing.Process(target=worker)
+with shutdown.signals_blocked():
+    child.start()
+child.join()
+assert child.exitcode == 7, child.exitcode
+ready = multiprocessing.Event()
+def of_the_task():
+    os.kill(os.getpid(), signal.SIGINT)
+    ready.set()
+    time.sleep(60)
+child = multiprocessing.Process(target=of_the_task)  # as those of a Pool
+child.start()
+ready.wait()
+child.terminate()
+child.join()
+assert child.exitcode == -signal.SIGTERM, child.exitcode
+assert not stop.requested()
+os.kill(os.getpid(), signal.SIGTERM)
+assert stop.requested()
+"""
+    tiny.run("python", "-c", program)
+
+
+def test_a_pool_ends_before_training_begins(project):
+    """It ends its processes by SIGTERM, and waits for them: one of them may be about to wait for a
+    lock, where a handler in Python would not run."""
+    program = """
+import multiprocessing, signal
+from samestep.processes import shutdown
+shutdown.StopRequest()
+for number in range(40):
+    with multiprocessing.Pool(2) as pool:
+        results = [pool.apply_async(signal.getsignal, [signal.SIGTERM]) for _ in range(2)]
+        while not all(each.ready() for each in results):
+            pass
+        assert {each.get() for each in results} == {signal.SIG_DFL}
+print("ended")
+"""
+    assert project.run("python", "-c", program, timeout=100).stdout == "ended\n"
+
+
 def test_ctrl_c_while_a_program_imports_is_one_line(tiny):
     """Slow imports come from a folder that is found first; `begin` is through when they begin."""
     slow = tiny.path / "slow"

@@ -112,9 +112,10 @@ class StopRequest:
             return meant
 
     def obey(self) -> None:
-        """In a process that the task forks while it trains: SIGTERM ends it, as a Pool expects. A
-        worker of a loader goes on, see `signals_blocked`."""
-        if self.training and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        """In a process that is forked, as by a Pool: SIGTERM ends it. A handler in Python would not
+        run where the signal comes just before the process waits for a lock, and the Pool would wait
+        for its end forever. A worker of a loader goes on, see `signals_blocked`."""
+        if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             ignore_signals(None)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
