@@ -228,7 +228,11 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
-    """Size, time and inode of each file; raises ValueError for what is none."""
+    """Size, inode and times of each file; raises ValueError for what is none.
+
+    A file that takes the place of a removed one may get its inode, and any time of change but
+    st_ctime_ns, which cannot be set.
+    """
     found = {}
     for name, path in files.items():
         try:
@@ -239,7 +243,8 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
         if not stat.S_ISREG(status.st_mode):
             problem = f"{path} is no regular file; remove it"
             raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
-        found[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        found[name] = [status.st_size, status.st_ino, *times]
     return found
 
 
