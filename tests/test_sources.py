@@ -21,6 +21,7 @@ from conftest import (
     unprivileged,
     write_table,
 )
+from samestep.base.console import one_line
 from samestep.data import folders, prepared_key, rows, sources
 from samestep.models import pretrained
 from samestep.settings import contract
@@ -314,3 +315,18 @@ def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
     with pytest.raises(ValueError, match=said):
         prepare_task(task, task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
     assert [each.weight for each in sources.split_data("a:500000,b:500000")] == [500_000] * 2
+
+
+@pytest.mark.parametrize("data", ["{}", "{}:2,{}:0", [{"path": "{}", "weight": 0.5}]])
+def test_a_line_that_is_cut_shows_no_part_of_a_secret(data):
+    """Cut before the secret is taken out, a URL ends before its @, and looks like a path."""
+    url = f"s3://user:{'SECRET' * 20}@bucket/rows"
+    task = load_task("causal_lm")
+    if isinstance(data, str):
+        given = data.replace("{}", url)
+    else:
+        given = [{**data[0], "path": url}]
+    for more in ({}, {"data_config": "x"}, {"tools_column": "x"}):
+        with pytest.raises(ValueError) as error:
+            task.check_config(task.TaskConfig(data=given, **more))
+        assert "SECRET" not in one_line(error.value)

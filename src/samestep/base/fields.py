@@ -38,8 +38,8 @@ def check_fields(cfg: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
     """Raises ValueError for the first violated rule: (field, whether it holds, expected value)."""
     for name, holds, expected in rules:
         if not holds:
-            value = repr(getattr(cfg, name))
-            raise ValueError(f"task.{name} is {value:.60} but must be {expected}")
+            value = one_line(repr(getattr(cfg, name)), 60)
+            raise ValueError(f"task.{name} is {value} but must be {expected}")
 
 
 def check_width(cfg: Any, unit: int, text: str) -> None:
@@ -61,10 +61,10 @@ def check_ignored_fields(
     for names, used, circumstance in rules:
         for name in names.split():
             if not used and getattr(cfg, name) != defaults[name]:
-                value = repr(getattr(cfg, name))
-                hint = f"leave it out, or give its default, {defaults[name]!r}"
+                value = one_line(repr(getattr(cfg, name)), 60)
                 raise ValueError(
-                    f"{section}{name} is {value:.60}, but nothing reads it {circumstance}; {hint}"
+                    f"{section}{name} is {value}, but nothing reads it {circumstance}; leave it "
+                    f"out, or give its default, {one_line(repr(defaults[name]), 60)}"
                 )
 
 

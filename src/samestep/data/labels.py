@@ -138,7 +138,7 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
             weights = balanced_weights(counts)
             encoded["train"]["weight"] = weights[encoded["train"]["labels"]]
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
-    about[0] = f"{len(rows['train']):,} rows of {cfg.data:.100} to train on; {about[0]}"
+    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} to train on; {about[0]}"
     for line in about:
         print(f"Preparing data: {one_line(line, 500)}", flush=True)
     for split, found in encoded.items():

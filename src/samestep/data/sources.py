@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from samestep.base.console import one_line
 from samestep.base.fields import (
     NOTHING,
     Fraction,
@@ -98,7 +99,7 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     on_hub = any(each not in shipped and hub.is_hub_name(each) for each in sources)
-    no_hub = f"because task.data, {cfg.data:.60}, is not a data set on the Hub"
+    no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
     split = on_hub and not cfg.validation_data
     held_out = not (cfg.validation_data or cfg.validation_split)
     rules = [
@@ -125,7 +126,7 @@ def data_as_text(data: str | list[dict]) -> str:
         whole = type(each.get("weight", 1)) is int and isinstance(each.get("path"), str)
         if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
             hint = "give a path, without a comma, and a whole weight: {path: a.jsonl, weight: 2}"
-            raise ValueError(f"task.data: an entry is {each!s:.100}; {hint}")
+            raise ValueError(f"task.data: an entry is {one_line(each, 100)}; {hint}")
     return ",".join(f"{each['path']}:{each.get('weight', 1)}" for each in data)
 
 
@@ -140,8 +141,9 @@ def split_data(data: str) -> list[WeightedData]:
     for part in data.split(","):
         name, weight = re.fullmatch(r"(.*?)(?::(-?[\d.]+))?", part.strip(), re.DOTALL).groups()
         if not name or weight and not (weight.isdecimal() and int(weight)):
+            shown = one_line(repr(part), 60)
             hint = "give each as PATH:WEIGHT, with a whole weight of at least 1"
-            raise ValueError(f"task.data: one of its sources is {part!r:.60}; {hint}")
+            raise ValueError(f"task.data: one of its sources is {shown}; {hint}")
         found.append((name, int(weight or 1)))
     paths, weights = zip(*found, strict=True)
     if len({os.path.realpath(os.path.expanduser(path)) for path in paths}) < len(paths):

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 from pydantic import Field
 
+from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, readers, rows, shards, sources
 from samestep.data.folders import TABLES, file_ending
@@ -70,7 +71,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         if not texts[split]:
             named = ", ".join(each.name for each in chosen)
             hint = "remove empty ones, or give --task.validation_data PATH"
-            raise ValueError(f"task.{own}: there is no text in {named:.200}; {hint}")
+            raise ValueError(f"task.{own}: there is no text in {one_line(named, 200)}; {hint}")
     first: dict = {}
     if file_ending(train[0].path) in TABLES:
         first, _ = next(readers.read_span(Span(train[0].path), None), ({}, ""))

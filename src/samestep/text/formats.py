@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 
+from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width, local_path
 from samestep.data import demo_data, sources
 from samestep.data.folders import TABLES, file_ending
@@ -101,7 +102,7 @@ def check_rows(cfg: Any) -> None:
         check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
     differ = cfg.completion_column != cfg.prompt_column
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    where = f"where task.data is {cfg.data:.60}"
+    where = f"where task.data is {one_line(cfg.data, 60)}"
     names = " ".join(COLUMN_FIELDS.values())
     check_ignored_fields(cfg, [(names, len(shipped) < len(data), where)])
     kind = cfg.rows
