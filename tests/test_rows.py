@@ -63,14 +63,14 @@ def load(data, /, normalize=normalize, **fields):
     options = {name: fields.pop(name) for name in [*fields] if name not in FIELDS}
     cfg = Config(data=str(data), **fields)
     sources.check_data_config(cfg, (), reads_groups=True)
-    found = rows.load_rows(
-        rows.find_inputs(cfg, {}, EXTENSIONS),
-        cfg,
+    form = rows.RowFormat(
         normalize,
         {"text": Value("string")},
         columns=lambda _: {"text": cfg.text_column},
-        **options,
+        optional=options.pop("optional", ()),
+        key=options.pop("key", rows.key_of),
     )
+    found = rows.load_rows(rows.find_inputs(cfg, {}, EXTENSIONS), cfg, form, **options)
     return found["train"], found["validation"]
 
 

@@ -2,10 +2,13 @@
 
 import gzip
 import io
+import itertools
 import json
+import os
 import shutil
 import tarfile
 import types
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -13,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+import hub
 from conftest import bake, digest, lines, load_task, prepare_task
 from samestep.data import shards
 from samestep.step import batches
@@ -211,11 +215,80 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     assert len(held) == 1
     number = int(shard.name[5:8])
     blocks = [*stream.blocks(shard.path)]
-    assert [text for block in blocks for text in block] == texts_of(number)
+    assert [text for block in blocks for text in block["text"]] == texts_of(number)
     rows = [row for block in blocks for row in stream.samples(block)]
     ids = np.concatenate([row["input_ids"] for row in rows])
     assert (ids == np.concatenate([row["labels"] for row in rows])).all()
     assert tokenizer.decode(ids[:200]).startswith(texts_of(number)[0] + "<|endoftext|>")
+
+
+def chat(number):
+    said = [("user", f"what is {number}"), ("assistant", f"it is {number}, {'so ' * (number % 5)}")]
+    return [{"role": role, "content": content} for role, content in said]
+
+
+ROWS = {  # of each kind the task, its fields, and a row by its number
+    "prompts": ("causal_lm", {}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
+    "chats": ("causal_lm", {"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
+    "texts": ("causal_lm", {"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
+    "pairs": (
+        "preference",
+        {},
+        lambda n: {"prompt": f"ask {n} ", "chosen": f"yes {n}", "rejected": f"no {n % 9}"},
+    ),
+    "targets": ("seq2seq", {}, lambda n: {"source": f"from {n}", "target": f"to {n * n}"}),
+    "classes": ("text_classification", {}, lambda n: {"text": f"a {n}", "label": "ab"[n % 2]}),
+    "labels": (
+        "text_classification",
+        {"problem_type": "multi_label_classification"},
+        lambda n: {"text": f"a {n}", "label": [["x"], ["x", "y"], []][n % 3]},
+    ),
+    "numbers": (
+        "text_classification",
+        {"problem_type": "regression"},
+        lambda n: {"text": f"a {n}", "label": n / 7},
+    ),
+}
+
+
+def documents_of(row):
+    """What a row holds, in a form that compares: of a packed one its documents."""
+    if "position_ids" not in row:
+        yield [(name, np.asarray(row[name]).tolist()) for name in sorted(row) if name != "spread"]
+        return
+    begins = [*np.flatnonzero(row["position_ids"] == 0), len(row["position_ids"])]
+    for first, last in itertools.pairwise(begins):
+        if last - first > 1:  # padding has position 0
+            yield [(name, row[name][first:last].tolist()) for name in ("input_ids", "labels")]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_stream_has_the_samples_of_prepared_rows(tmp_path, kind):
+    name, fields, row = ROWS[kind]
+    task = load_task(name)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "all").mkdir()
+    for number in range(4):
+        lines_of = [json.dumps(row(n)) + "\n" for n in range(number * 60, number * 60 + 60)]
+        (tmp_path / "all" / f"part-{number}.jsonl").write_text("".join(lines_of))
+    fields |= {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
+    fields |= {"context_length": 64} if name == "causal_lm" else {}
+    streamed = task.TaskConfig(data=str(tmp_path / "all"), streaming=True, lanes=1, **fields)
+    train, held = shards.split_shards(streamed)
+    for shard in train:
+        shutil.copy(shard.path, tmp_path / "train")
+    given = {"data": str(tmp_path / "train"), "validation_data": held[0].path}
+    found = []
+    for cfg in (streamed, task.TaskConfig(**given, **fields)):
+        data = prepare_task(task, cfg)
+        rows, validation = task.views(cfg, data)
+        if cfg.streaming:
+            blocks = [block for shard in rows.shards for block in rows.blocks(shard)]
+            rows = [sample for block in blocks for sample in rows.samples(block)]
+        for view in (rows, validation):
+            found.append(sorted(d for i in range(len(view)) for d in documents_of(view[i])))
+    assert found[0] == found[2] and found[1] == found[3]
+    assert len(found[0]) >= 180 and len(found[1]) >= 60
 
 
 def test_a_store(task, tmp_path):
@@ -263,17 +336,18 @@ def test_a_long_text_is_several(task, tmp_path):
     fields = {"lanes": 1, "validation_data": str(tmp_path / "data" / "a.jsonl")}
     _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "data" / "b.jsonl", **fields)
     blocks = [*stream.blocks(stream.shards[0])]
-    assert [len(block) for block in blocks] == [1, 1, 1]
-    assert "".join(text for block in blocks for text in block) == "a tall man " * 250_000
+    assert [len(block["text"]) for block in blocks] == [1, 1, 1]
+    assert "".join(text for block in blocks for text in block["text"]) == "a tall man " * 250_000
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-FLAGS = ["--task.streaming", "true", "--task.lanes", LANES, "--task.context_length", 16]
-FLAGS += ["--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_heads", 2]
-FLAGS += ["--task.num_layers", 1, "--max_steps", 9, "--log_every", 1, "--eval_every", 0]
-FLAGS += ["--save_every", 3, "--global_batch_size", 24, "--micro_batch_size", 6, "--exact", "true"]
-FLAGS += ["--warmup_steps", 2, "--keep_checkpoints", 0, "--check_export", "false"]
+SMALL = ["--task.streaming", "true", "--task.lanes", LANES]
+SMALL += ["--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_heads", 2]
+SMALL += ["--task.num_layers", 1, "--max_steps", 9, "--log_every", 1, "--eval_every", 0]
+SMALL += ["--save_every", 3, "--global_batch_size", 24, "--micro_batch_size", 6, "--exact", "true"]
+SMALL += ["--warmup_steps", 2, "--keep_checkpoints", 0, "--check_export", "false"]
+FLAGS = [*SMALL, "--task.context_length", 16]
 LAST = "checkpoints/step-00000009"
 
 
@@ -302,6 +376,53 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
     if processes == 1:
         assert digest(output / LAST) == digest(whole / LAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chats", "classes"])
+def test_rows_of_other_kinds_resume_inside_of_a_shard(tmp_path, kind):
+    """On another number of processes; words that a classifier drops are those of the sample."""
+    name, fields, row = ROWS[kind]
+    project = bake(tmp_path, task=name, tracker="none")
+    (project.path / "rows").mkdir()
+    for number in range(6):
+        content = [json.dumps(row(n)) + "\n" for n in range(60 * number, 60 * number + 60)]
+        (project.path / "rows" / f"part-{number}.jsonl").write_text("".join(content))
+    fields = fields | ({"context_length": 64} if kind == "chats" else {"token_dropout": 0.2})
+    flags = [*SMALL, "--task.data", "rows"]
+    for each, value in fields.items():
+        flags += [f"--task.{each}", value]
+    project.train(1, *flags, "--output_dir", "runs/whole")
+    runs = project.path / "runs"
+    first = "checkpoints/step-00000003"
+    shutil.copytree(runs / "whole" / first, runs / "again" / first)
+    project.train(2, *flags, "--output_dir", "runs/again", "--num_workers", 1)
+    keys = ("samples", "loss", "batch_hash")
+    found, wanted = (
+        [[e[k] for k in keys] for e in lines(runs / n, "loss")] for n in ("again", "whole")
+    )
+    assert found == wanted[3:]
+    weights = "model/model.safetensors"
+    assert (runs / "again" / weights).read_bytes() == (runs / "whole" / weights).read_bytes()
+
+
+@pytest.mark.slow
+def test_shards_of_the_hub(streamed, tmp_path):
+    """The same as of a folder: hf:// is read by fsspec, as other stores are."""
+    shards_there = {f"texts/{p.name}": p.read_bytes() for p in (streamed.path / "texts").iterdir()}
+    (tmp_path / "model").mkdir()
+    url = f"hf://datasets/{hub.DATA}@{hub.COMMIT}/texts"
+    flags = [*FLAGS, "--task.data", url, "--output_dir", tmp_path / "run", "--num_workers", 1]
+    with mock.patch.dict(hub.FILES, shards_there), hub.serve(tmp_path / "model") as (address, _):
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        env |= {name: "" for name in os.environ if name.lower().endswith("_proxy")}
+        streamed.train(1, *flags, **env)
+    keys = ("loss", "batch_hash")
+    found, wanted = (
+        [[e[k] for k in keys] for e in lines(run, "loss")]
+        for run in (tmp_path / "run", streamed.path / "runs" / "whole")
+    )
+    assert found == wanted
 
 
 def test_what_does_not_go_with_a_stream(streamed, tmp_path):

@@ -15,11 +15,10 @@ import torch
 from pydantic import Field
 
 from samestep.base.fields import EXPORT, MODEL, ROUNDING, SHAPE
+from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.streaming import text_streams
-from samestep.streaming.text_streams import StreamConfig
 from samestep.text import formats, sequences
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -93,7 +92,7 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
 
-check_config = text_streams.check_config  # fields that do not fit each other
+check_config = formats.check_config  # fields that do not fit each other
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ check_config = text_streams.check_config  # fields that do not fit each other
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
-    rows = text_streams.read_rows(cfg)  # sets cfg.rows, if it is auto
+    rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
     packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
@@ -123,7 +122,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
     `unigram_loss` of their tokens."""
-    return text_streams.views(cfg, data)
+    return formats.views(cfg, data)
 
 
 # input_ids and labels, int64 (B, context_length): labels are the inputs, or -100. Packed documents
@@ -158,7 +157,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer)
-    most_documents = sequences.most_documents(data)
+    most_documents = sequences.most_documents(data, cfg)
     next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_documents)
     return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, ROUNDING, SHAPE
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
 from samestep.models.lora import LoraFields, add_adapters, save_model
@@ -40,7 +40,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(DataConfig, LoraFields, ModelConfig):
+class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     data: str | list[dict[str, int | str]] = "docstrings"
     """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of
     such files, or a dataset on the Hub. Or docstrings, which are bundled: of a function's
@@ -116,7 +116,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {chosen_input_ids, chosen_loss_mask, rejected_input_ids, rejected_loss_mask}."""
-    return preferences.view(data["train"], cfg), preferences.view(data["validation"], cfg)
+    return preferences.views(cfg, data)
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -220,7 +220,7 @@ def metrics(sums: Batch) -> dict[str, float]:
 @torch.no_grad()
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict[str, str]:
     """What the reference and the trained model answer to two prompts that are held out."""
-    return preferences.write_samples(model, preferences.view(data["validation"], cfg), data)
+    return preferences.write_samples(model, cfg, data)
 
 
 test_inputs = preferences.test_inputs  # that the check of the export gives to both models

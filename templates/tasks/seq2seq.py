@@ -16,7 +16,7 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import EXPORT, MODEL, SHAPE
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import pretrained
 from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
@@ -41,7 +41,7 @@ Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
+class TaskConfig(StreamConfig, ModelConfig):
     data: str | list[dict[str, int | str]] = "dates"
     """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
     folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
@@ -89,25 +89,31 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     their texts."""
     rows = pairs.read_rows(cfg)
     tokenizer = pairs.prepare_tokenizer(cfg, folder, rows["train"])
-
-    def tokenize(batch: dict[str, list]) -> dict[str, list]:
-        texts = [cfg.source_prefix + text for text in batch["text"]]
-        inputs = tokenizer(texts, truncation=True, max_length=cfg.max_source_length)
-        options = {"truncation": True, "max_length": cfg.max_target_length}
-        targets = tokenizer(text_target=batch["text_target"], **options)
-        return {"input_ids": inputs["input_ids"], "labels": targets["input_ids"]}
-
     cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
-    tokens = rows.map(tokenize, batched=True, num_proc=cores if cores > 1 else None)
+    tokens = rows.map(
+        tokenize,
+        fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
+        batched=True,
+        num_proc=cores if cores > 1 else None,
+    )
     lengths = {"input_ids": cfg.max_source_length, "labels": cfg.max_target_length}
     tokenizing.say_lengths(tokens, lengths)
     tokens["train"] = tokens["train"].remove_columns(["text", "text_target"])
     return tokens.remove_columns("place")
 
 
+def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[str, list]:
+    """input_ids and labels of texts and target texts."""
+    texts = [cfg.source_prefix + text for text in batch["text"]]
+    inputs = tokenizer(texts, truncation=True, max_length=cfg.max_source_length)
+    options = {"truncation": True, "max_length": cfg.max_target_length}
+    targets = tokenizer(text_target=batch["text_target"], **options)
+    return {"input_ids": inputs["input_ids"], "labels": targets["input_ids"]}
+
+
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels}: the token ids of a source and of its target."""
-    return pairs.view(data["train"], cfg), pairs.view(data["validation"], cfg)
+    return pairs.views(cfg, data, tokenize)
 
 
 def collate(rows: list[dict]) -> Batch:

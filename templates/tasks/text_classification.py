@@ -17,7 +17,7 @@ from pydantic import Field
 
 from samestep.base.fields import MODEL, SHAPE
 from samestep.data import labels
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import classification, pretrained
 from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
@@ -38,7 +38,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
+class TaskConfig(StreamConfig, ModelConfig):
     data: str | list[dict[str, int | str]] = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
     .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
@@ -90,15 +90,10 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     rows = labelled.read_rows(cfg, folder)
     tokenizer = labelled.prepare_tokenizer(cfg, folder, rows["train"])
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
-
-    def tokenize(batch: dict[str, list]) -> dict[str, list]:
-        given = [batch[name] for name in texts]
-        options = {"truncation": True, "max_length": cfg.max_length}
-        return tokenizer(*given, return_attention_mask=False, **options)
-
     cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
     tokens = rows.map(
         tokenize,
+        fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
         batched=True,
         remove_columns=[*texts, "place"],
         num_proc=cores if cores > 1 else None,
@@ -107,9 +102,16 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     return tokens
 
 
+def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[str, list]:
+    """input_ids of texts, or of pairs of texts, which may have token_type_ids too."""
+    texts = [batch[name] for name in ("text", "text_pair") if name in batch]
+    options = {"truncation": True, "max_length": cfg.max_length}
+    return dict(tokenizer(*texts, return_attention_mask=False, **options))
+
+
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels, weight}; of pairs also token_type_ids, of numbers also spread."""
-    return labelled.view(data["train"], cfg), labelled.view(data["validation"], cfg)
+    return labelled.views(cfg, data, tokenize)
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data: Any) -> dict:

@@ -123,7 +123,6 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
     if cfg.problem_type == NUMBER:
         values = {split: columns.values_of(part, "label") for split, part in rows.items()}
         known = known or describe_numbers(values["train"])
-        encoded = {split: standardize(each, known) for split, each in values.items()}
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
         about = [f"{shown}: such an error is a loss of 1"]
         if values["train"].min() == values["train"].max():
@@ -131,14 +130,16 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
     else:
         names = known.get("names") or collect_names(rows["train"], cfg)
         known = {"names": names}
-        encoded = {split: number_labels(part, names, cfg, split) for split, part in rows.items()}
+    encoded = {split: encode_split(part, known, cfg, split) for split, part in rows.items()}
+    if cfg.problem_type != NUMBER:
         counts = count(encoded["train"]["labels"], len(names))
         about = describe_labels(rows["train"], counts, names, cfg.problem_type)
         if cfg.class_weights == "balanced":
             weights = balanced_weights(counts)
             encoded["train"]["weight"] = weights[encoded["train"]["labels"]]
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
-    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} to train on; {about[0]}"
+    use = "at the beginnings of shards" if getattr(cfg, "streaming", False) else "to train on"
+    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} {use}; {about[0]}"
     for line in about:
         print(f"Preparing data: {one_line(line, 500)}", flush=True)
     for split, found in encoded.items():
@@ -147,6 +148,15 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
             part = part.add_column(name, [*array] if array.ndim > 1 else array)
         rows[split] = part
     return rows
+
+
+def encode_split(
+    rows: datasets.Dataset, known: dict[str, Any], cfg: Any, split: str
+) -> dict[str, np.ndarray]:
+    """The columns of `encode` for these rows; `known`: what it saves."""
+    if cfg.problem_type == NUMBER:
+        return standardize(columns.values_of(rows, "label"), known)
+    return number_labels(rows, known["names"], cfg, split)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -191,6 +201,8 @@ def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) 
         row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
         some = ", ".join(names)
         owner = "run that resumes" if split == "train" else "training data"
+        if getattr(cfg, "streaming", False):
+            owner = "beginnings of the shards, where all classes must be"
         raise ValueError(
             f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
             f"{name!r:.60} is not in the {owner}, which has {some:.200}"

@@ -7,6 +7,7 @@ travels in a column, so that the error is that of the first wrong row, with any 
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -25,7 +26,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from samestep.base.console import one_line
 from samestep.base.fields import check_ignored_fields
 from samestep.base.workers import count_cores
-from samestep.data import hub, readers, sources, splits
+from samestep.data import hub, readers, shards, sources, splits
 from samestep.data.building import build
 from samestep.data.folders import (
     TABLES,
@@ -35,7 +36,8 @@ from samestep.data.folders import (
     print_skipped,
     print_splits,
 )
-from samestep.data.readers import Span
+from samestep.data.readers import DOCUMENT, Span
+from samestep.data.shards import Shard
 from samestep.data.sources import HELD_OUT, DataConfig, split_data
 from samestep.data.tables import Columns, Row, check_columns, column_names
 
@@ -52,6 +54,8 @@ NOTES = {
 }
 TABLE = 2_000_000  # bytes of content that are written at a time
 HUB_ROWS = 10_000  # of a span
+HEADS = 16  # shards of a stream whose beginnings are prepared
+HEAD = 20_000_000  # bytes of these together, about
 
 
 def num_processes(rows: int) -> int | None:
@@ -74,12 +78,15 @@ class Input:
     data: str  # as the config has it
     name: str  # for metrics
     files: list[Path] = dataclasses.field(default_factory=list)
+    shards: list[Shard] = dataclasses.field(default_factory=list)  # of a stream
     bundled: Callable[[], Iterable[Row]] | None = None
     dataset: Dataset | None = None  # of the Hub
     split: str = ""  # of the Hub
     columns: Columns = dataclasses.field(default_factory=dict)
     optional: Container[str] = ()  # roles
     spans: list[Span] = dataclasses.field(default_factory=list)
+    most_bytes: float = math.inf  # that are read of a span
+    most_rows: float = math.inf
 
     @property
     def is_validation(self) -> bool:
@@ -90,17 +97,29 @@ class Input:
         """The names of the columns, those of the first row of files; empty: there are none."""
         if self.dataset is not None:
             return self.dataset.column_names
-        for path in self.files:
-            for row, _ in readers.read_span(readers.spans_of(path)[0], None):
+        heads = [self.whole(shard) for shard in self.shards]
+        for span in heads or (readers.spans_of(path)[0] for path in self.files):
+            for row, _ in readers.read_span(span, None, field=self.field):
                 return [*row]
         return []
 
-    def open(self, columns: Columns, optional: Container[str], held_out: float) -> None:
+    @property
+    def is_table(self) -> bool:
+        """Whether its rows have columns."""
+        paths = [str(path) for path in self.files[:1]] + [each.path for each in self.shards[:1]]
+        return self.dataset is not None or any(file_ending(path) in TABLES for path in paths)
+
+    @staticmethod
+    def whole(shard: Shard) -> Span:
+        return Span(shard.path, document=DOCUMENT)
+
+    def open(self, columns: Columns, optional: Container[str], held_out: float = 0) -> None:
         """Sets what is read, and its spans. `held_out`: the part of a single text."""
         self.columns, self.optional = columns, optional
         if len(self.files) != 1:
             held_out = 0
         self.spans = [span for path in self.files for span in readers.spans_of(path, held_out)]
+        self.spans += map(self.whole, self.shards)
         if self.bundled:
             self.spans = [Span(self.data)]
         if self.dataset is not None:
@@ -136,8 +155,11 @@ def find_inputs(
 
     `bundled`: functions that return (row, place) pairs, by the name that cfg.data has. Of a folder
     whose files are named for several splits those to train on, and, unless cfg.validation_data
-    names others, those to evaluate on. Prints the files that are not read.
+    names others, those to evaluate on. Prints the files that are not read. Of a stream the
+    beginnings of shards.
     """
+    if getattr(cfg, "streaming", False):
+        return find_shards(cfg)
     inputs, given = [], []
     for source in split_data(cfg.data):
         data, name = source.data, source.name
@@ -168,6 +190,19 @@ def find_inputs(
     return [*inputs, *given]
 
 
+def find_shards(cfg: DataConfig) -> list[Input]:
+    """The beginnings of shards of a stream: of some to train on, and of those that are held out."""
+    train, held = shards.split_shards(cfg)
+    text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on"
+    print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
+    heads = train[:: -(-len(train) // HEADS)]
+    most = HEAD / len(heads)
+    return [
+        Input("data", cfg.data, "stream", shards=heads, most_bytes=most),
+        Input("validation_data", cfg.validation_data or cfg.data, "stream", shards=held),
+    ]
+
+
 # ---- Reading -------------------------------------------------------------------------------------
 
 
@@ -182,14 +217,33 @@ def key_of(row: dict[str, Any]) -> str:
 
 
 @dataclass
+class RowFormat:
+    """How the rows of a task are read, and what is stored of them."""
+
+    normalize: Normalize
+    """Gets a row {role: value} and returns what is stored of it, and remarks to count. Raises
+    IncompleteRow (cfg.incomplete_rows decides), UselessRow (left out), or ValueError, which ends
+    the run."""
+    features: dict[str, Any]
+    """The columns that `normalize` returns; text becomes large_string."""
+    columns: Columns | Callable[[Input], Columns]
+    """{role: column}, or a function that gets an input and returns it."""
+    optional: Container[str] = ()
+    """Roles whose column may be missing: they are None."""
+    key: Callable[[dict], str] = key_of
+    """Of a stored row: text that equal rows have in common, by default all of it."""
+
+    def columns_of(self, source: Input) -> Columns:
+        return self.columns(source) if callable(self.columns) else self.columns
+
+
+@dataclass
 class RowMaker:
     """Makes what is stored out of what is read, in each process."""
 
     inputs: list[Input]
-    normalize: Normalize
-    features: dict[str, Any]
+    format: RowFormat
     group: Callable[[dict], str] | None
-    key: Callable[[dict], str]
     skips_incomplete: bool
 
     @property
@@ -201,10 +255,11 @@ class RowMaker:
     def stored(self) -> Features:
         """The columns of what is stored, with NOTES."""
         features = {"source": ClassLabel(names=self.names), "place": Value("string"), **NOTES}
-        for name, feature in self.features.items():
+        own = self.format.features
+        for name, feature in own.items():
             is_text = getattr(feature, "dtype", "") == "string"  # of which 2 GB fit into a column
             features[name] = Value("large_string") if is_text else feature
-        return Features({name: features[name] for name in [*self.features, *features]})
+        return Features({name: features[name] for name in [*own, *features]})
 
     def tables(self, units: list[list[tuple[int, Span]]]) -> Iterator[pyarrow.Table]:
         """The rows of these spans as tables of about TABLE bytes."""
@@ -221,13 +276,19 @@ class RowMaker:
     def rows(self, units: list[list[tuple[int, Span]]]) -> Iterator[dict[str, Any]]:
         """The rows of these spans with NOTES, source and place; the last one may be a problem."""
         notes = {"hash": 0, "side": 0, "size": 0, "problem": "", "skipped": "", "remarks": ""}
-        blank = dict.fromkeys(self.features) | notes
+        blank = dict.fromkeys(self.format.features) | notes
         for number, span in (each for unit in units for each in unit):
             source = self.inputs[number]
             origin = {"input": number, "source": self.names.index(source.name)}
+            read, size = 0, 0
             try:
                 for row, place in source.read(span):
-                    yield blank | self.make(row, place, source) | origin | {"place": place}
+                    if read >= source.most_rows or size >= source.most_bytes:
+                        break
+                    made = blank | self.make(row, place, source) | origin | {"place": place}
+                    yield made
+                    read += 1
+                    size += made["size"]
             except ValueError as error:
                 yield blank | origin | {"problem": str(error), "place": ""}
                 return
@@ -238,11 +299,11 @@ class RowMaker:
         try:
             if "group" in source.columns and group in (None, ""):
                 raise sources.IncompleteRow("the group is empty")
-            stored, remarks = self.normalize(row)
+            stored, remarks = self.format.normalize(row)
         except ValueError as error:
             field, skips = source.field, self.skips_incomplete
             return {"skipped": reason_to_skip(error, place, field, skips)}
-        key = self.key(stored)
+        key = self.format.key(stored)
         hashed = side = hash_of(key)
         if group is not None:
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
@@ -303,45 +364,41 @@ def read_all(maker: RowMaker) -> Dataset:
 def load_rows(
     inputs: list[Input],
     cfg: DataConfig,
-    normalize: Normalize,
-    features: dict[str, Any],
+    form: RowFormat,
     *,
-    columns: Callable[[Input], Columns],
-    optional: Container[str] = (),
     group: Callable[[dict], str] | None = None,
     stratify: str = "",
-    key: Callable[[dict], str] = key_of,
     maximum_bytes: int = 0,
     plural: str = "rows",
     nothing_held: str = "all rows of {data} are equal; add others, to hold some out",
 ) -> DatasetDict:
     """Read the rows of these inputs as splits train and validation, and print what is read.
 
-    inputs       those of find_inputs.
-    normalize    gets a row {role: value} and returns what is stored of it, and remarks to count.
-                 Raises IncompleteRow (cfg.incomplete_rows decides), UselessRow (left out), or
-                 ValueError, which ends the run.
-    features     the columns that `normalize` returns; text becomes large_string. Added are
-                 "source", a ClassLabel of the sources' names, and "place", file and line.
-    columns      gets an input and returns {role: column}.
-    optional     roles whose column may be missing: they are None.
+    inputs       those of find_inputs. Of a stream the rows to train on are the beginnings of some
+                 shards: what tokenizers and classes are made from.
     group        of a stored row: rows with one group are all held out, or none. By default, and
                  where validation rows are given, the content; cfg.group_column replaces it.
     stratify     a column: of each of its values a row is held out, and one is trained on.
-    key          of a stored row: text that equal rows have in common, by default all of it.
     maximum_bytes  that are held out; 0: cfg.validation_rows rows.
+
+    Columns that are added to those of `form` are "source", a ClassLabel of the sources' names, and
+    "place", file and line.
 
     The result is the same for any number of processes. Raises ValueError for the first row that
     cannot be used, and where there is none to train on or to hold out.
     """
     is_divided = any(each.is_validation for each in inputs)
     for source in inputs:
-        roles = columns(source)
+        roles = form.columns_of(source)
         if cfg.group_column:
             roles = {**roles, "group": cfg.group_column}
-        source.open(roles, optional, 0 if is_divided else cfg.validation_fraction)
-    skips = cfg.incomplete_rows == "skip"
-    rows = read_all(RowMaker(inputs, normalize, features, group, key, skips))
+        source.open(roles, form.optional, 0 if is_divided else cfg.validation_fraction)
+        if source.is_validation and source.shards and maximum_bytes:
+            source.most_bytes = maximum_bytes / len(source.shards)
+        elif source.is_validation and source.shards:
+            source.most_rows = cfg.validation_rows / len(source.shards)
+    is_stream = bool(inputs[0].shards)
+    rows = read_all(RowMaker(inputs, form, group, cfg.incomplete_rows == "skip"))
     notes = {name: rows.data.column(name) for name in NOTES}
     is_skipped = pc.not_equal(notes["skipped"], "").to_numpy()
     numbers = np.where(is_skipped, -1, notes["input"].to_numpy())
@@ -381,7 +438,8 @@ def load_rows(
                 text = f"all rows of {source.data} are held out, since other sources have them too"
                 raise ValueError(f"task.data: {text}")
     chosen = {"train": np.concatenate(train), "validation": np.concatenate(given)}
-    text = f"{len(rows):,} {plural} read, {len(chosen['train']):,} to train on, "
+    use = "to train on" if not is_stream else "at the beginnings of shards to train on"
+    text = f"{len(rows):,} {plural} read, {len(chosen['train']):,} {use}, "
     text += f"{len(chosen['validation']):,} to evaluate on{describe_skipped(rows)}"
     if equal:
         text += f"; {equal:,} are equal to others"
@@ -406,9 +464,7 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
 def print_rows(source: Input, remarks: pyarrow.ChunkedArray, plural: str) -> None:
     """Prints the number of rows, the columns that are read and not read, and how many rows each
     remark is made of. `remarks`: those of each row, as lines."""
-    names = []
-    if source.dataset is not None or any(file_ending(path) in TABLES for path in source.files[:1]):
-        names = source.names
+    names = source.names if source.is_table else []
     shown = f"{len(remarks):,} {plural} of {one_line(source.data, 100)}"
     print(f"Preparing data: {shown}{describe_columns(names, source.columns)}", flush=True)
     total: Counter = Counter()

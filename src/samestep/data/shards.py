@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep.base.console import one_line, without_credentials
-from samestep.base.fields import check_fields, local_path
+from samestep.base.fields import check_fields, check_ignored_fields, local_path
 from samestep.data import hub, splits
 from samestep.data.folders import (
     COMPRESSIONS,
@@ -40,8 +40,15 @@ class Shard(NamedTuple):
 
 
 def check_streaming(cfg: Any, bundled: Any) -> None:
-    """Raises ValueError for data that cannot be streamed."""
-    rules = [("data", "," not in cfg.data, "one folder or URL of shards")]
+    """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
+    if not cfg.streaming:
+        check_ignored_fields(cfg, [("lanes", False, "unless task.streaming is true")])
+        return
+    held = "empty while task.streaming is true: whole shards are held out"
+    rules = [
+        ("data", "," not in cfg.data, "one folder or URL of shards"),
+        ("group_column", not cfg.group_column, held),
+    ]
     for name in ("data", "validation_data"):  # URLs are stored and shown
         url = getattr(cfg, name)
         text = "a URL without credentials: give them as the package of the store takes them"

@@ -21,11 +21,12 @@ from samestep.base.fields import (
     check_ignored_fields,
     local_path,
 )
-from samestep.data import hub
+from samestep.data import hub, shards
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
 HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
 ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
+Lanes = Annotated[int, Field(ge=1, le=65_536)]
 
 
 class WeightedData(NamedTuple):
@@ -78,6 +79,19 @@ class DataConfig:
     """Folder for prepared data; each combination of data and settings has a subfolder."""
 
 
+@dataclass
+class StreamConfig(DataConfig):
+    """Fields of a task whose rows can be read from shards."""
+
+    streaming: bool = False
+    """Read rows while the model trains, and prepare only those to evaluate on: task.data is a
+    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet, .txt or
+    .tar files (WebDataset)."""
+    lanes: Lanes = 4
+    """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
+    they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
+
+
 def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: bool = False) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
@@ -98,6 +112,8 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
             name = "data" if given in sources else "validation_data"
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
+    if streaming is not None:
+        shards.check_streaming(cfg, shipped)
     on_hub = any(each not in shipped and hub.is_hub_name(each) for each in sources)
     no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
     split = on_hub and not cfg.validation_data

@@ -23,7 +23,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, local_path
 from samestep.data import demo_data, hub, labels, readers, sources
 from samestep.data.folders import IMAGES, TABLES, check_class_folders, file_ending, files_below
-from samestep.data.rows import find_inputs, keep, load_rows
+from samestep.data.rows import RowFormat, find_inputs, keep, load_rows
+from samestep.data.tables import Columns
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
@@ -164,14 +165,19 @@ def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, A
     inputs = find_inputs(cfg, {BUNDLED: demo_data.digit_rows}, extensions)
     for each in inputs if extensions == IMAGES else ():
         check_class_folders(each.files, each.data, each.field)
+    columns: Columns = {"image": cfg.image_column, "label": cfg.label_column}
+    skip = cfg.unreadable_images == "skip"
+    form = RowFormat(
+        partial(normalize, skip=skip, background=cfg.background),
+        COLUMNS,
+        columns,
+        key=itemgetter("digest"),
+    )
     rows = load_rows(
         inputs,
         cfg,
-        partial(normalize, skip=cfg.unreadable_images == "skip", background=cfg.background),
-        COLUMNS,
-        columns=lambda _: {"image": cfg.image_column, "label": cfg.label_column},
+        form,
         stratify="label",
-        key=itemgetter("digest"),
         plural="images",
         nothing_held="no image of {data} can be held out to evaluate on, since each class has one; "
         "add others, or give --task.validation_data PATH",

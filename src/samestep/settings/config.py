@@ -311,7 +311,7 @@ OTHER_NAMES = {
     "warmup_ratio": "it is warmup_steps here, a number of steps",
     "optim optimizer": "build_optimizer in train.py is where it is changed",
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
-    "streaming task.streaming": "causal_lm alone streams; this task prepares its rows",
+    "streaming task.streaming": "tasks of texts stream; this one prepares its rows",
     # Names of version 1.
     "endings task.endings": "task.file_extensions",
     "too_long task.too_long": "task.overlong",

@@ -9,7 +9,7 @@ in the permuted block.
 """
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class Stream(abc.ABC, torch.utils.data.Dataset):
         """The blocks of a shard, the same each time. Those that are skipped are only read."""
 
     @abc.abstractmethod
-    def samples(self, block: Any) -> list:
+    def samples(self, block: Any) -> Sequence:
         """The samples of a block; there may be none."""
 
     @abc.abstractmethod

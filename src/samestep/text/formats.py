@@ -20,13 +20,15 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width, local_path
 from samestep.data import demo_data, sources
 from samestep.data.folders import TABLES, file_ending
-from samestep.data.rows import Input, find_inputs, load_rows
+from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.data.tables import Columns
 from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import check_adapters
-from samestep.text import chats, tokenizing
+from samestep.streaming.row_streams import RowStream
+from samestep.text import chats, sequences, tokenizing
+from samestep.text.sequences import Sequences
 from samestep.text.tokenizing import Tokens
 
 EXTENSIONS = (".txt", *TABLES)
@@ -44,7 +46,8 @@ KNOWN: list[tuple[str, dict[str, str]]] = [
     ("prompt", {"prompt": "prompt", "completion": "completion"}),
     ("text", {"text": "text"}),
 ]
-BYTES_A_TOKEN = 4  # about, to hold out enough where the tokens are not known yet
+BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
+SEQUENCES = 64  # of a block of a stream, at least
 # Roles whose column may be missing. No field names a column of Alpaca.
 OPTIONAL = ("tools", "instruction", "input", "output")
 
@@ -216,19 +219,10 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
     check_kind(cfg, cfg.rows)
-    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
-    normalize = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
-    if cfg.rows == "chat":
-        known = chats.read_names(cfg.roles)
-        normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
-    first = [*formats.values()][0][1]
     found = load_rows(
         inputs,
         cfg,
-        normalize,
-        {name: datasets.Value("string") for name in names[cfg.rows]},
-        columns=lambda source: formats[source.data][1] if source.data in formats else first,
-        optional=OPTIONAL,
+        row_format(cfg, {name: columns for name, (_, columns) in formats.items()}),
         group=key_of,
         maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
         plural=PLURALS[cfg.rows],
@@ -239,6 +233,25 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
             name = cfg.tools_column
             raise ValueError(f"task.tools_column: no row has tools in a column {name:.60}")
     return found
+
+
+def row_format(cfg: Any, columns: dict[str, Columns] | None = None) -> RowFormat:
+    """How rows of the kind cfg.rows are read. `columns`: of sources by their names; None: each is
+    looked at."""
+    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
+    normalize = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
+    if cfg.rows == "chat":
+        known = chats.read_names(cfg.roles)
+        normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
+    features = {name: datasets.Value("string") for name in names[cfg.rows]}
+    return RowFormat(normalize, features, partial(choose_columns, cfg, columns), OPTIONAL)
+
+
+def choose_columns(cfg: Any, columns: dict[str, Columns] | None, source: Input) -> Columns:
+    """Those of a source. Rows to evaluate on have those of the first, unless they are a source."""
+    if columns is None:
+        return recognize_format(source, cfg)[1]
+    return columns.get(source.data, next(iter(columns.values())))
 
 
 def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:
@@ -350,6 +363,29 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     if with_masks:
         result["loss_mask"] = [mask for (_, mask), _ in found]
     return result
+
+
+def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
+    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
+    `unigram_loss` of their tokens."""
+    validation = Sequences(data["validation"], cfg, data["vocabulary"])
+    if not cfg.streaming:
+        return Sequences(data["train"], cfg), validation
+    longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
+    make = partial(make_sequences, cfg=cfg, folder=data.folder, longest=longest)
+    size = SEQUENCES * cfg.context_length * BYTES_A_TOKEN
+    return RowStream(cfg, row_format(cfg), make, size), validation
+
+
+def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:
+    """The sequences of a block of a stream: rows as those of Sequences. A last one that is not full
+    is dropped, where documents are not packed whole."""
+    tokens = tokenize(block, tokenizing.load_tokenizer(folder), with_masks=is_packed(cfg))
+    if is_packed(cfg):
+        return sequences.pack_alone(tokens, cfg, longest)
+    ids, length = np.concatenate(tokens["input_ids"]).astype(np.int64), cfg.context_length
+    whole = ids[: len(ids) // length * length].reshape(-1, length)
+    return [{"input_ids": each, "labels": each.copy()} for each in whole]
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:

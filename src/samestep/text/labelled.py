@@ -1,5 +1,6 @@
 """Texts, or pairs of texts, with labels: read, held out, tokenized, and shown as rows."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import demo_data, labels, sources
 from samestep.data.folders import TABLES, check_class_folders
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import find_inputs, load_rows
+from samestep.data.rows import RowFormat, find_inputs, load_rows
 from samestep.data.tables import Columns
 from samestep.data.views import Rows
 from samestep.models import classification, pretrained
+from samestep.streaming.row_streams import RowStream
 from samestep.text import tokenizing
 
 TEXTS = ("text", "text_pair")
@@ -40,6 +42,7 @@ def check_config(cfg: Any) -> None:
     rules = [
         ("problem_type", single or "stdlib" not in data, f"{SINGLE} for task.data stdlib"),
         ("class_weights", single or cfg.class_weights == "none", f"none, {unless} {SINGLE}"),
+        ("class_weights", not cfg.streaming or cfg.class_weights == "none", "none for a stream"),
         ("label_columns", cfg.problem_type == MULTI or not columns, f"empty, {unless} {MULTI}"),
         ("label_columns", distinct or not columns, "names with commas between them, two or more"),
         ("max_length", cfg.max_length >= shortest, f"at least {shortest}, with special tokens"),
@@ -74,28 +77,36 @@ def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[d
     return row, []
 
 
-def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
-    """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
-    labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
-    tokenizing.check_lengths(cfg, "max_length")
+def row_format(cfg: Any) -> RowFormat:
+    """How rows are read: `text`, `text_pair` of pairs, and the parsed label are stored."""
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
-    names = [name for name in TEXTS if name in columns_of(cfg)]
-    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (".txt", *TABLES))
-    for each in inputs:
-        texts = [path for path in each.files if ".txt" in path.suffixes]
-        check_class_folders(texts, each.data, each.field)
     columns = columns_of(cfg)
-    rows = load_rows(
-        inputs,
-        cfg,
+    names = [name for name in TEXTS if name in columns]
+    return RowFormat(
         partial(
             normalize,
             label_columns=labels.split_names(cfg.label_columns),
             problem_type=cfg.problem_type,
         ),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
-        columns=lambda _: columns,
+        columns,
+    )
+
+
+def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
+    """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
+    labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
+    tokenizing.check_lengths(cfg, "max_length")
+    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (".txt", *TABLES))
+    for each in inputs:
+        texts = [path for path in each.files if ".txt" in path.suffixes]
+        check_class_folders(texts, each.data, each.field)
+    names = [name for name in TEXTS if name in columns_of(cfg)]
+    rows = load_rows(
+        inputs,
+        cfg,
+        row_format(cfg),
         group=lambda row: "\0".join(row[name] for name in names),
         stratify="label" if cfg.problem_type == SINGLE else "",
         nothing_held="no row of {data} can be held out: there is no second text, or each is a "
@@ -138,6 +149,26 @@ def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized rows: their tokens, labels and weights."""
     names = [name for name in dataset.column_names if name not in ("source", "place")]
     return Rows(dataset, names, ["input_ids"], cfg)
+
+
+def views(cfg: Any, data: Any, tokenize: Callable) -> tuple[Any, Rows]:
+    """Rows to train on, of a stream as `tokenize` makes them while they are read, and to evaluate
+    on."""
+    if not cfg.streaming:
+        return view(data["train"], cfg), view(data["validation"], cfg)
+    make = partial(make_samples, cfg=cfg, folder=data.folder, tokenize=tokenize)
+    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
+
+
+def make_samples(
+    block: dict[str, list], cfg: Any, folder: Path, tokenize: Callable
+) -> dict[str, Any]:
+    """The columns of a block of a stream: its tokens, and those of labels.encode."""
+    features = {"label": row_format(cfg).features["label"], "place": datasets.Value("string")}
+    given = {name: block[name] for name in features}
+    rows = datasets.Dataset.from_dict(given, datasets.Features(features))
+    encoded = labels.encode_split(rows, labels.read(folder), cfg, "train")
+    return tokenize(block, cfg, tokenizing.load_tokenizer(folder)) | encoded
 
 
 # ---- Scores, model and export --------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Pairs of a source and a target text: read, tokenized, shown as rows; targets are generated."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import demo_data
 from samestep.data.folders import TABLES
-from samestep.data.rows import find_inputs, load_rows
+from samestep.data.rows import RowFormat, find_inputs, load_rows
 from samestep.data.sources import check_data_config, require_text, split_data
+from samestep.data.tables import Columns
 from samestep.data.views import Rows
 from samestep.models import pretrained
+from samestep.streaming.row_streams import RowStream
 from samestep.text import tokenizing
 
 # Special tokens of a new tokenizer, which puts the second after a text; T5 starts targets with PAD.
@@ -44,6 +47,12 @@ def normalize(row: dict) -> tuple[dict[str, str], list[str]]:
     return {"text": row["source"], "text_target": row["target"]}, []
 
 
+def row_format(cfg: Any) -> RowFormat:
+    """How pairs are read: `text` and `text_target` are stored."""
+    columns: Columns = {"source": cfg.source_column, "target": cfg.target_column}
+    return RowFormat(normalize, {name: datasets.Value("string") for name in TEXTS}, columns)
+
+
 def read_rows(cfg: Any) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation: `text` and `text_target`. Pairs of one
     source text are all in one split.
@@ -58,9 +67,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     return load_rows(
         find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES),
         cfg,
-        normalize,
-        {name: datasets.Value("string") for name in TEXTS},
-        columns=lambda _: {"source": cfg.source_column, "target": cfg.target_column},
+        row_format(cfg),
         group=lambda row: row["text"],
         nothing_held="all sources of {data} are equal; add others",
     )
@@ -88,6 +95,15 @@ def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized pairs: dicts of input_ids and labels, each (T,)."""
     names = ["input_ids", "labels"]
     return Rows(dataset, names, names, cfg)
+
+
+def views(cfg: Any, data: Any, tokenize: Callable) -> tuple[Any, Rows]:
+    """Pairs to train on, of a stream as `tokenize` makes them while they are read, and to evaluate
+    on."""
+    if not cfg.streaming:
+        return view(data["train"], cfg), view(data["validation"], cfg)
+    make = partial(tokenize, cfg=cfg, tokenizer=tokenizing.load_tokenizer(data.folder))
+    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
 
 
 # ---- Generation and export -----------------------------------------------------------------------

@@ -15,13 +15,14 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields, check_width
 from samestep.data import columns, demo_data, sources
 from samestep.data.folders import TABLES
-from samestep.data.rows import find_inputs, keep, load_rows
+from samestep.data.rows import RowFormat, find_inputs, keep, load_rows
 from samestep.data.sources import IncompleteRow, UselessRow
 from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
+from samestep.streaming.row_streams import RowStream
 from samestep.text import chats, formats, tokenizing
 
 BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
@@ -70,20 +71,27 @@ def check_config(cfg: Any) -> None:
         check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
 
 
+def row_format(cfg: Any) -> RowFormat:
+    """How pairs are read: see READ."""
+    roles = {name: getattr(cfg, f"{name}_column") for name in ("prompt", *ANSWERS, "tools")}
+    roles = {name: column for name, column in roles.items() if column}
+    return RowFormat(
+        partial(normalize, names=chats.read_names(cfg.roles)),
+        READ,
+        roles,
+        optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
+    )
+
+
 def load_pairs(cfg: Any) -> datasets.DatasetDict:
     """Load the pairs of cfg.data, with the columns of READ, source and place: train and validation.
 
     Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
     """
-    roles = {name: getattr(cfg, f"{name}_column") for name in ("prompt", *ANSWERS, "tools")}
-    roles = {name: column for name, column in roles.items() if column}
     return load_rows(
         find_inputs(cfg, BUNDLED, TABLES),
         cfg,
-        partial(normalize, names=chats.read_names(cfg.roles)),
-        READ,
-        columns=lambda _: roles,
-        optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
+        row_format(cfg),
         group=lambda row: row["prompt"] if row["is_chat"] else json.dumps(row["prompt"]),
         plural="pairs",
         nothing_held="all prompts of {data} are equal; add others",
@@ -269,6 +277,13 @@ def truncate(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.nd
     return [(ids[start : start + limit], mask[start : start + limit]) for ids, mask in pair]
 
 
+def make_samples(block: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
+    """The columns TOKENS of a block of a stream, without pairs of equal answers."""
+    tokens = tokenize({**block, "source": [0] * len(block["place"])}, tokenizer, max_length)
+    kept = [i for i, is_equal in enumerate(tokens["is_equal"]) if not is_equal]
+    return {name: [tokens[name][i] for i in kept] for name in TOKENS}
+
+
 def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.DatasetDict:
     """Leave out pairs whose answers are equal as they are trained on: their gradient is noise.
 
@@ -301,6 +316,15 @@ def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     return Rows(dataset, [*TOKENS], [f"{name}_input_ids" for name in ANSWERS], cfg)
 
 
+def views(cfg: Any, data: Any) -> tuple[Any, Rows]:
+    """Pairs to train on, of a stream as they are read, and to evaluate on."""
+    if not cfg.streaming:
+        return view(data["train"], cfg), view(data["validation"], cfg)
+    tokenizer = tokenizing.load_tokenizer(data.folder)
+    make = partial(make_samples, tokenizer=tokenizer, max_length=cfg.max_length)
+    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
+
+
 # ---- Report and export ---------------------------------------------------------------------------
 
 
@@ -319,10 +343,11 @@ def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
 
 
 @torch.no_grad()
-def write_samples(model: Any, rows: Any, data: Any) -> dict[str, str]:
-    """Generate what the reference and the model answer to two prompts of rows, by greedy search."""
+def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
+    """Generate what both models answer to two held-out prompts, by greedy search."""
     tokenizer, texts = tokenizing.load_tokenizer(data.folder), {}
-    rows = [rows[i] for i in range(min(2, len(rows)))]
+    held = view(data["validation"], cfg)
+    rows = [held[i] for i in range(min(2, len(held)))]
     for number, prompt in enumerate(map(prompt_of, rows), 1):
         tokens = torch.tensor(prompt, device=model.device, dtype=torch.long)[None]
         shown = one_line(tokenizer.decode(prompt, skip_special_tokens=True), 100)

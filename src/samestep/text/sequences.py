@@ -59,6 +59,8 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     cut = f"; {long:,} documents are longer, and {done}" if long else ""
     if truncate and len(found) < len(tokens):
         cut += f": {len(tokens) - len(found):,} have no token in the loss then, and are left out"
+    if name == "train" and cfg.streaming:
+        name = "beginnings of shards"
     print(f"Prepared {name}: {rows:,} sequences, {used}{cut}", flush=True)
     return found
 
@@ -90,6 +92,13 @@ def pack_block(table: pa.Table, length: int, longest: int, truncate: bool) -> pa
     return pa.table({**found, "first": pa.array(begins, pa.bool_())}).select(
         [*table.column_names, "first"]
     )
+
+
+def pack_alone(tokens: dict[str, list], cfg: Any, longest: int) -> Any:
+    """The sequences of these documents, columns as those of formats.tokenize; there may be none."""
+    truncate = cfg.overlong == "truncate"
+    packed = pack_block(pa.table(tokens), cfg.context_length, longest, truncate)
+    return Sequences(datasets.Dataset(packed), cfg) if packed.num_rows else []
 
 
 def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
@@ -228,14 +237,15 @@ def names_of(tokens: Any) -> list[str]:
     return getattr(tokens.features["source"], "names", None) or ["data"]
 
 
-def most_documents(data: Any) -> int:
-    """The largest number of documents in a sequence of any split; 0: they are not packed."""
+def most_documents(data: Any, cfg: Any) -> int:
+    """The largest number of documents in a sequence of any split; 0: they are not packed. Of a
+    stream it is not known: as many as fit, of two tokens each."""
     most = 0
     for tokens in data.values():
         if "first" in tokens.column_names and len(tokens):
             begins = np.flatnonzero(tokens.data.column("first").to_numpy())
             most = max(most, int(np.diff(np.append(begins, len(tokens))).max()))
-    return most
+    return cfg.context_length // 2 if most and cfg.streaming else most
 
 
 def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:

@@ -1,0 +1,77 @@
+"""Rows of shards as samples, while the model trains: read, checked and tokenized in blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from samestep.data import shards
+from samestep.data.readers import DOCUMENT
+from samestep.data.rows import Input, RowFormat, RowMaker
+from samestep.data.shards import Shard
+from samestep.streaming.lanes import Stream
+
+BLOCK = 500_000  # bytes of the rows of a block, about
+MOST = 50_000  # rows of a block
+
+Block = dict[str, list]  # the columns of stored rows, with their places
+
+
+class RowStream(Stream):
+    """Samples of the shards of cfg.data.
+
+    `form`     how rows are read: those that are prepared to evaluate on are read so, too.
+    `make`     gets a block and returns its samples, or their columns.
+    `size`     of a block, in bytes: its samples are made and permuted together.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        form: RowFormat,
+        make: Callable[[Block], Any],
+        size: int = BLOCK,
+    ):
+        self.cfg, self.form, self.make, self.size = cfg, form, make, size
+        own, _ = shards.split_shards(cfg)
+        self.described = shards.describe(own)
+        super().__init__([each.path for each in own], cfg.lanes)
+
+    def blocks(self, shard: str) -> Iterator[Block]:
+        """Raises ValueError for a row that cannot be used, unless it may be skipped."""
+        source = Input("data", self.cfg.data, "stream", shards=[Shard(shard, "", 0, "")])
+        source.open(self.form.columns_of(source), self.form.optional)
+        maker = RowMaker([source], self.form, None, self.cfg.incomplete_rows == "skip")
+        names = [*self.form.features, "place"]
+        block: Block = {name: [] for name in names}
+        size = 0
+        for row in maker.rows([[(0, span) for span in source.spans]]):
+            if row["problem"]:
+                raise ValueError(row["problem"])
+            for piece in self.pieces_of(row) if not row["skipped"] else ():
+                for name in names:
+                    block[name].append(piece[name])
+                size += piece["size"]
+                if size >= self.size or len(block["place"]) >= MOST:
+                    yield block
+                    block, size = {name: [] for name in names}, 0
+        if block["place"]:
+            yield block
+
+    def pieces_of(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The row; a document of more than DOCUMENT characters is several."""
+        text = row.get("text") or ""
+        if len(text) <= DOCUMENT or [*self.form.features] != ["text"]:
+            return [row]
+        pieces = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
+        return [{**row, "text": each, "size": len(each.encode())} for each in pieces]
+
+    def samples(self, block: Block) -> Sequence:
+        found = self.make(block)
+        if not isinstance(found, dict):
+            return found
+        columns = [[np.asarray(each) for each in values] for values in found.values()]
+        return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
+
+    def digest(self) -> str:
+        return self.described
