@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import shutil
 import tarfile
 import types
@@ -283,6 +284,7 @@ def test_a_stream_has_the_samples_of_prepared_rows(tmp_path, kind):
         data = prepare_task(task, cfg)
         rows, validation = task.views(cfg, data)
         if cfg.streaming:
+            rows = pickle.loads(pickle.dumps(rows))  # as a spawned worker gets it
             blocks = [block for shard in rows.shards for block in rows.blocks(shard)]
             rows = [sample for block in blocks for sample in rows.samples(block)]
         for view in (rows, validation):
@@ -423,6 +425,41 @@ def test_shards_of_the_hub(streamed, tmp_path):
         for run in (tmp_path / "run", streamed.path / "runs" / "whole")
     )
     assert found == wanted
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path):
+    """With its place; or it is left out, as of prepared rows."""
+    task = load_task("text_classification")
+    _, _, row = ROWS["classes"]
+    for number in range(3):
+        rows = [row(n) for n in range(60 * number, 60 * number + 60)]
+        (tmp_path / f"part-{number}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
+    fields["cache_dir"] = str(tmp_path / ".cache")
+
+    def read(wrong, **more):
+        cfg = task.TaskConfig(**fields, **more)
+        stream, _ = task.views(cfg, data)
+        path = stream.shards[0]
+        with open(path, "a") as file:
+            file.write(wrong + "\n")
+        try:
+            return [s for block in stream.blocks(path) for s in stream.samples(block)]
+        finally:
+            content = open(path).read().splitlines(keepends=True)[:60]
+            open(path, "w").writelines(content)
+
+    data = prepare_task(task, task.TaskConfig(**fields))
+    for wrong, said in (
+        ('{"text": "x", "label": "new"}', "line 61: class 'new' is not in the beginnings of the"),
+        ('{"text": "x"', "line 61: invalid JSON"),
+        ('{"text": "", "label": "a"}', "line 61: the text is empty; --task.incomplete_rows skip"),
+        ('{"text": "x", "label": ["a"]}', "line 61: the label"),
+    ):
+        with pytest.raises(ValueError, match="task.data: .*part-.") as error:
+            read(wrong)
+        assert said in str(error.value)
+    assert len(read('{"text": "", "label": "a"}', incomplete_rows="skip")) == 60
 
 
 def test_what_does_not_go_with_a_stream(streamed, tmp_path):
