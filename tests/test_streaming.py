@@ -19,7 +19,7 @@ import torch
 
 import hub
 from conftest import bake, digest, lines, load_task, prepare_task
-from samestep.data import shards
+from samestep.data import folders
 from samestep.step import batches
 from samestep.streaming import lanes
 from samestep.text import tokenizing
@@ -212,7 +212,7 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     data = write_shards(tmp_path / "data", "jsonl", 3)
     cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
-    (shard, *_), held = shards.split_shards(cfg)
+    (shard, *_), held = folders.split_shards(cfg)
     assert len(held) == 1
     number = int(shard.name[5:8])
     blocks = [*stream.blocks(shard.path)]
@@ -275,7 +275,7 @@ def test_a_stream_has_the_samples_of_prepared_rows(tmp_path, kind):
     fields |= {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
     fields |= {"context_length": 64} if name == "causal_lm" else {}
     streamed = task.TaskConfig(data=str(tmp_path / "all"), streaming=True, lanes=1, **fields)
-    train, held = shards.split_shards(streamed)
+    train, held = folders.split_shards(streamed)
     for shard in train:
         shutil.copy(shard.path, tmp_path / "train")
     given = {"data": str(tmp_path / "train"), "validation_data": held[0].path}
@@ -324,7 +324,7 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         fsspec.filesystem("memory").put(str(folder), f"/{folder.name}", recursive=True)
         for data in (str(folder), f"memory://{folder.name}"):
             cfg = task.TaskConfig(data=data, streaming=True, validation_fraction=0.01)
-            parts = shards.split_shards(cfg)
+            parts = folders.split_shards(cfg)
             found = [[each.name.removesuffix(".jsonl") for each in part] for part in parts]
             assert sorted(map(sorted, found)) == sorted(wanted)
 

@@ -1,21 +1,32 @@
-"""The files below a folder: by their extensions, and by the split that their names say.
+"""The files below a folder, or in a store: by their extensions, and by the split that their names
+say.
 
 A word of KEYWORDS counts with a space, a dash, a dot, an underscore or a digit beside it, or
 nothing: train.jsonl, wiki_test-00001.txt, dev/. The outermost folder decides, then the file.
 """
 
+import functools
+import hashlib
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from samestep.base.console import one_line
+from samestep.data import splits
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which compresses itself
 READABLE = (".txt", *TABLES, *COMPRESSIONS)
+SHARDS = (".txt", *TABLES, ".tar")  # of a stream
+# Names that stores give a digest of a file, or else a time.
+TAGS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "LastModified", "last_modified", "updated")
+TAGS += ("created", "mtime")
+ENDS = 65_536  # bytes from both ends of a local shard that are compared
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 KEYWORDS = {
     "test": "test|testing|eval|evaluation",
@@ -209,3 +220,104 @@ def check_class_folders(files: Iterable[Path], data: str, field: str) -> None:
     if empty and len(first) > 1:
         text = f"{one_line(data, 100)}: nothing to read in the folders of classes "
         print(f"Preparing data: {text}{one_line(', '.join(empty), 200)}", flush=True)
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+
+
+class Shard(NamedTuple):
+    """A file that is read while the model trains. Whole ones are held out, by the hash of their
+    names without the extensions: the same ones in each format."""
+
+    path: str
+    name: str  # below the folder or URL
+    size: int  # in bytes
+    tag: str  # what a store says of the content, or a digest of both ends
+
+
+def list_shards(data: str, field: str) -> dict[str, list[Shard]]:
+    """The shards of a folder or URL by their splits, in the order of their names. Raises
+    ValueError."""
+    if "://" in data:
+        found = list_store(data, field)
+    else:
+        root = os.path.expanduser(data)
+        found = []
+        for below, path in files_below(root) if os.path.exists(root) else ():
+            if file_ending(path) in SHARDS:
+                name = below or os.path.basename(root)
+                found.append(Shard(path, name, os.stat(path).st_size, digest_ends(path)))
+        found.sort(key=lambda each: Path(each.path))
+    if not found:
+        kinds = ", ".join(SHARDS)
+        raise ValueError(f"task.{field}: there is no shard at {data}, of {kinds}")
+    return divide({each: split_of(each.name) for each in found})
+
+
+def list_store(url: str, field: str) -> list[Shard]:
+    """The shards below a URL, by fsspec."""
+    import fsspec
+
+    try:
+        store, root = fsspec.core.url_to_fs(url)
+        files = store.find(root, detail=True)
+    except Exception as error:  # each store has its own
+        text = f"task.{field}: cannot list {one_line(url)}: {one_line(error)}"
+        if isinstance(error, ValueError | ImportError | FileNotFoundError):
+            raise ValueError(text) from None
+        raise ConnectionError(text) from None  # it may pass
+    found = []
+    for path, about in sorted(files.items()):
+        if file_ending(path) in SHARDS:
+            known = [str(about[each]) for each in TAGS if each in about]
+            tag = known[0] if known else ""
+            name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
+            found.append(Shard(store.unstrip_protocol(path), name, about["size"], tag))
+    return found
+
+
+def digest_ends(path: str) -> str:
+    """A digest of the first and the last bytes of a file."""
+    with open(path, "rb") as file:
+        content = file.read(ENDS)
+        file.seek(max(os.stat(path).st_size - ENDS, 0))
+        return hashlib.sha256(content + file.read()).hexdigest()[:16]
+
+
+def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
+    """The shards to train on, and those to evaluate on: those of cfg.validation_data; those that
+    are named so; or those that are held out, about cfg.validation_fraction, and at least one."""
+    return split_once(cfg.data, cfg.validation_data, cfg.validation_fraction)
+
+
+@functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
+def split_once(data: str, validation_data: str, fraction: float) -> tuple[list[Shard], list[Shard]]:
+    by_split = list_shards(data, "data")
+    train = choose(by_split, "train", "data", data)
+    if validation_data:
+        more = list_shards(validation_data, "validation_data")
+        return train, choose(more, "validation", "validation_data", validation_data)
+    if "validation" in by_split:
+        return train, by_split["validation"]
+    digests = [hashlib.sha256(name_alone(each.name).encode()).digest() for each in train]
+    hashes = np.array([int.from_bytes(each[:8], "big") for each in digests], np.uint64)
+    sizes, labels = np.ones(len(hashes)), np.zeros(len(hashes), int)
+    chosen = splits.hold_out(hashes, sizes, labels, fraction, len(hashes))
+    if not len(chosen):
+        hint = "cut it, or give --task.validation_data PATH"
+        raise ValueError(f"task.data: {data} is one shard, and one is held out; {hint}")
+    pairs = list(zip(train, np.isin(hashes, chosen).tolist(), strict=True))
+    held = [shard for shard, is_held in pairs if is_held]
+    return [shard for shard, is_held in pairs if not is_held], held
+
+
+def name_alone(name: str) -> str:
+    """The name of a shard without its extensions."""
+    stem, ending = os.path.splitext(name)
+    return os.path.splitext(stem)[0] if ending.lower() in COMPRESSIONS else stem
+
+
+def describe_shards(shards: list[Shard]) -> str:
+    """A digest of names, sizes and tags."""
+    lines = [f"{each.name} {each.size} {each.tag}\n" for each in shards]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

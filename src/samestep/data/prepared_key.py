@@ -20,8 +20,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
-from samestep.data import shards
-from samestep.data.folders import files_below
+from samestep.data.folders import describe_shards, files_below, split_shards
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 
@@ -42,7 +41,7 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
     if isinstance(cfg, pretrained.ModelConfig):
         fields["revision"] = pretrained.commit_of(cfg)
     if getattr(cfg, "streaming", False):
-        fields["shards"] = [shards.describe(each) for each in shards.split_shards(cfg)]
+        fields["shards"] = [describe_shards(each) for each in split_shards(cfg)]
     return short_hash([to_jsonable_python(fields), code_of(task, cfg), library_code(), identity])
 
 

@@ -26,18 +26,19 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from samestep.base.console import one_line
 from samestep.base.fields import check_ignored_fields
 from samestep.base.workers import count_cores
-from samestep.data import hub, readers, shards, sources, splits
+from samestep.data import hub, readers, sources, splits
 from samestep.data.building import build
 from samestep.data.folders import (
     TABLES,
+    Shard,
     choose,
     file_ending,
     list_files,
     print_skipped,
     print_splits,
+    split_shards,
 )
 from samestep.data.readers import DOCUMENT, Span
-from samestep.data.shards import Shard
 from samestep.data.sources import HELD_OUT, DataConfig, split_data
 from samestep.data.tables import Columns, Row, check_columns, column_names
 
@@ -192,7 +193,7 @@ def find_inputs(
 
 def find_shards(cfg: DataConfig) -> list[Input]:
     """The beginnings of shards of a stream: of some to train on, and of those that are held out."""
-    train, held = shards.split_shards(cfg)
+    train, held = split_shards(cfg)
     text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on"
     print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
     heads = train[:: -(-len(train) // HEADS)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import (
     NOTHING,
     Fraction,
@@ -21,7 +21,7 @@ from samestep.base.fields import (
     check_ignored_fields,
     local_path,
 )
-from samestep.data import hub, shards
+from samestep.data import hub
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
 HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
@@ -113,7 +113,7 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     if streaming is not None:
-        shards.check_streaming(cfg, shipped)
+        check_streaming(cfg, shipped)
     on_hub = any(each not in shipped and hub.is_hub_name(each) for each in sources)
     no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
     split = on_hub and not cfg.validation_data
@@ -126,6 +126,27 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
         ("group_column", not {*sources} & {*shipped}, f"where task.data is {cfg.data}"),
     ]
     check_ignored_fields(cfg, rules)
+
+
+def check_streaming(cfg: Any, bundled: Any) -> None:
+    """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
+    if not cfg.streaming:
+        check_ignored_fields(cfg, [("lanes", False, "unless task.streaming is true")])
+        return
+    held = "empty while task.streaming is true: whole shards are held out"
+    rules = [
+        ("data", "," not in cfg.data, "one folder or URL of shards"),
+        ("group_column", not cfg.group_column, held),
+    ]
+    for name in ("data", "validation_data"):  # URLs are stored and shown
+        url = getattr(cfg, name)
+        text = "a URL without credentials: give them as the package of the store takes them"
+        rules.append((name, without_credentials(url) == url, text))
+    check_fields(cfg, rules)
+    if cfg.data in bundled or hub.is_hub_name(cfg.data):
+        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
+        hint = f"of a data set on the Hub give the URL of its files, {example}"
+        raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
 
 
 # ---- Several sources -----------------------------------------------------------------------------

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from samestep.data import shards
+from samestep.data.folders import Shard, describe_shards, split_shards
 from samestep.data.readers import DOCUMENT
 from samestep.data.rows import Input, RowFormat, RowMaker
-from samestep.data.shards import Shard
 from samestep.streaming.lanes import Stream
 
 BLOCK = 500_000  # bytes of the rows of a block, about
@@ -33,8 +32,8 @@ class RowStream(Stream):
         size: int = BLOCK,
     ):
         self.cfg, self.form, self.make, self.size = cfg, form, make, size
-        own, _ = shards.split_shards(cfg)
-        self.described = shards.describe(own)
+        own, _ = split_shards(cfg)
+        self.described = describe_shards(own)
         super().__init__([each.path for each in own], cfg.lanes)
 
     def blocks(self, shard: str) -> Iterator[Block]:

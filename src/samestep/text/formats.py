@@ -313,12 +313,12 @@ def key_of(row: dict) -> str:
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
-    if not is_packed(cfg):
-        tokenizing.check_lengths(cfg, "context_length")
     template = chats.read_template(cfg.chat_template)
     is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and chats.is_chat(rows[0]))
     default = chats.CHAT_TEMPLATE if is_chat_task else ""
-    options = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
+    options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
+    if not is_packed(cfg):
+        options["lengths"] = ["context_length"]
     texts = texts_of(rows)
     tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
     if is_chat_task:

@@ -210,10 +210,10 @@ def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
 
 def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
-    tokenizing.check_lengths(cfg, "max_length")
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
     template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
-    options = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
+    options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
+    options["lengths"] = ["max_length"]
     tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
     if pairs[0]["is_chat"]:
         found = (p for p in tokenizing.spread_rows(pairs, [*READ]) if p["is_chat"])

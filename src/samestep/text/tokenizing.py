@@ -74,6 +74,7 @@ def prepare_tokenizer(
     *,
     special: dict[str, Any] = AT_THE_END,
     needs: Sequence[str] = ("eos_token", "is_fast"),
+    lengths: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """The tokenizer in `folder`, which a run that resumes keeps; else one that is saved there.
@@ -82,10 +83,11 @@ def prepare_tokenizer(
     names; or a new one, trained on the texts, whose arguments are `options`, and for training it
     `special`. The end-of-text token is the pad token where there is none. It gets the chat
     template, or the default if it has none. Raises ValueError for one without one of `needs`, which
-    are keys of NEEDS.
+    are keys of NEEDS, and where the model to start from cannot see `lengths`, names of fields.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    check_lengths(cfg, *lengths)
     kept = getattr(cfg, "vocabulary", "")
     if (folder / FILE).exists():
         tokenizer = AutoTokenizer.from_pretrained(folder)
