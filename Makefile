@@ -99,7 +99,7 @@ bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minute
 bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/ddp.py $(ARGS)
 
-bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
+bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 15 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes

@@ -2,13 +2,14 @@
 
     make bench-scale                                  # in the template: tables, a plot, a .json
     python benchmarks/scale.py --megabytes 10 --rounds 1 --batches 50
-    python benchmarks/scale.py --megabytes 10 50 200 1000
+    python benchmarks/scale.py --megabytes 10 100 1000
 
-Three ways turn the same text into the tokens of the same tokenizer: `prepare` of the project,
-on all cores, from a .jsonl of many texts and from a .txt that is one; the way of transformers'
-run_clm.py, `datasets` and its map, on one core; and `tokenizers` alone, on one core, which keeps
-nothing but a file of token ids. In a round they take turns. The words are those of Python's
-sources, as frequent as there, in a random order, and one in twenty is new.
+Three ways turn the same text into the tokens of the same tokenizer: `prepare` of the project, on
+all cores, from a .jsonl of many texts, from a .csv and a .jsonl.gz of these, each of which one core
+reads, and from a .txt that is one text; the way of transformers' run_clm.py, `datasets` and its
+map, on one core; and `tokenizers` alone, on one core, which keeps nothing but a file of token ids.
+In a round they take turns. The words are those of Python's sources, as frequent as there, in a
+random order, and one in twenty is new.
 
 MB/s per core is megabytes of text a second of CPU time, of all processes together. Start-up counts
 neither there nor in all: it is what the same way takes for 0.1 MB. Memory is the peak of all
@@ -21,6 +22,8 @@ and from later ones, up to 10^12: its rows cost nothing, so the time is that of 
 """
 
 import argparse
+import csv
+import gzip
 import json
 import os
 import re
@@ -46,8 +49,10 @@ from compare import HERE, say
 
 BATCH, LENGTH, VOCABULARY = 32, 512, 16_384
 TINY = 0.1  # MB
-PROJECT, TEXT, RUN_CLM, BARE = "project", "project, one .txt", "run_clm", "tokenizers"
-MOST = {RUN_CLM: 50, BARE: 200}  # MB
+PROJECT, RUN_CLM, BARE = "project", "run_clm", "tokenizers"
+CSV, PACKED, TEXT = f"{PROJECT}, .csv", f"{PROJECT}, .jsonl.gz", f"{PROJECT}, one .txt"
+FILES = {CSV: ".csv", PACKED: ".jsonl.gz", TEXT: ".txt"}  # other ways read the .jsonl
+MOST = {RUN_CLM: 10, BARE: 100, CSV: 100, PACKED: 100}  # MB
 END = "<|endoftext|>"
 ROWS, POSITIONS = [10**3, 10**5, 10**7, 10**9], [0, 10**6, 10**9, 10**12]
 
@@ -64,9 +69,16 @@ def read_words() -> np.ndarray:
 
 
 def write_texts(words: np.ndarray, megabytes: float, path: Path) -> None:
-    """Writes texts of 50 to 1,000 words into PATH.jsonl, and one after the other into PATH.txt."""
+    """Writes texts of 50 to 1,000 words into PATH.jsonl, .jsonl.gz and .csv, and one after the
+    other into PATH.txt."""
     random, size = np.random.default_rng(0), 0
-    with open(f"{path}.jsonl", "w") as rows, open(f"{path}.txt", "w") as whole:
+    with (
+        open(f"{path}.jsonl", "w") as rows,
+        gzip.open(f"{path}.jsonl.gz", "wt", 1) as packed,
+        open(f"{path}.csv", "w", newline="") as table,
+        open(f"{path}.txt", "w") as whole,
+    ):
+        csv.writer(table).writerow(["text"])
         while size < megabytes * 1e6:
             text = words[random.integers(0, len(words), random.integers(50, 1000))]
             others = words[random.integers(0, len(words), len(text))]
@@ -74,7 +86,9 @@ def write_texts(words: np.ndarray, megabytes: float, path: Path) -> None:
                 text[i] = text[i][: len(text[i]) // 2] + others[i][len(others[i]) // 2 :]
             text = "".join(text)
             size += len(text.encode())
-            rows.write(json.dumps({"text": text}) + "\n")
+            for file in (rows, packed):
+                file.write(json.dumps({"text": text}) + "\n")
+            csv.writer(table).writerow([text])
             whole.write(text + "\n")
 
 
@@ -197,7 +211,7 @@ def memory(pid: int) -> float:
 def time_preparation(asked, project: Path, folder: Path, words: np.ndarray) -> tuple[dict, dict]:
     """For each size, way and round what `prepare` found; and the results that are kept."""
     model, found, kept = folder / "model", {}, {}
-    ways = [PROJECT, TEXT, RUN_CLM, BARE]
+    ways = [PROJECT, *FILES, RUN_CLM, BARE]
     for size in [TINY, *sorted(asked.megabytes)]:
         data = folder / f"texts-{size}"
         write_texts(words, size, data)
@@ -208,14 +222,15 @@ def time_preparation(asked, project: Path, folder: Path, words: np.ndarray) -> t
             turn = number % len(measured)
             for way in measured[turn:] + measured[:turn]:
                 say(f"{size} MB: round {number + 1} of {rounds}, {way}")
-                output = folder / f"{way}-{size}-{number}".replace(", one .", "-")
-                source = f"{data}.txt" if way == TEXT else f"{data}.jsonl"
+                output = folder / re.sub(r"\W+", "-", f"{way} {size} {number}")
+                source = f"{data}{FILES.get(way, '.jsonl')}"
                 found[size][way].append(prepare(way, project, model, source, output))
                 kept[way] = found[size][way][-1]["printed"]
                 if way in (PROJECT, TEXT):  # what is prepared is found again
                     again = prepare(way, project, model, source, output)["seconds"]
                     found[size][way][-1]["again"] = again
-        Path(f"{data}.txt").unlink()
+        for ending in FILES.values():
+            Path(f"{data}{ending}").unlink()
     return found, kept
 
 
@@ -353,7 +368,8 @@ def plot(report: dict, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = {PROJECT: "#c2410c", TEXT: "#fb923c", RUN_CLM: "#475569", BARE: "#94a3b8"}
+    colors = {PROJECT: "#c2410c", TEXT: "#fb923c", CSV: "#a16207", PACKED: "#fde047"}
+    colors |= {RUN_CLM: "#475569", BARE: "#94a3b8"}
     figure, (memory, speed, order) = pyplot.subplots(1, 3, figsize=(10, 2.8))
     for way, color in colors.items():
         found = [size for size in sizes(report) if way in report["prepare"][size]]
@@ -383,7 +399,7 @@ def plot(report: dict, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", nargs="+", type=int, default=[10, 50, 200])
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[10, 100])
     parser.add_argument("--rounds", type=int, default=3, help="up to 50 MB; above, one")
     parser.add_argument("--batches", type=int, default=200, help="in a turn")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import tarfile
 import types
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -57,7 +58,7 @@ def write_samples(path, texts):
     """A shard of a WebDataset, in which every other text is in a .json, beside other files."""
     with tarfile.open(path, "w") as archive:
         for number, text in enumerate(texts):
-            files = {"jpg": b"x", "txt": text.encode()}
+            files = {"jpg": b"x", "txt": text.encode(), "cls": b"1"}
             if number % 2:
                 files = {"json": json.dumps({"text": text, "n": number}).encode(), "cls": b"0"}
             for ending, content in files.items():
@@ -212,7 +213,7 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     data = write_shards(tmp_path / "data", "jsonl", 3)
     cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
-    (shard, *_), held = folders.split_shards(cfg)
+    (shard, *_), held, *_ = folders.split_shards(cfg)
     assert len(held) == 1
     number = int(shard.name[5:8])
     blocks = [*stream.blocks(shard.path)]
@@ -275,7 +276,7 @@ def test_a_stream_has_the_samples_of_prepared_rows(tmp_path, kind):
     fields |= {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
     fields |= {"context_length": 64} if name == "causal_lm" else {}
     streamed = task.TaskConfig(data=str(tmp_path / "all"), streaming=True, lanes=1, **fields)
-    train, held = folders.split_shards(streamed)
+    train, held, *_ = folders.split_shards(streamed)
     for shard in train:
         shutil.copy(shard.path, tmp_path / "train")
     given = {"data": str(tmp_path / "train"), "validation_data": held[0].path}
@@ -324,7 +325,7 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         fsspec.filesystem("memory").put(str(folder), f"/{folder.name}", recursive=True)
         for data in (str(folder), f"memory://{folder.name}"):
             cfg = task.TaskConfig(data=data, streaming=True, validation_fraction=0.01)
-            parts = folders.split_shards(cfg)
+            parts = folders.split_shards(cfg)[:2]
             found = [[each.name.removesuffix(".jsonl") for each in part] for part in parts]
             assert sorted(map(sorted, found)) == sorted(wanted)
 
@@ -427,7 +428,72 @@ def test_shards_of_the_hub(streamed, tmp_path):
     assert found == wanted
 
 
-def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path):
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def streamed_rows(name, data, **fields):
+    """The samples of each shard to train on, and the number of rows to evaluate on."""
+    task = load_task(name)
+    cache = str(data.parent / f"cache of {data.name}")
+    cfg = task.TaskConfig(
+        data=str(data), streaming=True, lanes=1, vocab_size=300, cache_dir=cache, **fields
+    )
+    rows = prepare_task(task, cfg)
+    stream, validation = task.views(cfg, rows)
+    blocks = {shard: [*stream.blocks(shard)] for shard in stream.shards}
+    return {
+        Path(shard).name: sum(len(stream.samples(block)) for block in own)
+        for shard, own in blocks.items()
+    }, len(validation)
+
+
+def test_files_that_a_task_does_not_read_are_no_shards(tmp_path, capsys):
+    _, _, row = ROWS["targets"]
+    for number in range(3):
+        write_rows(tmp_path / "a" / f"part-{number}.jsonl", map(row, range(30)))
+    (tmp_path / "a" / "README.txt").write_text("About these rows.")
+    (tmp_path / "a" / "notes.md").write_text("Others.")
+    found, held = streamed_rows("seq2seq", tmp_path / "a")
+    assert [*found.values()] == [30, 30] and held == 30
+    said = "2 shards to train on, 1 to evaluate on (skipped 2 other files: 1 .md, 1 .txt)"
+    assert said in capsys.readouterr().out
+
+
+def test_rows_to_evaluate_on_are_all_of_those_that_are_given(tmp_path):
+    """Of those that are held out task.validation_rows, of each shard as many."""
+    _, _, row = ROWS["targets"]
+    for number in range(40):
+        write_rows(tmp_path / "many" / f"part-{number}.jsonl", map(row, range(9)))
+    write_rows(tmp_path / "given.jsonl", map(row, range(1100)))
+    assert streamed_rows("seq2seq", tmp_path / "many", validation_rows=2)[1] == 2
+    assert streamed_rows("seq2seq", tmp_path / "many", validation_fraction=0.5)[1] > 60
+    given = str(tmp_path / "given.jsonl")
+    assert streamed_rows("seq2seq", tmp_path / "many", validation_data=given)[1] == 1100
+
+
+def test_small_shards_show_all_their_classes(tmp_path):
+    for number in range(60):
+        row = {"text": f"text {number}", "label": f"class {number % 10}"}
+        write_rows(tmp_path / "all" / f"part-{number}.jsonl", [row, {**row, "text": "other"}])
+    found, _ = streamed_rows("text_classification", tmp_path / "all", validation_fraction=0.05)
+    assert {*found.values()} == {2} and len(found) > 50
+
+
+def test_an_empty_shard_of_chats_is_passed_over(tmp_path):
+    _, _, row = ROWS["chats"]
+    for number in range(4):
+        write_rows(tmp_path / "all" / f"part-{number}.jsonl", map(row, range(30 * (number != 2))))
+    given = tmp_path / "held.jsonl"
+    write_rows(given, map(row, range(30)))
+    found, _ = streamed_rows(
+        "causal_lm", tmp_path / "all", context_length=64, validation_data=str(given)
+    )
+    assert found["part-2.jsonl"] == 0 and min(found[f"part-{n}.jsonl"] for n in (0, 1, 3)) > 5
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
     task = load_task("text_classification")
     _, _, row = ROWS["classes"]
@@ -459,7 +525,11 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path):
         with pytest.raises(ValueError, match="task.data: .*part-.") as error:
             read(wrong)
         assert said in str(error.value)
+    capsys.readouterr()
     assert len(read('{"text": "", "label": "a"}', incomplete_rows="skip")) == 60
+    said = capsys.readouterr().out
+    assert said.startswith("left out: 1 incomplete: the text is empty (the first: ")
+    assert said.endswith("line 61)\n")
 
 
 def test_what_does_not_go_with_a_stream(streamed, tmp_path):

@@ -9,15 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import datasets
 import pyarrow
-from datasets import (
-    ArrowBasedBuilder,
-    BuilderConfig,
-    Dataset,
-    DatasetInfo,
-    Features,
-    SplitGenerator,
-)
 from datasets.builder import Key
 from datasets.exceptions import DatasetGenerationError
 
@@ -27,31 +20,33 @@ Tables = Callable[[list], Iterator[pyarrow.Table]]
 
 
 @dataclass
-class TablesConfig(BuilderConfig):
+class TablesConfig(datasets.BuilderConfig):
     """What `build` is given. (In a module of its own: `datasets` replaces names of this module.)"""
 
     tables: Tables | None = None
-    features: Features | None = None
+    features: datasets.Features | None = None
     units: list = field(default_factory=list)
 
 
-class TablesBuilder(ArrowBasedBuilder):
+class TablesBuilder(datasets.ArrowBasedBuilder):
     """Writes the tables of config.units."""
 
     BUILDER_CONFIG_CLASS = TablesConfig
 
-    def _info(self) -> DatasetInfo:
-        return DatasetInfo(features=self.config.features)
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo(features=self.config.features)
 
-    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
-        return [SplitGenerator("train", {"units": self.config.units})]
+    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+        return [datasets.SplitGenerator("train", {"units": self.config.units})]
 
     def _generate_tables(self, units: list) -> Iterator[tuple[Key, pyarrow.Table]]:
         for number, table in enumerate(self.config.tables(units)):
             yield Key(0, number), table
 
 
-def build(tables: Tables, features: Features, units: list, num_proc: int | None) -> Dataset:
+def build(
+    tables: Tables, features: datasets.Features, units: list, num_proc: int | None
+) -> datasets.Dataset:
     """Return the rows of `tables(units)` in order; each process calls it with a run of the units.
 
     The files lie in the cache of `datasets`; none is used again. Raises ValueError with the reason
@@ -64,7 +59,7 @@ def build(tables: Tables, features: Features, units: list, num_proc: int | None)
     except DatasetGenerationError as error:  # says nothing itself
         raise explain(error) from None
     if not builder.info.splits["train"].num_examples:
-        return Dataset(features.arrow_schema.empty_table())
+        return datasets.Dataset(features.arrow_schema.empty_table())
     return builder.as_dataset("train")
 
 

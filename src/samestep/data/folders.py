@@ -235,27 +235,43 @@ class Shard(NamedTuple):
     tag: str  # what a store says of the content, or a digest of both ends
 
 
-def list_shards(data: str, field: str) -> dict[str, list[Shard]]:
-    """The shards of a folder or URL by their splits, in the order of their names. Raises
-    ValueError."""
-    if "://" in data:
-        found = list_store(data, field)
-    else:
-        root = os.path.expanduser(data)
-        found = []
-        for below, path in files_below(root) if os.path.exists(root) else ():
-            if file_ending(path) in SHARDS:
-                name = below or os.path.basename(root)
-                found.append(Shard(path, name, os.stat(path).st_size, digest_ends(path)))
-        found.sort(key=lambda each: Path(each.path))
-    if not found:
-        kinds = ", ".join(SHARDS)
-        raise ValueError(f"task.{field}: there is no shard at {data}, of {kinds}")
-    return divide({each: split_of(each.name) for each in found})
+class ShardSplit(NamedTuple):
+    """The shards to train on, and those to evaluate on."""
+
+    train: list[Shard]
+    held: list[Shard]
+    is_given: bool  # those to evaluate on are named, and not held out by a hash
+    skipped: Counter  # the number of other files by their extensions
 
 
-def list_store(url: str, field: str) -> list[Shard]:
-    """The shards below a URL, by fsspec."""
+@functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
+def list_shards(data: str, field: str) -> tuple[list[Shard], Counter]:
+    """The shards of a folder or URL in the order of their names, and the number of other files."""
+    found: list[Shard] = []
+    skipped: Counter = Counter()
+    for path, name, about in list_store(data, field) if "://" in data else list_folder(data):
+        if file_ending(path) in SHARDS:
+            known = [str(about[each]) for each in TAGS if each in about]
+            tag = known[0] if known else ""
+            if "://" not in data:
+                tag = digest_ends(path)
+            found.append(Shard(path, name, about["size"], tag))
+        else:
+            skipped[file_ending(path)] += 1
+    return found, skipped
+
+
+def list_folder(data: str) -> list[tuple[str, str, dict]]:
+    """Path, name and size of all files of a folder."""
+    root = os.path.expanduser(data)
+    found = []
+    for below, path in files_below(root) if os.path.exists(root) else ():
+        found.append((path, below or os.path.basename(root), {"size": os.stat(path).st_size}))
+    return sorted(found, key=lambda each: Path(each[0]))
+
+
+def list_store(url: str, field: str) -> list[tuple[str, str, dict]]:
+    """URL and name of all files below a URL, and what the store says of them, by fsspec."""
     import fsspec
 
     try:
@@ -268,11 +284,8 @@ def list_store(url: str, field: str) -> list[Shard]:
         raise ConnectionError(text) from None  # it may pass
     found = []
     for path, about in sorted(files.items()):
-        if file_ending(path) in SHARDS:
-            known = [str(about[each]) for each in TAGS if each in about]
-            tag = known[0] if known else ""
-            name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
-            found.append(Shard(store.unstrip_protocol(path), name, about["size"], tag))
+        name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
+        found.append((store.unstrip_protocol(path), name, about))
     return found
 
 
@@ -284,31 +297,43 @@ def digest_ends(path: str) -> str:
         return hashlib.sha256(content + file.read()).hexdigest()[:16]
 
 
-def split_shards(cfg: Any) -> tuple[list[Shard], list[Shard]]:
-    """The shards to train on, and those to evaluate on: those of cfg.validation_data; those that
+def split_shards(cfg: Any, extensions: tuple[str, ...] = SHARDS) -> ShardSplit:
+    """The shards with these extensions. To evaluate on are those of cfg.validation_data; those that
     are named so; or those that are held out, about cfg.validation_fraction, and at least one."""
-    return split_once(cfg.data, cfg.validation_data, cfg.validation_fraction)
-
-
-@functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
-def split_once(data: str, validation_data: str, fraction: float) -> tuple[list[Shard], list[Shard]]:
-    by_split = list_shards(data, "data")
-    train = choose(by_split, "train", "data", data)
-    if validation_data:
-        more = list_shards(validation_data, "validation_data")
-        return train, choose(more, "validation", "validation_data", validation_data)
+    by_split, skipped = divide_shards(cfg.data, "data", extensions)
+    train = choose(by_split, "train", "data", cfg.data)
+    if data := cfg.validation_data:
+        more, _ = divide_shards(data, "validation_data", extensions)
+        given = choose(more, "validation", "validation_data", data)
+        return ShardSplit(train, given, True, skipped)
     if "validation" in by_split:
-        return train, by_split["validation"]
+        return ShardSplit(train, by_split["validation"], True, skipped)
     digests = [hashlib.sha256(name_alone(each.name).encode()).digest() for each in train]
     hashes = np.array([int.from_bytes(each[:8], "big") for each in digests], np.uint64)
     sizes, labels = np.ones(len(hashes)), np.zeros(len(hashes), int)
-    chosen = splits.hold_out(hashes, sizes, labels, fraction, len(hashes))
+    chosen = splits.hold_out(hashes, sizes, labels, cfg.validation_fraction, len(hashes))
     if not len(chosen):
         hint = "cut it, or give --task.validation_data PATH"
-        raise ValueError(f"task.data: {data} is one shard, and one is held out; {hint}")
+        raise ValueError(f"task.data: {cfg.data} is one shard, and one is held out; {hint}")
     pairs = list(zip(train, np.isin(hashes, chosen).tolist(), strict=True))
     held = [shard for shard, is_held in pairs if is_held]
-    return [shard for shard, is_held in pairs if not is_held], held
+    return ShardSplit([shard for shard, is_held in pairs if not is_held], held, False, skipped)
+
+
+def divide_shards(
+    data: str, field: str, extensions: tuple[str, ...]
+) -> tuple[dict[str, list[Shard]], Counter]:
+    """The shards of a folder or URL by their splits, and the number of other files. Raises
+    ValueError if there are none."""
+    listed, others = list_shards(data, field)
+    found = [each for each in listed if file_ending(each.path) in extensions]
+    unread = (each.path for each in listed if file_ending(each.path) not in extensions)
+    skipped = others + Counter(map(file_ending, unread))
+    if not found:
+        kinds = ", ".join(extensions)
+        there = describe_skipped(skipped)
+        raise ValueError(f"task.{field}: there is no shard at {data}{there}, of {kinds}")
+    return divide({each: split_of(each.name) for each in found}), skipped
 
 
 def name_alone(name: str) -> str:

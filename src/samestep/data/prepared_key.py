@@ -41,7 +41,8 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
     if isinstance(cfg, pretrained.ModelConfig):
         fields["revision"] = pretrained.commit_of(cfg)
     if getattr(cfg, "streaming", False):
-        fields["shards"] = [describe_shards(each) for each in split_shards(cfg)]
+        chosen = split_shards(cfg)
+        fields["shards"] = [describe_shards(each) for each in (chosen.train, chosen.held)]
     return short_hash([to_jsonable_python(fields), code_of(task, cfg), library_code(), identity])
 
 

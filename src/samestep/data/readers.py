@@ -23,20 +23,14 @@ from datasets import Features
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
+from samestep.data import tables
 from samestep.data.folders import COMPRESSIONS, IMAGES, TABLES, file_ending
 from samestep.data.hub import class_names, name_classes
-from samestep.data.tables import (
-    SEPARATORS,
-    Columns,
-    Row,
-    check_columns,
-    column_names,
-    replace_surrogates,
-    select_columns,
-)
+from samestep.data.tables import Columns, Row
 
 SPAN = 8_000_000  # bytes of a .jsonl or .txt file that a process reads at a time
 DOCUMENT = 1_000_000  # bytes of a document, of which a larger .txt file has several
+TAR_TEXTS = {"txt": "text", "cls": "label"}  # columns of files in a .tar by their extensions
 SEARCHED = 1 << 16  # bytes in which the end of a line is looked for where a document may be cut
 
 csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
@@ -159,7 +153,7 @@ def read_span(
         if read:
             yield from _read_table(read, span, columns, optional, place)
         elif file_ending(span.path) in IMAGES:
-            label = replace_surrogates(Path(span.path).absolute().parent.name)
+            label = tables.replace_surrogates(Path(span.path).absolute().parent.name)
             yield {"image": span.path, "label": label}, str(place)
         else:
             for row in _read_text(span, columns or {"text": "text", "label": "label"}, place):
@@ -181,9 +175,9 @@ def _read_table(
         if not isinstance(row, dict):
             raise ValueError(f"not an object: {row!r:.60}")
         if is_first:  # what a later row lacks is null
-            check_columns(place.columns or [*row], columns, optional)
+            tables.check_columns(place.columns or [*row], columns, optional)
             is_first = False
-        row = select_columns(row, columns)
+        row = tables.select_columns(row, columns)
         yield _locate_image(row, place, span) if "image" in (columns or ()) else (row, str(place))
 
 
@@ -286,7 +280,7 @@ def _read_json(span: Span, columns: Columns | None, place: Place) -> Iterator[An
 
 
 def _read_csv(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
-    mark, names, last = SEPARATORS[file_ending(span.path)], [], 0
+    mark, names, last = tables.SEPARATORS[file_ending(span.path)], [], 0
     with closing(_open(span)) as file:
         rows = csv.reader(map(bytes.decode, _lines(file, span, place)), delimiter=mark, strict=True)
         try:
@@ -323,7 +317,7 @@ def _read_parquet(span: Span, columns: Columns | None, place: Place) -> Iterator
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
         names = place.columns = table.schema_arrow.names
         if columns is not None:
-            names = [name for name in column_names(columns) if name in names]
+            names = [name for name in tables.column_names(columns) if name in names]
         classes = class_names(Features.from_arrow_schema(table.schema_arrow))
         groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
         for batch in table.iter_batches(256, row_groups=groups, columns=names):
@@ -360,7 +354,7 @@ def _read_text(span: Span, columns: Columns, place: Place) -> Iterator[dict]:
 
 def _read_tar(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
     """The samples of a WebDataset: files whose names are equal up to the first dot. A row has the
-    keys of the .json, and the .txt as `text`."""
+    keys of the .json, the .txt as `text`, and the .cls as `label`."""
     place.unit = "sample"
     with closing(_open(span)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
         files = (each for each in archive if each.isfile())
@@ -371,8 +365,8 @@ def _read_tar(span: Span, columns: Columns | None, place: Place) -> Iterator[dic
                 ending = _split_name(each.name)[1].lower()
                 if ending == "json":
                     row |= json.load(archive.extractfile(each))
-                elif ending == "txt":
-                    row["text"] = archive.extractfile(each).read().decode()
+                elif ending in TAR_TEXTS:
+                    row[TAR_TEXTS[ending]] = archive.extractfile(each).read().decode()
             yield row
 
 

@@ -26,18 +26,9 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from samestep.base.console import one_line
 from samestep.base.fields import check_ignored_fields
 from samestep.base.workers import count_cores
-from samestep.data import hub, readers, sources, splits
+from samestep.data import folders, hub, readers, sources, splits
 from samestep.data.building import build
-from samestep.data.folders import (
-    TABLES,
-    Shard,
-    choose,
-    file_ending,
-    list_files,
-    print_skipped,
-    print_splits,
-    split_shards,
-)
+from samestep.data.folders import TABLES, Shard, file_ending
 from samestep.data.readers import DOCUMENT, Span
 from samestep.data.sources import HELD_OUT, DataConfig, split_data
 from samestep.data.tables import Columns, Row, check_columns, column_names
@@ -55,17 +46,9 @@ NOTES = {
 }
 TABLE = 2_000_000  # bytes of content that are written at a time
 HUB_ROWS = 10_000  # of a span
-HEADS = 16  # shards of a stream whose beginnings are prepared
-HEAD = 20_000_000  # bytes of these together, about
-
-
-def num_processes(rows: int) -> int | None:
-    """Return `num_proc` for `map` over so many rows: the cores of this process at most.
-
-    None: this process alone.
-    """
-    number = min(count_cores(), rows)
-    return number if number > 1 else None
+SKIPPED = 100  # bytes that a row counts for that is left out
+HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
+LEAST_HEADS, MOST_HEADS = 16, 1000  # shards of these
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
@@ -86,12 +69,13 @@ class Input:
     columns: Columns = dataclasses.field(default_factory=dict)
     optional: Container[str] = ()  # roles
     spans: list[Span] = dataclasses.field(default_factory=list)
-    most_bytes: float = math.inf  # that are read of a span
-    most_rows: float = math.inf
+    maximum_bytes: float = math.inf  # of the rows of a span
+    maximum_rows: float = math.inf
+    is_held_out: bool = False  # shards
 
     @property
     def is_validation(self) -> bool:
-        return self.field.startswith("validation")
+        return self.is_held_out or self.field.startswith("validation")
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -160,7 +144,7 @@ def find_inputs(
     beginnings of shards.
     """
     if getattr(cfg, "streaming", False):
-        return find_shards(cfg)
+        return find_shards(cfg, (*extensions, ".tar"))
     inputs, given = [], []
     for source in split_data(cfg.data):
         data, name = source.data, source.name
@@ -173,35 +157,45 @@ def find_inputs(
                     rows = hub.load_split(*options, field)
                     found.append(Input(field, data, name, dataset=rows, split=split))
         else:
-            files = list_files(data, extensions)
-            inputs.append(Input("data", data, name, choose(files.by_split, "train", "data", data)))
+            files = folders.list_files(data, extensions)
+            chosen = folders.choose(files.by_split, "train", "data", data)
+            inputs.append(Input("data", data, name, chosen))
             evaluates = "validation" in files.by_split and cfg.validation_data in ("", data)
-            print_splits(files.by_split, data, evaluates)
-            print_skipped(files, data)
+            folders.print_splits(files.by_split, data, evaluates)
+            folders.print_skipped(files, data)
             if evaluates and not cfg.validation_data:
                 where = f"where {data} has files for validation"
                 check_ignored_fields(cfg, [(HELD_OUT, False, where)])
                 given.append(Input("validation_data", data, name, files.by_split["validation"]))
     if data := cfg.validation_data:
-        files = list_files(data, extensions, "validation_data")
-        chosen = choose(files.by_split, "validation", "validation_data", data)
+        files = folders.list_files(data, extensions, "validation_data")
+        chosen = folders.choose(files.by_split, "validation", "validation_data", data)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
         given.append(Input("validation_data", data, name, chosen))
-        print_skipped(files, data)
+        folders.print_skipped(files, data)
     return [*inputs, *given]
 
 
-def find_shards(cfg: DataConfig) -> list[Input]:
-    """The beginnings of shards of a stream: of some to train on, and of those that are held out."""
-    train, held = split_shards(cfg)
+def find_shards(cfg: DataConfig, extensions: tuple[str, ...]) -> list[Input]:
+    """The beginnings of shards of a stream: of some to train on, and of those to evaluate on.
+
+    All rows of shards that are named to evaluate on are read; of those that are held out
+    cfg.validation_rows.
+    """
+    train, held, is_given, skipped = folders.split_shards(cfg, extensions)
     text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on"
-    print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
-    heads = train[:: -(-len(train) // HEADS)]
+    what = f"{one_line(cfg.data, 100)} has {text}{folders.describe_skipped(skipped)}"
+    print(f"Preparing data: {what}", flush=True)
+    mean = sum(each.size for each in train) // len(train) + 1
+    heads = train[:: -(-len(train) // min(max(LEAST_HEADS, HEAD // mean), MOST_HEADS))]
+    field = "validation_data" if cfg.validation_data else "data"
+    if not is_given:
+        held = held[:: -(-len(held) // cfg.validation_rows)]
+    evaluated = Input(field, cfg.data, "stream", shards=held, is_held_out=True)
+    if not is_given:
+        evaluated.maximum_rows = math.ceil(cfg.validation_rows / len(held))
     most = HEAD / len(heads)
-    return [
-        Input("data", cfg.data, "stream", shards=heads, most_bytes=most),
-        Input("validation_data", cfg.validation_data or cfg.data, "stream", shards=held),
-    ]
+    return [Input("data", cfg.data, "stream", shards=heads, maximum_bytes=most), evaluated]
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -231,6 +225,8 @@ class RowFormat:
     """{role: column}, or a function that gets an input and returns it."""
     optional: Container[str] = ()
     """Roles whose column may be missing: they are None."""
+    extensions: tuple[str, ...] = TABLES
+    """Of the files that may be shards, beside .tar."""
     key: Callable[[dict], str] = key_of
     """Of a stored row: text that equal rows have in common, by default all of it."""
 
@@ -284,15 +280,26 @@ class RowMaker:
             read, size = 0, 0
             try:
                 for row, place in source.read(span):
-                    if read >= source.most_rows or size >= source.most_bytes:
+                    if read >= source.maximum_rows or size >= source.maximum_bytes:
                         break
                     made = blank | self.make(row, place, source) | origin | {"place": place}
-                    yield made
-                    read += 1
-                    size += made["size"]
+                    yield from self.pieces_of(made) if source.shards else [made]
+                    read += not made["skipped"]
+                    size += made["size"] or SKIPPED
             except ValueError as error:
                 yield blank | origin | {"problem": str(error), "place": ""}
                 return
+
+    def pieces_of(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The row; a document of a stream of more than DOCUMENT characters is several."""
+        text = row.get("text") or ""
+        if len(text) <= DOCUMENT or [*self.format.features] != ["text"]:
+            return [row]
+        pieces = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
+        return [
+            {**row, "text": each, "size": len(each.encode()), "hash": hash_of(each)}
+            for each in pieces
+        ]
 
     def make(self, row: dict[str, Any], place: str, source: Input) -> dict[str, Any]:
         """The row as it is stored, with its notes. Raises ValueError for one that ends the run."""
@@ -351,7 +358,8 @@ def read_all(maker: RowMaker) -> Dataset:
     for head in islice(maker.rows(units[:1]), 100):  # what is wrong everywhere is said at once
         if head["problem"]:
             raise ValueError(head["problem"])
-    rows = build(maker.tables, maker.stored, units, num_processes(len(units)))
+    cores = min(count_cores(), len(units))
+    rows = build(maker.tables, maker.stored, units, cores if cores > 1 else None)
     problems = rows.data.column("problem")
     place = pc.index(pc.not_equal(problems, ""), True).as_py()
     if place >= 0:
@@ -394,10 +402,9 @@ def load_rows(
         if cfg.group_column:
             roles = {**roles, "group": cfg.group_column}
         source.open(roles, form.optional, 0 if is_divided else cfg.validation_fraction)
-        if source.is_validation and source.shards and maximum_bytes:
-            source.most_bytes = maximum_bytes / len(source.shards)
-        elif source.is_validation and source.shards:
-            source.most_rows = cfg.validation_rows / len(source.shards)
+        if maximum_bytes and source.maximum_rows < math.inf:
+            source.maximum_bytes = maximum_bytes / len(source.shards)
+            source.maximum_rows = math.inf
     is_stream = bool(inputs[0].shards)
     rows = read_all(RowMaker(inputs, form, group, cfg.incomplete_rows == "skip"))
     notes = {name: rows.data.column(name) for name in NOTES}
@@ -406,7 +413,8 @@ def load_rows(
     places = [np.flatnonzero(numbers == number) for number in range(len(inputs))]
     for source, own in zip(inputs, places, strict=True):
         if not len(own):
-            raise ValueError(f"task.{source.field}: there are no rows in {source.data}")
+            where = one_line(", ".join(each.name for each in source.shards) or source.data, 200)
+            raise ValueError(f"task.{source.field}: there are no rows in {where}")
         print_rows(source, notes["remarks"].take(own), plural)
     hashes = notes["hash"].to_numpy().view(np.uint64)
     train = [own for own, source in zip(places, inputs, strict=True) if not source.is_validation]
@@ -465,8 +473,11 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
 def print_rows(source: Input, remarks: pyarrow.ChunkedArray, plural: str) -> None:
     """Prints the number of rows, the columns that are read and not read, and how many rows each
     remark is made of. `remarks`: those of each row, as lines."""
-    names = source.names if source.is_table else []
-    shown = f"{len(remarks):,} {plural} of {one_line(source.data, 100)}"
+    names = source.names if source.is_table and not source.is_held_out else []
+    where = one_line(source.data, 100)
+    if source.shards:
+        where = "shards to evaluate on" if source.is_held_out else "the beginnings of shards"
+    shown = f"{len(remarks):,} {plural} of {where}"
     print(f"Preparing data: {shown}{describe_columns(names, source.columns)}", flush=True)
     total: Counter = Counter()
     for each in pc.value_counts(remarks).to_pylist():

@@ -85,8 +85,8 @@ class StreamConfig(DataConfig):
 
     streaming: bool = False
     """Read rows while the model trains, and prepare only those to evaluate on: task.data is a
-    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet, .txt or
-    .tar files (WebDataset)."""
+    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet or .tar
+    files (WebDataset), and of texts of .txt files."""
     lanes: Lanes = 4
     """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""

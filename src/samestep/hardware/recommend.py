@@ -81,8 +81,11 @@ def run(section: Section, used: Devices, project: Project) -> None:
             ways["fsdp2"] = used.count
         ways["fsdp2_offload"] = math.inf
     size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
-    longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
-    tokens = size * longest["input_ids"].numel() if "input_ids" in longest else 0
+    positions = project.rows.sort(range(min(len(project.rows), ROWS)))[-1:]
+    if project.rows.is_stream:  # a batch is as long as the longest of its rows
+        positions = range(64)
+    batch = project.batch(positions)
+    tokens = size * batch["input_ids"][0].numel() if "input_ids" in batch else 0
     section.facts = {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",

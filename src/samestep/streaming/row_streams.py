@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from samestep.data.folders import Shard, describe_shards, split_shards
-from samestep.data.readers import DOCUMENT
 from samestep.data.rows import Input, RowFormat, RowMaker
 from samestep.streaming.lanes import Stream
 
 BLOCK = 500_000  # bytes of the rows of a block, about
-MOST = 50_000  # rows of a block
+MAXIMUM_ROWS = 50_000  # of a block
 
 Block = dict[str, list]  # the columns of stored rows, with their places
 
@@ -24,46 +23,40 @@ class RowStream(Stream):
     `size`     of a block, in bytes: its samples are made and permuted together.
     """
 
-    def __init__(
-        self,
-        cfg: Any,
-        form: RowFormat,
-        make: Callable[[Block], Any],
-        size: int = BLOCK,
-    ):
+    def __init__(self, cfg: Any, form: RowFormat, make: Callable[[Block], Any], size: int = BLOCK):
         self.cfg, self.form, self.make, self.size = cfg, form, make, size
-        own, _ = split_shards(cfg)
+        own = split_shards(cfg, (*form.extensions, ".tar")).train
         self.described = describe_shards(own)
+        self.columns = form.columns_of(Input("data", cfg.data, "stream", shards=own))
         super().__init__([each.path for each in own], cfg.lanes)
 
     def blocks(self, shard: str) -> Iterator[Block]:
-        """Raises ValueError for a row that cannot be used, unless it may be skipped."""
+        """Raises ValueError for a row that cannot be used, unless it may be skipped. Prints how
+        many are."""
         source = Input("data", self.cfg.data, "stream", shards=[Shard(shard, "", 0, "")])
-        source.open(self.form.columns_of(source), self.form.optional)
+        source.open(self.columns, self.form.optional)
         maker = RowMaker([source], self.form, None, self.cfg.incomplete_rows == "skip")
         names = [*self.form.features, "place"]
         block: Block = {name: [] for name in names}
         size = 0
+        skipped: dict[str, tuple[int, str]] = {}  # by the reason: a number, and the first place
         for row in maker.rows([[(0, span) for span in source.spans]]):
             if row["problem"]:
                 raise ValueError(row["problem"])
-            for piece in self.pieces_of(row) if not row["skipped"] else ():
-                for name in names:
-                    block[name].append(piece[name])
-                size += piece["size"]
-                if size >= self.size or len(block["place"]) >= MOST:
-                    yield block
-                    block, size = {name: [] for name in names}, 0
+            if row["skipped"]:
+                number, first = skipped.get(row["skipped"], (0, row["place"]))
+                skipped[row["skipped"]] = (number + 1, first)
+                continue
+            for name in names:
+                block[name].append(row[name])
+            size += row["size"]
+            if size >= self.size or len(block["place"]) >= MAXIMUM_ROWS:
+                yield block
+                block, size = {name: [] for name in names}, 0
         if block["place"]:
             yield block
-
-    def pieces_of(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The row; a document of more than DOCUMENT characters is several."""
-        text = row.get("text") or ""
-        if len(text) <= DOCUMENT or [*self.form.features] != ["text"]:
-            return [row]
-        pieces = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
-        return [{**row, "text": each, "size": len(each.encode())} for each in pieces]
+        for reason, (number, first) in skipped.items():
+            print(f"left out: {number:,} {reason} (the first: {first})", flush=True)
 
     def samples(self, block: Block) -> Sequence:
         found = self.make(block)

@@ -107,7 +107,11 @@ def check_rows(cfg: Any) -> None:
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
     where = f"where task.data is {one_line(cfg.data, 60)}"
     names = " ".join(COLUMN_FIELDS.values())
-    check_ignored_fields(cfg, [(names, len(shipped) < len(data), where)])
+    unread = [
+        (names, len(shipped) < len(data), where),
+        ("file_extensions", not cfg.streaming, "while task.streaming is true"),
+    ]
+    check_ignored_fields(cfg, unread)
     kind = cfg.rows
     if kind == "auto" and named_kinds(cfg):
         kind = named_kinds(cfg)[0]
@@ -227,7 +231,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
         plural=PLURALS[cfg.rows],
     )
-    if cfg.tools_column not in ("", "tools") and cfg.rows == "chat":
+    if cfg.tools_column not in ("", "tools") and cfg.rows == "chat" and not cfg.streaming:
         tools = [rows.data.column("tools") for rows in found.values()]
         if not any(pc.any(pc.not_equal(each, "[]")).as_py() for each in tools):
             name = cfg.tools_column
@@ -244,7 +248,8 @@ def row_format(cfg: Any, columns: dict[str, Columns] | None = None) -> RowFormat
         known = chats.read_names(cfg.roles)
         normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
     features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    return RowFormat(normalize, features, partial(choose_columns, cfg, columns), OPTIONAL)
+    chosen = partial(choose_columns, cfg, columns)
+    return RowFormat(normalize, features, chosen, OPTIONAL, EXTENSIONS)
 
 
 def choose_columns(cfg: Any, columns: dict[str, Columns] | None, source: Input) -> Columns:
