@@ -352,6 +352,7 @@ SMALL += ["--save_every", 3, "--global_batch_size", 24, "--micro_batch_size", 6,
 SMALL += ["--warmup_steps", 2, "--keep_checkpoints", 0, "--check_export", "false"]
 FLAGS = [*SMALL, "--task.context_length", 16]
 LAST = "checkpoints/step-00000009"
+SAVED = "checkpoints/step-00000014/manifest.json"
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +408,35 @@ def test_rows_of_other_kinds_resume_inside_of_a_shard(tmp_path, kind):
     assert found == wanted[3:]
     weights = "model/model.safetensors"
     assert (runs / "again" / weights).read_bytes() == (runs / "whole" / weights).read_bytes()
+
+
+SLOW = """
+import os, time, task
+plain = task.loss_sum
+def slow(*given):
+    time.sleep(0.02 * (os.environ.get("RANK") == "1"))
+    return plain(*given)
+task.loss_sum = slow
+"""
+
+
+@pytest.mark.slow
+def test_shares_that_are_dealt_anew_read_on_where_each_lane_stood(streamed, tmp_path):
+    flags = [*FLAGS, "--task.data", "texts", "--micro_batch_size", 1, "--max_steps", 16]
+    flags += ["--save_every", 14, "--num_workers", 1]
+    streamed.train(1, *flags, "--output_dir", tmp_path / "one")
+    streamed.train(
+        2, *flags, "--output_dir", tmp_path / "two", "--device_shares", "auto", before=SLOW
+    )
+    assert lines(tmp_path / "two", "shares")
+    keys = ("samples", "loss", "batch_hash")
+    one, two = (
+        [[line[key] for key in keys] for line in lines(tmp_path / run, "loss")]
+        for run in ("one", "two")
+    )
+    assert one == two
+    saved = [json.loads((tmp_path / run / SAVED).read_text())["lanes"] for run in ("one", "two")]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.slow

@@ -189,11 +189,10 @@ def find_shards(cfg: DataConfig, extensions: tuple[str, ...]) -> list[Input]:
     mean = sum(each.size for each in train) // len(train) + 1
     heads = train[:: -(-len(train) // min(max(LEAST_HEADS, HEAD // mean), MOST_HEADS))]
     field = "validation_data" if cfg.validation_data else "data"
-    if not is_given:
-        held = held[:: -(-len(held) // cfg.validation_rows)]
     evaluated = Input(field, cfg.data, "stream", shards=held, is_held_out=True)
     if not is_given:
-        evaluated.maximum_rows = math.ceil(cfg.validation_rows / len(held))
+        evaluated.shards = held[:: -(-len(held) // cfg.validation_rows)]
+        evaluated.maximum_rows = math.ceil(cfg.validation_rows / len(evaluated.shards))
     most = HEAD / len(heads)
     return [Input("data", cfg.data, "stream", shards=heads, maximum_bytes=most), evaluated]
 
@@ -296,10 +295,7 @@ class RowMaker:
         if len(text) <= DOCUMENT or [*self.format.features] != ["text"]:
             return [row]
         pieces = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
-        return [
-            {**row, "text": each, "size": len(each.encode()), "hash": hash_of(each)}
-            for each in pieces
-        ]
+        return [{**row, "text": each, "size": len(each.encode())} for each in pieces]
 
     def make(self, row: dict[str, Any], place: str, source: Input) -> dict[str, Any]:
         """The row as it is stored, with its notes. Raises ValueError for one that ends the run."""

@@ -81,9 +81,8 @@ def run(section: Section, used: Devices, project: Project) -> None:
             ways["fsdp2"] = used.count
         ways["fsdp2_offload"] = math.inf
     size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
-    positions = project.rows.sort(range(min(len(project.rows), ROWS)))[-1:]
-    if project.rows.is_stream:  # a batch is as long as the longest of its rows
-        positions = range(64)
+    rows = project.rows  # a batch is as long as its longest row
+    positions = range(64) if rows.is_stream else rows.sort(range(min(len(rows), ROWS)))[-1:]
     batch = project.batch(positions)
     tokens = size * batch["input_ids"][0].numel() if "input_ids" in batch else 0
     section.facts = {

@@ -356,10 +356,6 @@ def check_stream(cfg: Any, rows: Any, layout: Layout) -> None:
         if is_given:
             value = getattr(cfg, name)
             raise ValueError(f"{name} is {value}; a stream has no end that is known: give {wanted}")
-    if cfg.device_shares == "auto":
-        raise ValueError(
-            "device_shares is auto; lanes of a stream stay with a process: give equal, or a list"
-        )
     if layout.cp > 1:
         raise ValueError("context parallelism cuts prepared rows; leave task.streaming out")
     rows.begin(cfg.seed, cfg.global_batch_size)

@@ -31,8 +31,7 @@ class RowStream(Stream):
         super().__init__([each.path for each in own], cfg.lanes)
 
     def blocks(self, shard: str) -> Iterator[Block]:
-        """Raises ValueError for a row that cannot be used, unless it may be skipped. Prints how
-        many are."""
+        """Raises ValueError for a row that cannot be used. Prints how many are skipped."""
         source = Input("data", self.cfg.data, "stream", shards=[Shard(shard, "", 0, "")])
         source.open(self.columns, self.form.optional)
         maker = RowMaker([source], self.form, None, self.cfg.incomplete_rows == "skip")

@@ -98,8 +98,8 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
     labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
     tokenizing.check_lengths(cfg, "max_length")
-    extensions = TABLES if cfg.streaming else (".txt", *TABLES)
-    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, extensions)
+    more = () if cfg.streaming else (".txt",)  # a file is a row
+    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (*more, *TABLES))
     for each in inputs:
         texts = [path for path in each.files if ".txt" in path.suffixes]
         check_class_folders(texts, each.data, each.field)

@@ -32,16 +32,19 @@ class TrainLoader:
             data.begin(run.cfg.seed, run.plan.samples, run.first_sample, lanes)
         end = run.samples(run.last_step)
         self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
-        self.loader = batches.make_loader(
-            self.rows, self.sampler, run.task, run.cfg.num_workers, run.accelerator.device
-        )
-        self.batches = batches.iterate(self.loader)
+        self.batches = self.iterate()
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
         self.reassigned: dict = {}  # for the log, if later steps are assigned anew
         self.left = run.last_step - run.first_step  # steps to fetch
         self.window: list[tuple] = []  # this process's part of the next step
         self.exchange: PendingSum | None = None
+
+    def iterate(self) -> Iterator[tuple]:
+        """The micro-batches of this process from sampler.first on."""
+        options = self.run.cfg.num_workers, self.run.accelerator.device
+        loader = batches.make_loader(self.rows, self.sampler, self.run.task, *options)
+        return batches.iterate(loader)
 
     def prefetch(self) -> None:
         """Fetches the next step, if there is one, and starts the exchange."""
@@ -62,7 +65,10 @@ class TrainLoader:
         """This process's micro-batches of the next step."""
         if self.reassigned:  # drops what worker processes have read ahead
             self.sampler.plan = self.balancer.plan
-            self.batches = batches.iterate(self.loader)
+            if self.rows.is_stream:
+                place, lanes = self.sampler.first, self.run.gather_lanes()
+                self.rows.dataset.begin(self.run.cfg.seed, self.plan.samples, place, lanes)
+            self.batches = self.iterate()
         return [next(self.batches) for _ in self.sampler.plan.run()]
 
     def next_step(self) -> tuple[list[tuple[int, Batch]], int]:

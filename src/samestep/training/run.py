@@ -45,6 +45,13 @@ class Run:
         """Passes over the training data that are complete at the end of this step."""
         return self.samples(step) // self.start.manifest["data"]["samples"]
 
+    def gather_lanes(self) -> list[int]:
+        """Of a stream: the last sample of each lane in the newest step, over all processes."""
+        last: dict[int, tuple[int, int]] = {}
+        for own in self.ranks.gather(self.lanes):
+            last |= {lane: max(each, last.get(lane, each)) for lane, each in own.items()}
+        return [last[lane][1] for lane in sorted(last)]
+
     def print_summary(self) -> int:
         """Says why there is nothing to do; the exit code."""
         print_on_main(self.start.summary())

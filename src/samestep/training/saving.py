@@ -70,10 +70,7 @@ class Saver:
             return
         numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
         if batches.is_stream(run.start.views[0]):
-            last: dict[int, tuple[int, int]] = {}
-            for own in self.ranks.gather(run.lanes):
-                last |= {lane: max(each, last.get(lane, each)) for lane, each in own.items()}
-            numbers["lanes"] = [last[lane][1] for lane in sorted(last)]
+            numbers["lanes"] = run.gather_lanes()
         began = time.perf_counter()
         with run.meter.paused():
             self.commit({**run.start.manifest, "step": step, **numbers, **found})
