@@ -114,9 +114,11 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
     tokenizer, source = separating
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
-    for short in (5000, 700):
+    for short, at_once in ((5000, 200), (700, 3)):
         monkeypatch.setattr(text_module, "SHORT", short)
-        found = text_module.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
+        monkeypatch.setattr(text_module, "AT_ONCE", at_once)
+        texts = ["a b", source, "", source[:5], source]
+        found = [each.tolist() for each in text_module.tokenize_texts(texts, tokenizer)]
         assert found[1] == found[4] == wanted, short
         assert found[2] == []
 

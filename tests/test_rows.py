@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Value
 
-from samestep.data import folders, readers, rows, sources
+from samestep.data import folders, readers, rows, sources, tables
 from samestep.data.sources import IncompleteRow, UselessRow
 
 EXTENSIONS = (".txt", *folders.TABLES)
@@ -91,7 +91,7 @@ def write(path, content):
     inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     if inner.suffix in (".csv", ".tsv"):
         with open(inner, "w", newline="", encoding="utf-8-sig") as file:
-            writer = csv.DictWriter(file, [*content[0]], delimiter=readers.SEPARATORS[inner.suffix])
+            writer = csv.DictWriter(file, [*content[0]], delimiter=tables.SEPARATORS[inner.suffix])
             writer.writeheader()
             writer.writerows(content)
     elif inner.suffix == ".parquet":

@@ -102,7 +102,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of each prompt with its chosen and rejected answer, and masks of the answers."""
     pairs = preferences.load_pairs(cfg)
     tokenizer = preferences.prepare_tokenizer(cfg, folder, pairs["train"])
-    cores = min(len(os.sched_getaffinity(0)), len(pairs["train"]) // 100)
+    cores = min(len(os.sched_getaffinity(0)), pairs["train"].data.nbytes // 10**6)
     tokens = pairs.map(
         preferences.tokenize,
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},

@@ -89,7 +89,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     their texts."""
     rows = pairs.read_rows(cfg)
     tokenizer = pairs.prepare_tokenizer(cfg, folder, rows["train"])
-    cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
+    cores = min(len(os.sched_getaffinity(0)), rows["train"].data.nbytes // 10**6)
     tokens = rows.map(
         tokenize,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},

@@ -90,7 +90,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     rows = labelled.read_rows(cfg, folder)
     tokenizer = labelled.prepare_tokenizer(cfg, folder, rows["train"])
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
-    cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
+    cores = min(len(os.sched_getaffinity(0)), rows["train"].data.nbytes // 10**6)
     tokens = rows.map(
         tokenize,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},

@@ -46,7 +46,6 @@ NOTES = {
 }
 TABLE = 2_000_000  # bytes of content that are written at a time
 HUB_ROWS = 10_000  # of a span
-SKIPPED = 100  # bytes that a row counts for that is left out
 HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 LEAST_HEADS, MOST_HEADS = 16, 1000  # shards of these
 
@@ -140,8 +139,7 @@ def find_inputs(
 
     `bundled`: functions that return (row, place) pairs, by the name that cfg.data has. Of a folder
     whose files are named for several splits those to train on, and, unless cfg.validation_data
-    names others, those to evaluate on. Prints the files that are not read. Of a stream the
-    beginnings of shards.
+    names others, those to evaluate on. Prints the files that are not read.
     """
     if getattr(cfg, "streaming", False):
         return find_shards(cfg, (*extensions, ".tar"))
@@ -184,8 +182,8 @@ def find_shards(cfg: DataConfig, extensions: tuple[str, ...]) -> list[Input]:
     """
     train, held, is_given, skipped = folders.split_shards(cfg, extensions)
     text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on"
-    what = f"{one_line(cfg.data, 100)} has {text}{folders.describe_skipped(skipped)}"
-    print(f"Preparing data: {what}", flush=True)
+    text += folders.describe_skipped(skipped)
+    print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
     mean = sum(each.size for each in train) // len(train) + 1
     heads = train[:: -(-len(train) // min(max(LEAST_HEADS, HEAD // mean), MOST_HEADS))]
     field = "validation_data" if cfg.validation_data else "data"
@@ -284,7 +282,7 @@ class RowMaker:
                     made = blank | self.make(row, place, source) | origin | {"place": place}
                     yield from self.pieces_of(made) if source.shards else [made]
                     read += not made["skipped"]
-                    size += made["size"] or SKIPPED
+                    size += made["size"] or 100  # a row that is left out counts, too
             except ValueError as error:
                 yield blank | origin | {"problem": str(error), "place": ""}
                 return
@@ -311,8 +309,8 @@ class RowMaker:
         hashed = side = hash_of(key)
         if group is not None:
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
-        elif self.group:
-            side = hash_of(self.group(stored))
+        elif self.group and (own := self.group(stored)) != key:
+            side = hash_of(own)
         size = len(key.encode()) + len(stored.get("bytes") or b"")
         notes = {"hash": hashed, "side": side, "size": size}
         return stored | notes | {"remarks": "\n".join(remarks)}
@@ -401,7 +399,6 @@ def load_rows(
         if maximum_bytes and source.maximum_rows < math.inf:
             source.maximum_bytes = maximum_bytes / len(source.shards)
             source.maximum_rows = math.inf
-    is_stream = bool(inputs[0].shards)
     rows = read_all(RowMaker(inputs, form, group, cfg.incomplete_rows == "skip"))
     notes = {name: rows.data.column(name) for name in NOTES}
     is_skipped = pc.not_equal(notes["skipped"], "").to_numpy()
@@ -443,7 +440,7 @@ def load_rows(
                 text = f"all rows of {source.data} are held out, since other sources have them too"
                 raise ValueError(f"task.data: {text}")
     chosen = {"train": np.concatenate(train), "validation": np.concatenate(given)}
-    use = "to train on" if not is_stream else "at the beginnings of shards to train on"
+    use = "at the beginnings of shards to train on" if inputs[0].shards else "to train on"
     text = f"{len(rows):,} {plural} read, {len(chosen['train']):,} {use}, "
     text += f"{len(chosen['validation']):,} to evaluate on{describe_skipped(rows)}"
     if equal:

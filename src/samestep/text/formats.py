@@ -351,7 +351,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
         for ids, source in zip(
             tokenizing.tokenize_texts(batch["text"], tokenizer), sources_of_rows, strict=True
         ):
-            tokens = np.array([*begin, *ids, *end], np.int32)
+            tokens = np.concatenate([begin, ids, end]).astype(np.int32)
             found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
     else:
         shown: set = set()  # kinds of chats that the template was found to show
