@@ -102,13 +102,14 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
-    cores = min(len(os.sched_getaffinity(0)), rows["train"].data.nbytes // 10**6)
+    size = rows["train"].data.nbytes
+    cores = min(len(os.sched_getaffinity(0)), size // 10**6)
     packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
     tokens = rows.map(
         formats.tokenize,
         fn_kwargs={"tokenizer": tokenizer, "with_masks": packed},
         batched=True,
-        batch_size=32,
+        batch_size=min(100, 1 + 2 * 10**6 * len(rows["train"]) // size),  # 2 MB at most
         remove_columns=rows["train"].column_names,
         num_proc=cores if cores > 1 else None,
     )

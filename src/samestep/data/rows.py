@@ -459,7 +459,7 @@ def keep(rows: Dataset, places: np.ndarray) -> Dataset:
     def choose(table: Any, numbers: list[int]) -> Any:
         return table.filter(pyarrow.array(mask[numbers[0] : numbers[-1] + 1]))
 
-    chosen = rows.with_format("arrow").map(choose, batched=True, with_indices=True, batch_size=200)
+    chosen = rows.with_format("arrow").map(choose, batched=True, with_indices=True, batch_size=50)
     return chosen.with_format(None)
 
 
