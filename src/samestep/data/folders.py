@@ -323,8 +323,7 @@ def split_shards(cfg: Any, extensions: tuple[str, ...] = SHARDS) -> ShardSplit:
 def divide_shards(
     data: str, field: str, extensions: tuple[str, ...]
 ) -> tuple[dict[str, list[Shard]], Counter]:
-    """The shards of a folder or URL by their splits, and the number of other files. Raises
-    ValueError if there are none."""
+    """The shards by their splits, and the number of other files; raises ValueError for none."""
     listed, others = list_shards(data, field)
     found = [each for each in listed if file_ending(each.path) in extensions]
     unread = (each.path for each in listed if file_ending(each.path) not in extensions)
