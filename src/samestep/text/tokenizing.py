@@ -34,7 +34,7 @@ NEEDS = {  # attributes of a tokenizer, and their names in messages
     "is_fast": FILE,
 }
 SHORT = 5_000  # characters of a part of a text: long ones take twice the time
-AT_ONCE = 200  # parts that are tokenised at once: encodings take 40 times the memory of a text
+AT_ONCE = 200  # parts that are tokenized at once: encodings take 40 times the memory of a text
 SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
 
 
