@@ -329,9 +329,8 @@ def divide_shards(
     unread = (each.path for each in listed if file_ending(each.path) not in extensions)
     skipped = others + Counter(map(file_ending, unread))
     if not found:
-        kinds = ", ".join(extensions)
-        there = describe_skipped(skipped)
-        raise ValueError(f"task.{field}: there is no shard at {data}{there}, of {kinds}")
+        where = f"{data}{describe_skipped(skipped)}, of {', '.join(extensions)}"
+        raise ValueError(f"task.{field}: there is no shard at {where}")
     return divide({each: split_of(each.name) for each in found}), skipped
 
 

@@ -121,11 +121,11 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
     """
     known = read_json_object(folder / FILE)
     if cfg.problem_type == NUMBER:
-        values = {split: columns.values_of(part, "label") for split, part in rows.items()}
-        known = known or describe_numbers(values["train"])
+        numbers = columns.values_of(rows["train"], "label")
+        known = known or describe_numbers(numbers)
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
         about = [f"{shown}: such an error is a loss of 1"]
-        if values["train"].min() == values["train"].max():
+        if numbers.min() == numbers.max():
             about = [f"all numbers are {known['mean']:.6g}: nothing to learn"]
     else:
         names = known.get("names") or collect_names(rows["train"], cfg)

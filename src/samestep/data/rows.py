@@ -281,7 +281,8 @@ class RowMaker:
                         break
                     made = blank | self.make(row, place, source) | origin | {"place": place}
                     yield from self.pieces_of(made) if source.shards else [made]
-                    read += not made["skipped"]
+                    if not made["skipped"]:
+                        read += 1
                     size += made["size"] or 100  # a row that is left out counts, too
             except ValueError as error:
                 yield blank | origin | {"problem": str(error), "place": ""}
