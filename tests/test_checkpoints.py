@@ -20,7 +20,7 @@ class Crash(BaseException):
 
 def write(folder, step, **facts):
     """A partial checkpoint, as all ranks leave it."""
-    partial = checkpoints.partial_folder(folder, step)
+    partial = folder / f".step-{step:08d}.partial"
     checkpoints.make_partial_folder(partial)
     for name, content in FILES.items():
         (partial / name).parent.mkdir(exist_ok=True)

@@ -27,8 +27,8 @@ import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
-from samestep.settings.config import EXPORT, NOTHING, ROUNDING, BatchSize, DecayRate, Interval
-from samestep.settings.run_config import RunConfig
+from samestep.settings.config import BatchSize, DecayRate, Interval
+from samestep.settings.run_config import EXPORT, NOTHING, ROUNDING, RunConfig
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.batches import seed_micro_batch
 from samestep.step.monitor import skip_unless_finite

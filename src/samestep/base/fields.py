@@ -23,7 +23,6 @@ EXPORT = {"changes": "export"}  # what is exported or reported; a finished run d
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 MODEL = {"shapes_data": False}  # only the model reads it; beside others: metadata=SHAPE | MODEL
 
-
 LARGEST = 10**18  # sums and products of whole numbers have to fit into the 64 bits of a tensor
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -40,14 +39,6 @@ def check_fields(cfg: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
         if not holds:
             value = one_line(repr(getattr(cfg, name)), 60)
             raise ValueError(f"task.{name} is {value} but must be {expected}")
-
-
-def check_width(cfg: Any, unit: int, text: str) -> None:
-    """Raises ValueError unless cfg.hidden_size is a multiple of `unit`, which `text` describes."""
-    nearest = max(1, (cfg.hidden_size + unit // 2) // unit) * unit
-    if cfg.hidden_size != nearest:
-        wanted = f"a multiple of {text}, {nearest}"
-        raise ValueError(f"task.hidden_size is {cfg.hidden_size} but must be {wanted}")
 
 
 def check_ignored_fields(

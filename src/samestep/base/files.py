@@ -90,14 +90,6 @@ def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
     fsync(path.parent)
 
 
-def make_fresh_folder(folder: Path) -> Path:
-    """Creates an empty folder beside this one, to be filled and passed to `replace_folder`."""
-    fresh = folder.with_name(f".{folder.name}.partial")
-    remove(fresh)
-    fresh.mkdir()
-    return fresh
-
-
 def replace_folder(fresh: Path, folder: Path) -> None:
     """Replaces a folder, if there is one, by the fresh one.
 

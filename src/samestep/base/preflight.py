@@ -61,16 +61,11 @@ def find_problem() -> str:
     return f"{what}, which no launcher does: unset {' '.join(left)}"
 
 
-def installed_version() -> str:
-    """The version of the installed library; empty: it lies beside train.py, or where it is made."""
-    for folder in Path(__file__).resolve().parents[2].glob("samestep-*.dist-info"):
-        return folder.name.removeprefix("samestep-").removesuffix(".dist-info")
-    return ""
-
-
 def other_library(project: Path) -> str:
     """What is wrong where a project was updated, and its environment was not; empty: nothing."""
-    installed, wanted = installed_version(), None
+    installed, wanted = "", None  # empty: it lies beside train.py, or where it is made
+    for folder in Path(__file__).resolve().parents[2].glob("samestep-*.dist-info"):
+        installed = folder.name.removeprefix("samestep-").removesuffix(".dist-info")
     with contextlib.suppress(OSError, ValueError):
         text = (project / "pyproject.toml").read_text(encoding="utf-8")
         wanted = re.search(r"""["']samestep *== *([^"' ;]+)""", text)

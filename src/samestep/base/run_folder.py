@@ -124,17 +124,12 @@ def write_final_status(output: Path, state: str, reason: str, exit_code: int) ->
 
     The status of another run in the same folder is kept.
     """
-    status, me = read_status(output), [os.getpid(), socket.gethostname()]
+    status, me = read_json_object(output / "status.json"), [os.getpid(), socket.gethostname()]
     main = [status.get("pid"), status.get("host")]
     # If another process than the main one writes it, `main` names the main one.
     if main == me or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
         write_status(output, state, reason=reason, exit_code=exit_code, main=main)
     return main == me or status.get("main") != me
-
-
-def read_status(output: Path) -> dict:
-    """The content of status.json; empty if the file is missing or incomplete."""
-    return read_json_object(output / "status.json")
 
 
 def read_metrics(output: Path) -> list[dict]:
@@ -186,7 +181,8 @@ def check_progress(output: Path, in_background: bool) -> None:
     """
     proof = "commit_seconds" if in_background else "save_seconds"
     lines = [line for line in read_metrics(output) if proof in line]
-    finished = read_status(output).get("state") == "finished" or (output / "model").exists()
+    status = read_json_object(output / "status.json")
+    finished = status.get("state") == "finished" or (output / "model").exists()
     if lines and not finished:
         step = lines[-1].get("committed_step", lines[-1]["step"])
         raise ValueError(

@@ -53,16 +53,11 @@ def run_in_child(function: Callable[[], None]) -> None:
         raise problem
     if problem:
         raise ValueError(f"task.data: {problem}; give fewer or other rows")
-    if child.exitcode:
-        raise killed(child.exitcode)
-
-
-def killed(code: int) -> BaseException:
-    """What a process that ended with this code means."""
-    if -code in STOP_SIGNALS:  # sent to the process group; the process received it first
-        return SystemExit(75)
-    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return ValueError(
-        f"task.data: a process that prepares ended with {name}, perhaps for lack of memory; start "
-        "again, on fewer cores (taskset -c 0-3) if it comes back"
-    )
+    if -child.exitcode in STOP_SIGNALS:  # sent to the group; this process received it first
+        raise SystemExit(75)
+    if code := child.exitcode:
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise ValueError(
+            f"task.data: a process that prepares ended with {name}, perhaps for lack of memory; "
+            "start again, on fewer cores (taskset -c 0-3) if it comes back"
+        )

@@ -24,16 +24,7 @@ from typing import Any
 
 from samestep.base import console
 from samestep.base.fields import flatten
-from samestep.base.files import (
-    DISK_FULL,
-    apply_umask,
-    fsync,
-    make_fresh_folder,
-    read_text,
-    remove,
-    replace_folder,
-    replace_text,
-)
+from samestep.base.files import DISK_FULL, fsync, read_text, remove, replace_folder, replace_text
 
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
@@ -43,11 +34,6 @@ INTACT: set[Path] = set()  # checkpoints that this process has written, or hashe
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
-
-
-def partial_folder(folder: Path, step: int) -> Path:
-    """The hidden folder in which all processes write the checkpoint of a step."""
-    return folder / f".step-{step:08d}.partial"
 
 
 def step_of(path: Path) -> int:
@@ -107,7 +93,9 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Replaces a folder by the one that the body fills; if the body fails, the old one stays."""
-    fresh = make_fresh_folder(folder)
+    fresh = folder.with_name(f".{folder.name}.partial")
+    remove(fresh)
+    fresh.mkdir()
     try:
         with report_full_disk(fresh, f"the {folder.name}"):
             yield fresh
@@ -125,7 +113,6 @@ def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict
     """
     names = [*file_sizes(partial)][share::shares]
     for name in names:
-        apply_umask(partial / name)
         fsync(partial / name)
     return describe_files(partial, names)
 
@@ -396,19 +383,13 @@ def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
     weights do not fit) or result, which is the default.
     """
     settings = flatten(manifest.get("config", {})).items()
-    chosen = {name: value for name, value in settings if effects.get(name, "result") in kinds}
-    return json.loads(json.dumps(chosen))  # tuples become lists
+    return {name: value for name, value in settings if effects.get(name, "result") in kinds}
 
 
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`."""
     data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
     return without_credentials(settings_with(manifest, effects, "result", "shape")) | data
-
-
-def export_settings(manifest: dict, effects: dict) -> dict:
-    """The settings of a manifest that determine what is exported and reported."""
-    return settings_with(manifest, effects, "export")
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:

@@ -251,8 +251,7 @@ def list_shards(data: str, field: str) -> tuple[list[Shard], Counter]:
     skipped: Counter = Counter()
     for path, name, about in list_store(data, field) if "://" in data else list_folder(data):
         if file_ending(path) in SHARDS:
-            known = [str(about[each]) for each in TAGS if each in about]
-            tag = known[0] if known else ""
+            tag = next((str(about[each]) for each in TAGS if each in about), "")
             if "://" not in data:
                 tag = digest_ends(path)
             found.append(Shard(path, name, about["size"], tag))

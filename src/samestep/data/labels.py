@@ -135,8 +135,9 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
         counts = count(encoded["train"]["labels"], len(names))
         about = describe_labels(rows["train"], counts, names, cfg.problem_type)
         if cfg.class_weights == "balanced":
-            weights = balanced_weights(counts)
-            encoded["train"]["weight"] = weights[encoded["train"]["labels"]]
+            # Inverse to the rows of the class; the mean over the rows is 1.
+            weights = counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)
+            encoded["train"]["weight"] = weights.astype(np.float32)[encoded["train"]["labels"]]
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
     use = "at the beginnings of shards" if getattr(cfg, "streaming", False) else "to train on"
     about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} {use}; {about[0]}"
@@ -153,10 +154,22 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
 def encode_split(
     rows: datasets.Dataset, known: dict[str, Any], cfg: Any, split: str
 ) -> dict[str, np.ndarray]:
-    """The columns of `encode` for these rows; `known`: what it saves."""
+    """The columns of `encode` for these rows; `known`: what it saves.
+
+    Raises ValueError for a label that is not in its names.
+    """
     if cfg.problem_type == NUMBER:
         return standardize(columns.values_of(rows, "label"), known)
-    return number_labels(rows, known["names"], cfg, split)
+    check_known(rows, known["names"], cfg, split)
+    found, lengths = label_lists(rows)
+    unique, places = np.unique(found, return_inverse=True)
+    number_of = {name: number for number, name in enumerate(known["names"])}
+    numbers = np.array([number_of[name] for name in unique], int)[places]
+    labels = numbers
+    if cfg.problem_type == MULTI:
+        labels = np.zeros((len(rows), len(number_of)), np.float32)
+        labels[np.repeat(np.arange(len(rows)), lengths), numbers] = 1
+    return {"labels": labels, "weight": np.ones(len(rows), np.float32)}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -209,22 +222,6 @@ def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) 
         )
 
 
-def number_labels(
-    rows: datasets.Dataset, names: list[str], cfg: Any, split: str
-) -> dict[str, np.ndarray]:
-    """`labels` and `weight` of a split. Raises ValueError for a label that is not in `names`."""
-    check_known(rows, names, cfg, split)
-    found, lengths = label_lists(rows)
-    unique, places = np.unique(found, return_inverse=True)
-    known = {name: number for number, name in enumerate(names)}
-    numbers = np.array([known[name] for name in unique], int)[places]
-    labels = numbers
-    if cfg.problem_type == MULTI:
-        labels = np.zeros((len(rows), len(names)), np.float32)
-        labels[np.repeat(np.arange(len(rows)), lengths), numbers] = 1
-    return {"labels": labels, "weight": np.ones(len(rows), np.float32)}
-
-
 def count(labels: np.ndarray, number: int) -> np.ndarray:
     """The rows with each label (C,)."""
     return labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=number)
@@ -254,12 +251,6 @@ def describe_labels(
             shown.append(f"{names[i]:.60} ({int(counts[i])}, the first: {place})")
         lines.append(f"{len(few):,} of {len(names):,} {kind} have few rows: {', '.join(shown)}")
     return lines
-
-
-def balanced_weights(counts: np.ndarray) -> np.ndarray:
-    """The weight of a row of each class, float32 (C,), inverse to the rows of the class, (C,); the
-    mean over the rows is 1."""
-    return (counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)).astype(np.float32)
 
 
 def describe_numbers(numbers: np.ndarray) -> dict[str, float]:

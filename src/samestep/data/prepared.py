@@ -18,7 +18,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,11 +75,6 @@ def guarded_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__getattribute__": read, "__reduce__": pickled})
 
 
-def guard(cfg: Any) -> Any:
-    """A copy of a config for prepare_data."""
-    return rebuild(type(cfg), copy.deepcopy(values_of(cfg)))
-
-
 def rebuild(kind: type, values: dict) -> Any:
     cfg = object.__new__(guarded_class(kind))
     for name, value in values.items():
@@ -120,7 +114,7 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
     that start together. Raises ValueError for a disk that is full or cannot be written.
     """
     cache = prepared_key.cache_of(cfg)
-    files = list_files(task, cfg)
+    files = prepared_key.files_of(cfg, task)
     stamps = prepared_key.stamps_of(files)
     key = prepared_key.key_of(cfg, task)
     wanted = identity_of(kept) if kept else ""
@@ -138,11 +132,6 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
     for name, value in read_index(found)["changed"].items():
         object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
     return load(found)
-
-
-def list_files(task: Any, cfg: Any) -> dict[str, str]:
-    more = task.files(cfg) if hasattr(task, "files") else []
-    return prepared_key.files_of(cfg, more)
 
 
 def find(cache: Path, key: str, files: dict[str, str], stamps: dict) -> Path | None:
@@ -193,7 +182,7 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
             if kept:
                 shutil.copytree(kept, partial, dirs_exist_ok=True)
             (partial / WORK).mkdir()
-        guarded = guard(cfg)
+        guarded = rebuild(type(cfg), copy.deepcopy(values_of(cfg)))
         with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
             set_seed(0)  # an unseeded split is the same in every run
             given = {"cfg": guarded, "folder": partial}
@@ -205,7 +194,7 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
             remove(partial / WORK)
             for name in rows:
                 columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
-            files = list_files(task, cfg)
+            files = prepared_key.files_of(cfg, task)
             digests = prepared_key.hash_files(files)
             if prepared_key.stamps_of(files) != stamps:
                 raise ValueError("task.data: files changed during the preparation: start again")
@@ -248,7 +237,7 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
     return rows
 
 
-@contextmanager
+@contextlib.contextmanager
 def working_in(work: Path) -> Iterator[None]:
     """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
     take an edited one for the old one. (TMPDIR stays: sockets of its processes are there, whose
@@ -257,16 +246,14 @@ def working_in(work: Path) -> Iterator[None]:
     caches: dict[str, Any] = {
         "HF_DATASETS_CACHE": work,
         "DOWNLOADED_DATASETS_PATH": work / "downloads",
+        "EXTRACTED_DATASETS_PATH": work / "extracted",
     }
-    caches["EXTRACTED_DATASETS_PATH"] = work / "extracted"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, names))
-        stack.enter_context(mock.patch.multiple(datasets.config, **caches))
+    with mock.patch.dict(os.environ, names), mock.patch.multiple(datasets.config, **caches):
         datasets.disable_progress_bars()
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def lock(cache: Path, key: str) -> Iterator[None]:
     """Holds the lock of a key, where the disk has locks. Waiting for another is said once."""
     with writes_to(cache):
@@ -287,7 +274,7 @@ def lock(cache: Path, key: str) -> Iterator[None]:
         held.release()
 
 
-@contextmanager
+@contextlib.contextmanager
 def writes_to(cache: Path, own: str = "") -> Iterator[None]:
     """Turns errors of a disk that is full, or cannot be written, into a ValueError of one line.
 
@@ -340,11 +327,9 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
     try:
         splits = [datasets.load_from_disk(folder / ROWS / name) for name in index["splits"]]
         intact = all(columns.is_intact(each, verify) for each in splits)
-        if intact and identity_of(folder) == index["identity"]:
-            return True
+        return intact and identity_of(folder) == index["identity"]
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
-        pass
-    return False
+        return False
 
 
 def names_in(folder: Path) -> list[str]:
@@ -356,12 +341,9 @@ def names_in(folder: Path) -> list[str]:
 
 def identity_of(folder: Path) -> str:
     """A digest of the names and contents of these files; empty: there are none."""
-    total = hashlib.sha256()
-    names = names_in(folder)
-    for name in names:
-        content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        total.update(f"{content} {name}\n".encode())
-    return total.hexdigest()[:16] if names else ""
+    digests = prepared_key.hash_files({name: str(folder / name) for name in names_in(folder)})
+    lines = "".join(f"{content} {name}\n" for name, content in digests.items())
+    return hashlib.sha256(lines.encode()).hexdigest()[:16] if lines else ""
 
 
 def copy_identity(folder: Path, to: Path) -> None:

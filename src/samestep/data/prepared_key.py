@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ def code_of(task: Any, cfg: Any) -> list[str]:
                 todo += [space[name] for name in sorted(names) if name in space]
             todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif isinstance(value, type):
-            left_out = fields_of(value)
+            fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+            left_out = {each.name for each in fields}  # their values count where it is used
             own = vars(value).items()
             todo += [v for n, v in own if not n.startswith("__") and n not in left_out]
             todo += value.__bases__
@@ -113,13 +114,6 @@ def code_of(task: Any, cfg: Any) -> list[str]:
         if not isinstance(value, type | types.FunctionType | types.ModuleType):
             texts.append(plain_text(value))
     return sorted(texts)
-
-
-def fields_of(kind: type) -> set[str]:
-    """The fields of a dataclass: their values count where it is used."""
-    if not dataclasses.is_dataclass(kind):
-        return set()
-    return {each.name for each in dataclasses.fields(kind)}
 
 
 def imported_names(first: set[str], names: set[str], root: Path) -> Iterator[str]:
@@ -175,13 +169,15 @@ def plain_text(value: Any) -> str:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def files_of(cfg: Any, more: Iterable[Any] = ()) -> dict[str, str]:
-    """The files that fields of a task name, as a path, a folder, or sources with weights.
+def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
+    """The files that fields of a task name, as a path, a folder, or sources with weights; and those
+    of its function `files`.
 
     Of a folder all files below, but hidden ones. Of a model's folder the files of its tokenizer.
-    Each by a name that does not depend on where the folder lies. `more`: of the function `files`.
-    Raises ValueError for what is no file, and for prepared data among them.
+    Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
+    file, and for prepared data among them.
     """
+    more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
     for field, value in read_fields(cfg).items():
         if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):

@@ -17,11 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_ignored_fields
@@ -81,7 +80,7 @@ class Input:
         """The names of the columns, those of the first row of files; empty: there are none."""
         if self.dataset is not None:
             return self.dataset.column_names
-        heads = [self.whole(shard) for shard in self.shards]
+        heads = [Span(each.path, document=DOCUMENT) for each in self.shards]
         for span in heads or (readers.spans_of(path)[0] for path in self.files):
             for row, _ in readers.read_span(span, None, field=self.field):
                 return [*row]
@@ -93,17 +92,13 @@ class Input:
         paths = [str(path) for path in self.files[:1]] + [each.path for each in self.shards[:1]]
         return self.dataset is not None or any(file_ending(path) in TABLES for path in paths)
 
-    @staticmethod
-    def whole(shard: Shard) -> Span:
-        return Span(shard.path, document=DOCUMENT)
-
     def open(self, columns: Columns, optional: Container[str], held_out: float = 0) -> None:
         """Sets what is read, and its spans. `held_out`: the part of a single text."""
         self.columns, self.optional = columns, optional
         if len(self.files) != 1:
             held_out = 0
         self.spans = [span for path in self.files for span in readers.spans_of(path, held_out)]
-        self.spans += map(self.whole, self.shards)
+        self.spans += [Span(each.path, document=DOCUMENT) for each in self.shards]
         if self.bundled:
             self.spans = [Span(self.data)]
         if self.dataset is not None:
@@ -115,8 +110,8 @@ class Input:
             read = [name for name in column_names(columns) if name in self.names]
             self.dataset = self.dataset.select_columns(read)
             for name in read:  # decoded images of all rows would not fit into memory
-                if isinstance(self.dataset.features[name], datasets.Image):
-                    self.dataset = self.dataset.cast_column(name, datasets.Image(decode=False))
+                if isinstance(self.dataset.features[name], Image):
+                    self.dataset = self.dataset.cast_column(name, Image(decode=False))
             rows, total = len(self.dataset), self.dataset.data.nbytes
             for start in range(0, rows, HUB_ROWS):
                 stop = min(start + HUB_ROWS, rows)
@@ -131,9 +126,7 @@ class Input:
 
 
 def find_inputs(
-    cfg: DataConfig,
-    bundled: dict[str, Callable[[], Iterable[Row]]],
-    extensions: Iterable[str],
+    cfg: DataConfig, bundled: dict[str, Callable[[], Iterable[Row]]], extensions: Iterable[str]
 ) -> list[Input]:
     """The rows of all sources, and then those to evaluate on, if there are any.
 
@@ -303,9 +296,16 @@ class RowMaker:
             if "group" in source.columns and group in (None, ""):
                 raise sources.IncompleteRow("the group is empty")
             stored, remarks = self.format.normalize(row)
+        except sources.UselessRow as error:
+            return {"skipped": str(error)}
+        except sources.IncompleteRow as error:
+            if not self.skips_incomplete:
+                hint = "--task.incomplete_rows skip leaves such rows out"
+                raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
+            reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
+            return {"skipped": f"incomplete: {reason}"}
         except ValueError as error:
-            field, skips = source.field, self.skips_incomplete
-            return {"skipped": reason_to_skip(error, place, field, skips)}
+            raise ValueError(f"task.{source.field}: {place}: {error}") from None
         key = self.format.key(stored)
         hashed = side = hash_of(key)
         if group is not None:
@@ -315,19 +315,6 @@ class RowMaker:
         size = len(key.encode()) + len(stored.get("bytes") or b"")
         notes = {"hash": hashed, "side": side, "size": size}
         return stored | notes | {"remarks": "\n".join(remarks)}
-
-
-def reason_to_skip(error: ValueError, place: str, field: str, skips_incomplete: bool) -> str:
-    """Why a row is left out; raises ValueError where it must not be."""
-    if isinstance(error, sources.UselessRow):
-        return str(error)
-    if not isinstance(error, sources.IncompleteRow):
-        raise ValueError(f"task.{field}: {place}: {error}") from None
-    if not skips_incomplete:
-        hint = "--task.incomplete_rows skip leaves such rows out"
-        raise ValueError(f"task.{field}: {place}: {error}; {hint}") from None
-    reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
-    return f"incomplete: {reason}"
 
 
 def units_of(inputs: list[Input]) -> list[list[tuple[int, Span]]]:

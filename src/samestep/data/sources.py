@@ -14,13 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from samestep.base.console import one_line, without_credentials
-from samestep.base.fields import (
-    NOTHING,
-    Fraction,
-    check_fields,
-    check_ignored_fields,
-    local_path,
-)
+from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
 from samestep.data import hub
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
@@ -35,14 +29,6 @@ class WeightedData(NamedTuple):
     data: str
     weight: int
     name: str  # short, for metrics
-
-
-class Source(NamedTuple):
-    """A part of a dataset, as train.py orders its samples: see samestep/settings/contract.py."""
-
-    name: str
-    rows: int
-    weight: int
 
 
 @dataclass

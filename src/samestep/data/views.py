@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from samestep.data import columns
-from samestep.data.sources import Source, split_data
+from samestep.data.sources import split_data
+from samestep.settings.contract import Source
 
 
 def count_sources(dataset: Any, data: str) -> list[Source]:

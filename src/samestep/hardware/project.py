@@ -42,7 +42,7 @@ class Project(NamedTuple):
 
     def batch(self, positions: Iterable[int]) -> dict:
         """The training micro-batch of the samples at these positions of the run."""
-        return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
+        return batches.collate(self.task, self.rows.__getitems__([*positions]))[0]
 
     def add_gradients(
         self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1
@@ -60,7 +60,7 @@ class Project(NamedTuple):
 def read_project(flags: list[str], about: str | None = None) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
-    cfg, recipe, _ = config.parse_config(train.Config, flags, about)
+    cfg, recipe = config.parse_config(train.Config, flags, about)
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")

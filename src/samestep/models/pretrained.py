@@ -62,6 +62,13 @@ def check_unread(cfg: ModelConfig) -> None:
     check_ignored_fields(cfg, [("revision trust_remote_code", hub, without)])
 
 
+def width_rule(cfg: Any, pair: int = 2) -> tuple[str, bool, str]:
+    """For check_fields: heads share the width of a new model, and rotary embeddings turn pairs."""
+    unit = pair * cfg.num_heads
+    fits = bool(cfg.model_name_or_path) or cfg.hidden_size % unit == 0
+    return "hidden_size", fits, f"a multiple of {pair} x num_heads, {unit}"
+
+
 def used_files(cfg: ModelConfig) -> list[Path]:
     """Files of a local model folder that shape its tokenizer or image processor, sorted."""
     folder, endings = folder_of(cfg), ".json .jinja .txt .model .spm .bpe .tiktoken .py".split()

@@ -21,7 +21,6 @@ VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
 HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
-SHOWN = 5  # differences in a line
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
@@ -68,10 +67,9 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
             "task.views gives other rows on another process; the order of a set differs: sort it, "
             "or make the rows in prepare_data, which runs once"
         )
-    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     raise UserError(
-        f"the machines do not run the same: {'; '.join(differences[:SHOWN])}{more}; give all of "
-        "them the same code, settings, data and versions"
+        f"the machines do not run the same: {some(differences)}; give all of them the same code, "
+        "settings, data and versions"
     )
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.base.console import one_line
+from samestep.base.preflight import STOPPED
 from samestep.processes.ranks import PROCESSES, Failed, UserError, catch, restart_store, some
 
-STOPPED = 75  # exit code: stopped on request; the same command continues
 BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop
 LINGER = 60  # seconds for which a process that failed tries to tell the others
@@ -174,7 +174,8 @@ class Rendezvous:
         seconds.
         """
         self.preparing = False
-        self.post(address=own_address())
+        host = self.own["host"]  # gloo waits at its address, unless it is told an interface
+        self.post(address=f"{host} at {catch(socket.gethostbyname, host)[0] or '127.0.0.1'}")
         began = time.monotonic()
         line_due = began + FIRST_LINE
         while not self.all["met"]:
@@ -295,10 +296,3 @@ class Rendezvous:
             lambda: not (self.all["left"] or self.lost) and (stopped or not stop()), patience
         )
         self.end()
-
-
-def own_address() -> str:
-    """The host, and the address of its name: where gloo waits for others, unless it is told an
-    interface."""
-    host = socket.gethostname()
-    return f"{host} at {catch(socket.gethostbyname, host)[0] or '127.0.0.1'}"

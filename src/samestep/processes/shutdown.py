@@ -25,7 +25,7 @@ import psutil
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
-from samestep.base.preflight import write_exit_code
+from samestep.base.preflight import STOPPED, write_exit_code
 from samestep.processes import rendezvous
 from samestep.processes.ranks import (
     PROCESSES,
@@ -38,7 +38,6 @@ from samestep.processes.ranks import (
     describe_os_error,
     is_out_of_memory,
 )
-from samestep.processes.rendezvous import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -235,8 +234,6 @@ def raise_open_files_limit() -> None:
     wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    if wanted < 64:
-        raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
 
 
 @contextlib.contextmanager

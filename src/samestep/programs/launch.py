@@ -36,7 +36,6 @@ from samestep.base import preflight
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
-STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
 # A preexec_fn: the check is stopped by this process alone.
 IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
@@ -162,7 +161,7 @@ def main() -> int:
     if signals.received and code < 0:  # before it could say so itself
         print(f"samestep launch: {preflight.BEFORE}", file=sys.stderr)
     if code or only or signals.received:
-        return STOPPED if signals.received else code
+        return preflight.STOPPED if signals.received else code
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder, "exit_code")
         os.environ["EXIT_CODE_FILE"] = str(code_file)
@@ -182,12 +181,12 @@ def main() -> int:
             signals.received |= type(error).__name__ == "SignalException"  # its own handler had it
             report.write(traceback.format_exc())
         ended = "2" if signals.refused else read(code_file)
-    if ended not in ("0", "2", str(STOPPED)) and not signals.received:
+    if ended not in ("0", "2", str(preflight.STOPPED)) and not signals.received:
         sys.stderr.write(describe(report.getvalue()) or ("" if ended else report.getvalue()))
     elif signals.received and not ended:
         advice = "the same command continues from the newest checkpoint, if there is one"
         print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
-    return int(ended) if ended else STOPPED if signals.received else code
+    return int(ended) if ended else preflight.STOPPED if signals.received else code
 
 
 def describe(report: str) -> str:

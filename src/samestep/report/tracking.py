@@ -21,7 +21,7 @@ from tqdm import tqdm
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.base.fields import flatten
-from samestep.base.files import named, replace_text
+from samestep.base.files import named
 
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator
@@ -35,12 +35,6 @@ def nan_to_null(line: dict) -> dict:
     return {
         n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in line.items()
     }
-
-
-def write_json_object(path: Path, line: dict) -> None:
-    """Writes or replaces a file of one line."""
-    path.parent.mkdir(exist_ok=True)
-    replace_text(path, json.dumps(nan_to_null(line)) + "\n")
 
 
 class Log:

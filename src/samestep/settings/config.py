@@ -22,14 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from samestep.base.console import one_line
-from samestep.base.fields import (
-    EXPORT,  # noqa: F401  for train.py
-    LARGEST,
-    NOTHING,
-    ROUNDING,  # noqa: F401  for train.py
-    NonNegativeInt,
-    check_ignored_fields,
-)
+from samestep.base.fields import LARGEST, NOTHING, NonNegativeInt, check_ignored_fields
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 HELP = {"-h", "--help"}
@@ -224,10 +217,8 @@ def naming(place: object) -> Iterator[None]:
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
 
 
-def parse_config(
-    config_class: type, arguments: list[str], about: str | None
-) -> tuple[Any, Path, dict[str, Any]]:
-    """The config from defaults, recipe and flags, the recipe's path, the flags.
+def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
+    """The config from defaults, recipe and flags, and the recipe's path.
 
     `about` is the docstring of the program, whose second paragraph shows commands; --help prints
     these, and ends the program. Raises ValueError with one line that names the place of a mistake.
@@ -252,7 +243,7 @@ def parse_config(
         # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
         read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
         check_ignored_fields(cfg, [(name, read, f"with {switch} {value}")], section="")
-    return cfg, path, flags
+    return cfg, path
 
 
 # Fields that are read only with some values of another field.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ RESERVED = ("step", "samples", "eval_loss", "event")
 LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
 
 
-class Source(Protocol):
-    """A part of a dataset: rows that follow each other."""
+class Source(NamedTuple):
+    """A part of a dataset, rows that follow each other; any object with these attributes."""
 
     name: str
     """Its name in metrics.jsonl."""
@@ -227,9 +227,8 @@ def list_sources(dataset: Any, training: bool) -> list[Source]:
     rows are left out.
     """
     sources = getattr(dataset, "sources", None)
-    fields = list(Source.__annotations__)
     known = isinstance(sources, list | tuple) and len(sources)
-    if not known or not all(hasattr(each, field) for each in sources for field in fields):
+    if not known or not all(hasattr(each, name) for each in sources for name in Source._fields):
         return []  # an attribute with another meaning
     for each in sources:
         numbers = np.array([each.rows, each.weight - 1])

@@ -53,9 +53,8 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(read_text(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return found if isinstance(found.get("environment"), dict) else {}
+    valid = isinstance(found, dict) and isinstance(found.get("environment"), dict)
+    return found if valid else {}
 
 
 def changed_hardware(before: dict, now: dict) -> str:

@@ -27,6 +27,7 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
+from samestep.base.files import read_json_object
 from samestep.checkpoint import checkpoints
 from samestep.processes import consistency, ranks, shutdown
 from samestep.processes.device import use_cpu
@@ -36,7 +37,6 @@ from samestep.settings import accelerate_yaml, config, contract
 from samestep.settings.mesh import Layout, layout_of, this_layout
 from samestep.settings.run_config import DDPConfig
 from samestep.step import batches
-from samestep.step.batches import StepPlan
 from samestep.step.order import first_mixture, next_mixture
 
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
@@ -109,9 +109,10 @@ class ResumePoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
         self.mixture = manifest["mixture"]
         settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
-        exports = checkpoints.export_settings(manifest, effects)
+        exports = checkpoints.settings_with(manifest, effects, "export")
         self.facts = {"settings": settings, "export": exports}
-        self.check_finished(cfg, checkpoints.export_settings(self.saved or manifest, effects))
+        saved = checkpoints.settings_with(self.saved or manifest, effects, "export")
+        self.check_finished(cfg, saved)
         if step < self.max_steps:
             checkpoints.check_disk_space(folder)
         if cfg.export == "best" and not self.finished:
@@ -146,7 +147,7 @@ class ResumePoint:
         `exported`: the settings of its export, unless status.json has them.
         """
         output, facts = Path(cfg.output_dir), self.facts
-        status, trained = run_folder.read_status(output), (output / "model").exists()
+        status, trained = read_json_object(output / "status.json"), (output / "model").exists()
         finished, step = status.get("state") == "finished", self.saved.get("step", 0)
         before = status.get("export") or exported
         again = "; ".join(checkpoints.differences(before, facts["export"]).values())
@@ -181,7 +182,7 @@ class RunStart:
     cfg: Any  # train.Config
     output: Path
     lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
-    plan: StepPlan
+    plan: batches.StepPlan
     data: Any  # what task.prepare_data returned
     task: Any  # the functions of task.py, see contract.bind
     views: tuple  # the rows to train and to evaluate on
@@ -224,7 +225,7 @@ def find_project() -> tuple[ModuleType, ModuleType]:
 
 def read_config(config_class: type, about: str | None) -> Any:
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
-    cfg, recipe, _ = config.parse_config(config_class, sys.argv[1:], about)
+    cfg, recipe = config.parse_config(config_class, sys.argv[1:], about)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
@@ -373,7 +374,11 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
     contract.check_functions(task)
     if hasattr(task, "check_config"):
         task.check_config(cfg.task)
-    data = prepare_data(cfg.task, task, run) if hasattr(task, "prepare_data") else None
+    data = None
+    if hasattr(task, "prepare_data"):
+        from samestep.data import prepared  # datasets, which a task without prepare_data need not
+
+        data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None)
     if hasattr(task, "check_config"):  # with the fields that prepare_data has set
         task.check_config(cfg.task)
     digests: list[str] = []
@@ -391,14 +396,6 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
             "random, which are seeded for it, or make the rows in prepare_data, which runs once"
         )
     return data, bound, views
-
-
-def prepare_data(settings: Any, task: Any, run: Path | None) -> Any:
-    """What task.prepare_data returned."""
-    from samestep.data import prepared  # datasets, which a task without prepare_data need not
-
-    kept = run / IDENTITY if run else None
-    return prepared.prepare(task, settings, kept if kept and kept.is_dir() else None)
 
 
 def run_of(cfg: Any) -> Path | None:

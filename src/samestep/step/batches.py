@@ -211,10 +211,8 @@ class EvaluationSampler:
         batches at once, so some ranks may have none of a source."""
         size = self.step_plan.micro_batch_size
         counts = [-(-rows // size) for rows in self.rows.source_sizes]
-        ends = [
-            0,
-            *accumulate(assign_micro_batches(sum(counts), self.step_plan.shares)),
-        ]  # of the ranks' runs
+        shares = assign_micro_batches(sum(counts), self.step_plan.shares)
+        ends = [*accumulate(shares, initial=0)]  # of the ranks' runs
         plans, first = [], 0
         for rows, count in zip(self.rows.source_sizes, counts, strict=True):
             cuts = [min(max(end - first, 0), count) for end in ends]
@@ -246,11 +244,7 @@ class SampleDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        task: Any = None,
-        seed: int | None = None,
-        mixture: dict | None = None,
+        self, dataset: Any, task: Any = None, seed: int | None = None, mixture: dict | None = None
     ):
         self.dataset, self.seed = dataset, seed
         self.sources = contract.list_sources(dataset, training=seed is not None)
@@ -317,19 +311,12 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "lanes")
 
 
-def collate_samples(
-    collate: Callable, count: Callable, samples: list[tuple]
-) -> tuple[Batch, tuple[int, int], np.ndarray]:
+def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
     """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
-    batch = contract.plain_batch(collate([row for _, row in samples]))
+    batch = contract.plain_batch(task.collate([row for _, row in samples]))
     ids = np.array([i for i, _ in samples])
-    numbers = (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))
+    numbers = (contract.check_count(task.count(batch)), int(hash64(ids).view(np.int64).sum()))
     return batch, numbers, ids
-
-
-def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple[int, int], np.ndarray]]:
-    """`collate_samples` with the functions of a task, for a DataLoader."""
-    return functools.partial(collate_samples, task.collate, task.count)
 
 
 def make_loader(
@@ -339,7 +326,7 @@ def make_loader(
     num_workers: int | None,
     device: torch.device,
 ) -> DataLoader:
-    """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
+    """A DataLoader of the task's batches; for what comes with each see `collate`."""
     workers = count_workers(num_workers, task, device)
     if rows.is_stream and isinstance(sampler, StepBatchSampler):
         # So that a lane is always read by the same worker.
@@ -348,7 +335,7 @@ def make_loader(
     return DataLoader(
         rows,
         batch_sampler=sampler,
-        collate_fn=make_collate(task),
+        collate_fn=functools.partial(collate, task),
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
@@ -367,7 +354,7 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.nda
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for values in contract.tensors_of(make_collate(task)(samples)[0]):
+    for values in contract.tensors_of(collate(task, samples)[0]):
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
     return digest.hexdigest()[:16]
@@ -409,7 +396,7 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
                 "task.augment gives another row for the same row and generator; draw random "
                 "numbers from the generator alone, and leave the row that it gets as it is"
             )
-    chosen = choose_few(samples, make_collate(task))
+    chosen = choose_few(samples, task)
     if augment:
         draws = [torch.Generator().manual_seed(i) for i, _ in chosen]
         rows_drawn = [augment(row, draw) for (_, row), draw in zip(chosen, draws, strict=True)]
@@ -417,11 +404,11 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
     return digest, chosen
 
 
-def choose_few(samples: list[tuple], collate: Callable) -> list[tuple]:
+def choose_few(samples: list[tuple], task: Any) -> list[tuple]:
     """The shortest of these samples with items in the loss, two others, and the longest."""
     sized = []
     for sample in samples:
-        batch, (items, _), _ = collate([sample])
+        batch, (items, _), _ = collate(task, [sample])
         if items:
             sized.append((sum(each.numel() for each in contract.tensors_of(batch)), sample))
     sized.sort(key=lambda each: each[0])

@@ -139,7 +139,9 @@ class TreeAllReduce:
         weights, plan = bucket.parameters(), self.turn.plan
         places = [self.places[weight] for weight in weights]
         nodes = ((first, size, [s[i] for i in places]) for first, size, s in self.tree.nodes)
-        tree, gradients = TreeSum(nodes), [*map(lay_out, bucket.gradients(), weights)]
+        # DDP gives them as if weights were contiguous; they lie as these do, as channels_last.
+        pairs = zip(bucket.gradients(), weights, strict=True)
+        tree, gradients = TreeSum(nodes), [g.as_strided(w.shape, w.stride()) for g, w in pairs]
         tree.add(self.turn.number, gradients)
         vectors = [torch.cat([*map(flat, sums)]) for _, _, sums in tree.nodes[:-1]]
         runs = [plan.run(rank) for rank in range(len(plan.shares))]
@@ -159,12 +161,6 @@ class TreeAllReduce:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
         self.under_way, self.tree.nodes = [], []
-
-
-def lay_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A gradient of DDP's bucket, which gives it as if its weight were contiguous; but the elements
-    lie in the order of the weight, such as channels_last."""
-    return gradient.as_strided(weight.shape, weight.stride())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

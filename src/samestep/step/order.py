@@ -41,7 +41,9 @@ def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
     places = np.array(places, np.uint64)
     sizes = np.broadcast_to(np.asarray(sizes, np.uint64), places.shape)
     keys = np.broadcast_to(keys, places.shape)
-    widths = ceil_sqrt(sizes)
+    widths = np.sqrt(sizes.astype(np.float64)).astype(np.uint64)
+    widths -= widths * widths >= sizes
+    widths += widths * widths < sizes  # now the square roots rounded up, exactly
     outside = np.ones(places.shape, bool)
     while outside.any():
         a, key = widths[outside], keys[outside]
@@ -53,13 +55,6 @@ def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
         places[outside] = right * a + left
         outside = places >= sizes
     return places
-
-
-def ceil_sqrt(numbers: np.ndarray) -> np.ndarray:
-    """The square roots of numbers from 1 to 2^62, rounded up; exact, unlike those of floats."""
-    roots = np.sqrt(numbers.astype(np.float64)).astype(np.uint64)
-    roots -= roots * roots >= numbers
-    return roots + (roots * roots < numbers)
 
 
 def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
@@ -138,7 +133,6 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
 
     Each source goes on from where it stood, also one that was not in use for a time.
     """
-
     weights, known = weights or {"": 1}, before["sources"]
     alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
     for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?

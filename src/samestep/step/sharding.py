@@ -201,12 +201,6 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
         raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
 
 
-def splits_rows(accelerator: Accelerator) -> bool:
-    """Tell whether processes have a part of each sequence."""
-    config = accelerator.parallelism_config
-    return bool(config and config.cp_enabled)
-
-
 @contextlib.contextmanager
 def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
     """Under context parallelism, gives this process its part of each row in its body.
@@ -217,7 +211,8 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
     all but the first process: sums over the processes are those over the rows. A backward pass must
     be inside, too. Raises UserError for a batch with a mask or positions of its own.
     """
-    if not splits_rows(accelerator):
+    config = accelerator.parallelism_config
+    if not (config and config.cp_enabled):
         yield
         return
     first = accelerator.torch_device_mesh["cp"].get_local_rank() == 0
@@ -258,8 +253,6 @@ def check_parts(
     mode; `batch` has whole sequences. Of the first, a piece is compared that is short: a label that
     is lost where two parts meet is then a large part of the sum. All processes must call it.
     """
-    if not splits_rows(accelerator):
-        return
     mesh = accelerator.torch_device_mesh["cp"]
     rows, length = batch["input_ids"].shape
     kept = min(length, mesh.size() * COMPARED)

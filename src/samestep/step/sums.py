@@ -10,18 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.processes.ranks import Ranks, UserError, as_user_error
+from samestep.processes.ranks import Ranks, UserError, as_user_error, some
 from samestep.settings import contract
 from samestep.step import sharding
 from samestep.step.batches import Batch, StepPlan
-from samestep.step.exact import (
-    TreeAllReduce,
-    TreeSum,
-    Turn,
-    exchange,
-    norm_by_rows,
-    reduce_in_tree,
-)
+from samestep.step.exact import TreeAllReduce, TreeSum, Turn, exchange, norm_by_rows, reduce_in_tree
 from samestep.step.sharding import full_tensor, local
 from samestep.step.stopwatch import Stopwatch
 
@@ -189,10 +182,9 @@ class StepGradients:
             agree = [now == before for now, before in zip(used, self.expected, strict=True)]
         names = [own_name(name) for name, good in zip(self.names, agree, strict=True) if not good]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"the model uses {', '.join(names[:3])}{more} for some rows only, and FSDP needs "
-                "every weight in each step of each process; change the model, or use multi_gpu.yaml"
+                f"the model uses {some(names, 3)} for some rows only, and FSDP needs every weight "
+                "in each step of each process; change the model, or use multi_gpu.yaml"
             )
 
     def clip(self, max_norm: float) -> torch.Tensor:

@@ -65,10 +65,6 @@ class Stream(abc.ABC, torch.utils.data.Dataset):
     def samples(self, block: Any) -> Sequence:
         """The samples of a block; there may be none."""
 
-    @abc.abstractmethod
-    def digest(self) -> str:
-        """A text for the shards."""
-
     def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
         """Sets the seed, the samples of a step, and the position from which the run goes on, where
         each lane has given the sample `last`.

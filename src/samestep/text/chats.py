@@ -64,14 +64,14 @@ def read_names(roles: str) -> dict[str, str]:
         if not name or name in names or meaning not in (*KEYS, *ROLES.values()):
             known = ", ".join((*KEYS, *dict.fromkeys(ROLES.values())))
             hint = f"write each once, as bot=assistant, with one of {known}"
-            raise ValueError(f"task.roles: {shorten(part)} gives no name a meaning; {hint}")
+            raise ValueError(f"task.roles: {part!r:.60} gives no name a meaning; {hint}")
         names[name] = meaning
     return names
 
 
 def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | None = None) -> list:
-    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles,
-    and "tools" if it has some.
+    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles
+    and tools.
 
     `train_on`: all answers, or the last alone; the others are context then. `names`: see
     `read_names`.
@@ -92,8 +92,8 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
     answers = {i: each for i, each in enumerate(messages, 1) if each["role"] == "assistant"}
     for number, message in answers.items():
         if message.get("weight", 1) not in (0, 1):
-            weight = shorten(message["weight"])
-            raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
+            weight = message["weight"]
+            raise ValueError(f"weight of message {number} is {weight!r:.60}; give 0 or 1")
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
         if train_on == "last" and number != max(answers):
@@ -107,7 +107,7 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
         fits = isinstance(tools, list) and all(map(function_name, tools))
         require(fits, "tools", tools, "a list of objects, each with a name")
         row["tools"] = tools
-        said.add("tools")
+        said.add("there are tools")
     return [*said]
 
 
@@ -179,14 +179,14 @@ def known_role(name: str, names: dict[str, str], where: str) -> str:
         return role
     known = ", ".join(dict.fromkeys(ROLES.values()))
     hint = f"say which it is: --task.roles {shlex.quote(one_line(name, 60))}=user"
-    raise ValueError(f"{where} is from {shorten(name.strip())}, none of {known}; {hint}")
+    raise ValueError(f"{where} is from {name.strip()!r:.60}, none of {known}; {hint}")
 
 
 def normalize_call(call: Any, where: str) -> dict:
     """A tool call in OpenAI's form. Its arguments are an object, which templates write as JSON."""
     if not function_name(call):
         form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
-        raise ValueError(f"{where} has the tool call {shorten(call)}; write {form}")
+        raise ValueError(f"{where} has the tool call {call!r:.60}; write {form}")
     function = call.get("function", call)
     arguments = parse_json(function.get("arguments"), f"arguments in {where}") or {}
     require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
@@ -209,7 +209,7 @@ def parse_json(value: Any, what: str) -> Any:
         return replace_surrogates(json.loads(value)) if value.strip() else None
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
-        raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
+        raise ValueError(f"{what} is {value!r:.60}, which is not JSON ({problem})") from None
 
 
 def parse_messages(value: Any, name: str) -> Any:
@@ -242,12 +242,7 @@ def chat_texts(row: dict) -> Iterator[str]:
 
 def require(fits: bool, what: str, value: Any, wanted: str) -> None:
     if not fits:
-        raise ValueError(f"{what} is {shorten(value)} but must be {wanted}")
-
-
-def shorten(value: Any) -> str:
-    """A value of a row, for a message."""
-    return f"{value!r:.60}"
+        raise ValueError(f"{what} is {value!r:.60} but must be {wanted}")
 
 
 def is_chat(row: dict) -> bool:
@@ -402,7 +397,7 @@ def number_parts(row: dict, only: str = "") -> tuple[list[dict], list[dict], dic
         for place in range(0, len(pieces), 2):
             if words := pieces[place].strip():
                 first, rest, space = PART.findall(pieces[place])[0]
-                name = f"{shorten(words)} of {what}" if len(pieces) > 1 else what
+                name = f"{words!r:.60} of {what}" if len(pieces) > 1 else what
                 rest = number(i, name, rest) + space
                 pieces[place] = number(i, f"the beginning of {name}", first) + rest
         return "".join(pieces)

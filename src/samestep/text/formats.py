@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, check_width, local_path
+from samestep.base.fields import check_fields, check_ignored_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.folders import TABLES, file_ending
 from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
@@ -50,8 +50,6 @@ BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 SEQUENCES = 64  # of a block of a stream, at least
 # Roles whose column may be missing. No field names a column of Alpaca.
 OPTIONAL = ("tools", "instruction", "input", "output")
-
-
 KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
@@ -63,25 +61,17 @@ def check_config(cfg: Any) -> None:
     check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
     pretrained.check_unread(cfg)
     chats.check_template(cfg.chat_template)
-    check_vocabulary(cfg.vocabulary, cfg.model_name_or_path)
+    if cfg.vocabulary and cfg.model_name_or_path:
+        raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
+    folder = local_path(cfg.vocabulary, "vocabulary")
+    for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
+        if not (folder / name).is_file():
+            raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
     check_rows(cfg)
     check_adapters(cfg)
     apart = cfg.attn_implementation != "flash_attention_2" or not is_packed(cfg)
     wanted = "sdpa or eager, to keep packed documents apart"
-    check_fields(cfg, [("attn_implementation", apart, wanted)])
-    if not cfg.model_name_or_path:
-        # Rotary embeddings turn the dimensions of a head in pairs.
-        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
-
-
-def check_vocabulary(vocabulary: str, model_name_or_path: str) -> None:
-    """Raises ValueError for a folder without the tokenizer that a new model is to have."""
-    if vocabulary and model_name_or_path:
-        raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
-    folder = local_path(vocabulary, "vocabulary")
-    for name in (tokenizing.FILE, "tokenizer_config.json") if vocabulary else ():
-        if not (folder / name).is_file():
-            raise ValueError(f"task.vocabulary: {vocabulary} has no {name}; give runs/NAME/model")
+    check_fields(cfg, [("attn_implementation", apart, wanted), pretrained.width_rule(cfg)])
 
 
 def is_packed(cfg: Any) -> bool:
@@ -295,8 +285,7 @@ def normalize_chat(row: dict, train_on: str, names: dict) -> tuple[dict[str, str
     # Parquet has dates, which JSON has not.
     text = json.dumps(row["messages"], ensure_ascii=False, default=str)
     tools = json.dumps(row.get("tools", []), ensure_ascii=False, default=str)
-    said = {"tools": "there are tools"}
-    return {"messages": text, "tools": tools}, [said.get(each, each) for each in remarks]
+    return {"messages": text, "tools": tools}, remarks
 
 
 def texts_of(rows: datasets.Dataset) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.folders import TABLES, check_class_folders
 from samestep.data.labels import MULTI, NUMBER, SINGLE
@@ -47,11 +47,9 @@ def check_config(cfg: Any) -> None:
         ("label_columns", distinct or not columns, "names with commas between them, two or more"),
         ("max_length", cfg.max_length >= shortest, f"at least {shortest}, with special tokens"),
         ("text_pair_column", other_column, "another column than task.text_column"),
+        pretrained.width_rule(cfg),
     ]
     check_fields(cfg, rules)
-    if not cfg.model_name_or_path:
-        # Rotary embeddings rotate pairs of dimensions.
-        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
     names = "text_column text_pair_column label_column"
     fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
     beside = ("label_column", not columns, "beside task.label_columns")
@@ -60,12 +58,6 @@ def check_config(cfg: Any) -> None:
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
-
-
-def columns_of(cfg: Any) -> Columns:
-    columns: Columns = {"text": cfg.text_column}
-    columns["label"] = labels.split_names(cfg.label_columns) or cfg.label_column
-    return columns | ({"text_pair": cfg.text_pair_column} if cfg.text_pair_column else {})
 
 
 def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[dict, list[str]]:
@@ -81,14 +73,13 @@ def row_format(cfg: Any) -> RowFormat:
     """How rows are read: `text`, `text_pair` of pairs, and the parsed label are stored."""
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
-    columns = columns_of(cfg)
+    several = labels.split_names(cfg.label_columns)
+    columns: Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
+    if cfg.text_pair_column:
+        columns["text_pair"] = cfg.text_pair_column
     names = [name for name in TEXTS if name in columns]
     return RowFormat(
-        partial(
-            normalize,
-            label_columns=labels.split_names(cfg.label_columns),
-            problem_type=cfg.problem_type,
-        ),
+        partial(normalize, label_columns=several, problem_type=cfg.problem_type),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         columns,
     )
@@ -103,11 +94,12 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     for each in inputs:
         texts = [path for path in each.files if ".txt" in path.suffixes]
         check_class_folders(texts, each.data, each.field)
-    names = [name for name in TEXTS if name in columns_of(cfg)]
+    form = row_format(cfg)
+    names = [name for name in TEXTS if name in form.features]
     rows = load_rows(
         inputs,
         cfg,
-        row_format(cfg),
+        form,
         group=lambda row: "\0".join(row[name] for name in names),
         stratify="label" if cfg.problem_type == SINGLE else "",
         nothing_held="no row of {data} can be held out: there is no second text, or each is a "

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data
 from samestep.data.folders import TABLES
 from samestep.data.rows import RowFormat, find_inputs, load_rows
@@ -30,9 +29,8 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields of the data and the model that do not fit each other."""
     check_data_config(cfg, ["dates"], reads_groups=True)
     two_columns = cfg.source_column != cfg.target_column
-    check_fields(cfg, [("target_column", two_columns, "another column than task.source_column")])
-    if not cfg.model_name_or_path:
-        check_width(cfg, cfg.num_heads, "num_heads")
+    rules = [("target_column", two_columns, "another column than task.source_column")]
+    check_fields(cfg, [*rules, pretrained.width_rule(cfg, 1)])
     dates = {each.data for each in split_data(cfg.data)} == {"dates"}
     check_ignored_fields(
         cfg, [("source_column target_column", not dates, "where task.data is dates")]
@@ -126,26 +124,18 @@ def set_generation(model: Any, cfg: Any) -> None:
         settings.update(early_stopping=None, length_penalty=None)
 
 
-@torch.no_grad()
-def generate_texts(model: Any, batches: Iterable[dict], tokenizer: Any) -> list[str]:
-    """The text that the model generates for each row, by the search of its generation_config.
-
-    A batch has input_ids and attention_mask, int64 (B, T).
-    """
-    texts: list[str] = []
-    for batch in batches:
-        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        # Sampling would use up the random numbers of the run.
-        tokens = model.generate(**inputs, do_sample=False)
-        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
-
-
 def write_report(model: Any, batches: Iterable[dict], rows: Any, cfg: Any, data: Any) -> dict:
-    """BLEU and chrF of the targets that a model generates for these rows, and five of them."""
+    """BLEU and chrF of the targets that a model generates for these rows, and five of them.
+
+    `batches`: input_ids and attention_mask, int64 (B, T). The generation_config says how to search.
+    """
     from sacrebleu.metrics import BLEU, CHRF
 
-    generated = generate_texts(model, batches, tokenizing.load_tokenizer(data.folder))
+    tokenizer, generated = tokenizing.load_tokenizer(data.folder), []
+    for batch in batches:
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        tokens = model.generate(**inputs, do_sample=False)  # sampling would draw random numbers
+        generated += tokenizer.batch_decode(tokens, skip_special_tokens=True)
     sources, targets = rows["text"], rows["text_target"]
     # "force" silences a warning about targets that end in " .", as tokenized ones do.
     bleu, chrf = (m.corpus_score(generated, [targets]).score for m in (BLEU(force=True), CHRF()))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, check_width
+from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import columns, demo_data, sources
 from samestep.data.folders import TABLES
 from samestep.data.rows import RowFormat, find_inputs, keep, load_rows
@@ -54,6 +54,7 @@ def check_config(cfg: Any) -> None:
     rules = [
         ("rejected_column", differ, wanted),
         ("label_smoothing", cfg.label_smoothing < 0.5, below),
+        pretrained.width_rule(cfg),
     ]
     check_fields(cfg, rules)
     own = {each.data for each in sources.split_data(cfg.data)} != {*BUNDLED}
@@ -66,9 +67,6 @@ def check_config(cfg: Any) -> None:
     ]
     check_ignored_fields(cfg, ignored)
     pretrained.check_unread(cfg)
-    if not cfg.model_name_or_path:
-        # Rotary embeddings turn the dimensions of a head in pairs.
-        check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
 
 
 def row_format(cfg: Any) -> RowFormat:
@@ -180,11 +178,7 @@ def split_chats(
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
-    parts = {
-        "prompt": chosen[:shared],
-        "chosen": chosen[shared:],
-        "rejected": rejected[shared:],
-    }
+    parts = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
     return {**parts, "tools": chat.get("tools", [])}
 
 
@@ -342,7 +336,6 @@ def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
     return formats.ask(prompts, "Why?", data["validation"][0]["is_chat"], tokenizer)
 
 
-@torch.no_grad()
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     """Generate what both models answer to two held-out prompts, by greedy search."""
     tokenizer, texts = tokenizing.load_tokenizer(data.folder), {}

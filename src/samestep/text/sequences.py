@@ -15,7 +15,8 @@ import torch
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.data import columns
-from samestep.data.sources import Source, split_data
+from samestep.data.sources import split_data
+from samestep.settings.contract import Source
 from samestep.text import tokenizing
 
 BLOCK = 50_000  # documents that are packed together, whatever the number of processes

@@ -46,7 +46,9 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     with run.ranks.fail_together(), as_user_error():
         if run.accelerator.is_main_process and run.cfg.eval_only:
             line = {"step": step, "checkpoint": str(run.resume_point.checkpoint), **scores}
-            tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
+            folder = run.output / "evaluation"
+            folder.mkdir(exist_ok=True)
+            replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
         elif run.accelerator.is_main_process:
             run.start.lock.check_folder()
             folder = run.output / "model"

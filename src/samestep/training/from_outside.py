@@ -4,6 +4,7 @@ Run as a program it reads the arguments of `check` from standard input, as `pick
 prints what it returns, or why it failed, as JSON.
 """
 
+import contextlib
 import json
 import pickle
 import sys
@@ -53,10 +54,8 @@ def load(folder: Any, task: str, **options: Any) -> Any:
     that of their base model, which may stop at other tokens."""
     import transformers
 
-    try:
+    with contextlib.suppress(OSError):  # there is none
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is none
-        pass
     return getattr(transformers, CLASSES[task]).from_pretrained(folder, **options)
 
 

@@ -56,7 +56,6 @@ class Probe:
         half = any(weight.dtype in HALF for weight in model.parameters())
         self.exact = run.accelerator.mixed_precision == "no" and not half and not run.cfg.tf32
         self.limit = LIMIT if self.exact else LIMIT_BELOW
-        self.collate = batches.make_collate(run.task)
 
     def check(self, name: str, few: list[tuple]) -> Batch:
         """Checks the sums of a function on a few samples; the batch of all of them."""
@@ -85,7 +84,7 @@ class Probe:
         return self.batch(chosen)
 
     def batch(self, samples: list[tuple]) -> Batch:
-        return send_to_device(self.collate(samples)[0], self.run.accelerator.device)
+        return send_to_device(batches.collate(self.task, samples)[0], self.run.accelerator.device)
 
     @torch.no_grad()
     def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:

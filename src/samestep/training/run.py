@@ -100,18 +100,14 @@ class Run:
         files.replace_text(self.output / "config.yaml", text)
         text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
-        self.keep_identity()
-        run_folder.write_status(self.output, "running")
-        tracking.start_tracker(self.accelerator, settings)
-
-    def keep_identity(self) -> None:
-        """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
-        data = self.start.data
+        data = self.start.data  # and what it wrote beside its rows, such as a tokenizer
         if hasattr(data, "folder") and self.start.manifest["identity"]:
             from samestep.data import prepared
 
             with checkpoints.replaced_folder(self.output / IDENTITY) as fresh:
                 prepared.copy_identity(data.folder, fresh)
+        run_folder.write_status(self.output, "running")
+        tracking.start_tracker(self.accelerator, settings)
 
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""

@@ -121,7 +121,7 @@ class Saver:
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
-        partial = checkpoints.partial_folder(self.run.output / "checkpoints", manifest["step"])
+        partial = self.run.output / "checkpoints" / f".step-{manifest['step']:08d}.partial"
         try:
             with ranks.fail_together(), as_user_error():
                 parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
