@@ -36,6 +36,16 @@ def save(folder, step, keep=0, **facts):
     return path
 
 
+def test_trash_that_stays_keeps_its_name(tmp_path, monkeypatch):
+    """On a network disk a file that is open cannot be deleted."""
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    (tmp_path / "step-00000001").mkdir()
+    files.remove(tmp_path / "step-00000001")
+    (left,) = names(tmp_path)
+    files.remove(tmp_path / left)
+    assert names(tmp_path) == [left] and left.endswith(".trash")
+
+
 def names(folder):
     return sorted(p.name for p in folder.iterdir())
 

@@ -164,7 +164,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
     tiny.train(1, *flags, before=KILL.format(7), codes=[-9])
     shutil.rmtree(output / "checkpoints")
     before = (output / "metrics.jsonl").read_text()
-    for processes, *each in ((2,), (1, "--check"), (1, "--eval_only")):
+    for processes, *each in ((2,), (1, "--check"), (1, "--eval_only"), (1, "--async_save")):
         printed = tiny.train(processes, *flags, *each, codes=[2])
         assert printed.count("metrics.jsonl says that step 4 was saved; put") == 1
         assert "--resume never" in printed and printed.count("train.py: ") == 1
@@ -185,15 +185,40 @@ checkpoints.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(quick, whole, tmp_path):
+@pytest.mark.parametrize("background", [[], ["--async_save"]])
+def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
+    quick, whole, tmp_path, background
+):
     flags = ["--output_dir", tmp_path, *BASE]
-    quick(*flags, before=COMMIT, codes=[-9])
-    assert len(lines(tmp_path, "loss")) >= 4
+    quick(*flags, *background, before=COMMIT, codes=[-9])
+    assert len(lines(tmp_path, "loss")) >= 3
     quick(*flags)
     assert digest(checkpoint(tmp_path, 8)) == digest(checkpoint(whole, 8))
 
 
+def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_again(quick, whole):
+    output = whole.with_name("elsewhere")
+    flags = ["--output_dir", output, *BASE, "--resume", checkpoint(whole, 4), "--save_every", 2]
+    quick(*flags, before=KILL.format(8), codes=[-9])
+    shutil.rmtree(output / "checkpoints")
+    assert "says that step 6 was saved" in quick(*flags, codes=[2])
+
+
 # ---- Finished runs -------------------------------------------------------------------------------
+
+
+def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick, whole, tmp_path):
+    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE, "--max_steps", 4]
+    quick(*flags, "--accept_changes")
+    assert "is finished: 4 steps" in quick(*flags, "--accept_changes")
+    assert "with no step left" in quick(*flags, "--accept_changes", "--seed", 3, codes=[2])
+
+
+def test_whole_epochs_of_any_float(quick, tmp_path):
+    """1.1 x 100 is 110.00000000000001."""
+    flags = ["--max_steps", 0, "--num_epochs", 1.1, "--task.samples", 100, "--check"]
+    printed = quick("--output_dir", tmp_path, *flags, "--global_batch_size", 10)
+    assert "; 11 steps, each with 10 of 100 samples" in printed
 
 
 def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, tmp_path):
@@ -319,6 +344,7 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     (saved / "step-00000006").mkdir()
     (saved / "step-99999999999").symlink_to("nothing")
     (saved / ".step-00000008.partial").write_text("a file")
+    (saved / "step-00000004" / "._rank-00000.safetensors").write_bytes(b"of a Mac" * 99)
     for name in (".status.json.partial", ".model.partial", "curves.png"):
         (output / name).mkdir()
     (output / ".model.old").write_text("a file")

@@ -66,7 +66,17 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
     (
         "Numbers.__getitem__",
         lambda *_: CHANGING | {"x": torch.rand(8)},
-        "row 0 changes when it is read again",
+        "task.views: rows of the same 37 samples changes the second time",
+    ),
+    (  # of a few rows, and each but sometimes, as a crop of long images and a flip do
+        "Numbers.__getitem__",
+        lambda _, i: CHANGING | {"x": torch.rand(8) > 0.5 if i % 9 == 8 else torch.ones(8)},
+        "task.views: rows of the same",
+    ),
+    (  # one row alone stays the same
+        "collate",
+        lambda rows: {"x": torch.randperm(len(rows)), "counted": torch.ones(len(rows))},
+        "task.collate: a batch of the same",
     ),
     (
         "augment",

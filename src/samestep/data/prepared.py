@@ -333,10 +333,11 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files that prepare_data wrote in a folder, besides rows."""
+    """The files that prepare_data wrote in a folder, besides rows; no hidden ones, which file
+    managers write."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     own = (INDEX, f"{ROWS}/", f"{WORK}/")
-    return sorted(name for name in names if not name.startswith(own))
+    return sorted(name for name in names if not name.startswith(own) and "/." not in f"/{name}")
 
 
 def identity_of(folder: Path) -> str:

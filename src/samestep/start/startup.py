@@ -77,7 +77,7 @@ class ResumePoint:
         folder = output / "checkpoints"
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
             best, loss, _ = checkpoints.find_best(folder, manifest)
-            if self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]:
+            if self.same_validation(manifest):
                 self.remarks += run_folder.lost_best(output, loss)
             if best:  # it may be older than the newest
                 self.checkpoint, self.saved = best, checkpoints.verify(best)
@@ -85,7 +85,8 @@ class ResumePoint:
                 self.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
         if cfg.num_epochs:
-            total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
+            # 1.1 x 100 is 110.00000000000001
+            total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
             self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
         if cfg.warmup_steps >= self.max_steps and not cfg.eval_only:
             steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
@@ -117,12 +118,17 @@ class ResumePoint:
             checkpoints.check_disk_space(folder)
         if cfg.export == "best" and not self.finished:
             _, self.best_loss, _ = checkpoints.find_best(folder, manifest)
-            self.remarks += run_folder.lost_best(output, self.best_loss, step)
+            if self.same_validation(manifest):
+                self.remarks += run_folder.lost_best(output, self.best_loss, step)
             if any(line.startswith("task.") for line in self.changed):
                 self.remarks.append(
                     "warning: the best evaluation may be one from before the change of task "
                     "settings; if they change the loss, give --export last"
                 )
+
+    def same_validation(self, manifest: dict) -> bool:
+        """Whether the checkpoint was evaluated on the rows of today."""
+        return self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]
 
     def continue_mixture(self, current: dict) -> dict:
         """The mixture of the sources after the checkpoint; `current`: that of a new run.
@@ -158,7 +164,7 @@ class ResumePoint:
                 return
             if again:
                 self.remarks.append(f"the finished run exports again: {again}")
-            elif self.changed:
+            elif self.changed and status.get("settings") != facts["settings"]:
                 raise ValueError(
                     f"{output} is finished, with no step left for {'; '.join(self.changed)}; "
                     f"give more max_steps than {step}, or another --output_dir"
@@ -401,10 +407,12 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
 def run_of(cfg: Any) -> Path | None:
     """The folder of the run whose checkpoints this one resumes from; None: it begins."""
     output = Path(cfg.output_dir)
-    if cfg.resume not in ("auto", "never"):
-        output = Path(cfg.resume).resolve().parent.parent
-    there = cfg.resume != "never" and any((output / "checkpoints").glob("step-*"))
-    return output if there else None
+    is_own = any((output / "checkpoints").glob("step-*"))
+    if cfg.resume not in ("auto", "never") and (cfg.eval_only or not is_own):
+        given = Path(cfg.resume)
+        runs = [each.parent.parent for each in (given.absolute(), given.resolve())]
+        return next((each for each in runs if (each / IDENTITY).is_dir()), None)
+    return output if is_own and cfg.resume != "never" else None
 
 
 def digest_view(view: Any) -> str:
@@ -514,8 +522,9 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
             found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
             resume_point.checkpoint, resume_point.saved, passed_over = found
             resume_point.remarks += [f"passed over: {reason}" for reason in passed_over]
-            if cfg.resume == "auto" and not resume_point.checkpoint:
-                run_folder.check_progress(output, cfg.async_save)
+            own = found[0] and found[0].resolve().parent == folder.resolve()
+            if not own and cfg.resume != "never" and not (cfg.eval_only and found[0]):
+                run_folder.check_progress(output)
             if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
         data, bound, views = read_data(cfg, task, run_of(cfg))

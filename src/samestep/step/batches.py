@@ -381,11 +381,13 @@ def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]
     ids = sorted({i * last // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     digest = digest_of(samples)
-    if digest_of(samples[:1]) != digest_of(rows.__getitems__(ids[:1])):
-        raise ValueError(
-            "task.views: row 0 changes when it is read again; draw random numbers in "
-            "augment(row, generator), so that runs can resume"
-        )
+    again = {"task.collate: a batch": samples, "task.views: rows": rows.__getitems__(ids)}
+    for what, same in again.items():
+        if digest_of(same) != digest:
+            raise ValueError(
+                f"{what} of the same {len(ids)} samples changes the second time; draw random "
+                "numbers in augment(row, generator), so that runs can resume"
+            )
     if augment := training and getattr(task, "augment", None):
         few = [rows.__getitems__(ids[:8]) for _ in range(2)]
         drawn = [

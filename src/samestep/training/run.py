@@ -104,6 +104,8 @@ class Run:
         if hasattr(data, "folder") and self.start.manifest["identity"]:
             from samestep.data import prepared
 
+            if prepared.identity_of(self.output / IDENTITY) == self.start.manifest["identity"]:
+                return
             with checkpoints.replaced_folder(self.output / IDENTITY) as fresh:
                 prepared.copy_identity(data.folder, fresh)
         run_folder.write_status(self.output, "running")

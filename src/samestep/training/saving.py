@@ -51,7 +51,8 @@ class Saver:
         if not checkpoint:
             return 0, None
         print_on_main(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
-        self.step, self.scored = run.first_step, "eval_loss" in saved
+        same = run.resume_point.same_validation(run.start.manifest)
+        self.step, self.scored = run.first_step, same and "eval_loss" in saved
         known = self.scored and not run.cfg.eval_only
         return run.first_step, {"eval_loss": saved["eval_loss"]} if known else None
 
@@ -76,7 +77,8 @@ class Saver:
             self.commit({**run.start.manifest, "step": step, **numbers, **found})
         self.best_loss = min([self.best_loss, *found.values()])
         self.step, self.scored = step, bool(found)
-        log.note(save_seconds=time.perf_counter() - began)
+        more = {"in_background": True} if self.asynchronous else {}  # it may still fail
+        log.note(save_seconds=time.perf_counter() - began, **more)
 
     def add_scores(self, found: dict) -> None:
         """Adds scores to the newest checkpoint, if it is of this run."""
