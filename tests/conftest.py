@@ -377,11 +377,11 @@ def load_task(name):
 
 def prepare_task(task, cfg):
     """What a run gets of task.prepare_data, before its processes meet."""
-    from samestep.start import startup
+    from samestep.data import prepared
 
     if hasattr(task, "check_config"):
         task.check_config(cfg)
-    return startup.prepare_data(cfg, task, None)
+    return prepared.prepare(task, cfg)
 
 
 def with_classes(names):

@@ -28,8 +28,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task
+from samestep.data import prepared
 from samestep.settings import contract
-from samestep.start import startup
 
 FOLDER = Path(__file__).resolve().with_suffix("")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]
@@ -94,7 +94,7 @@ def read_data(task, output):
     """
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
-        bound = contract.bind(task, cfg, startup.prepare_data(cfg, task, None))
+        bound = contract.bind(task, cfg, prepared.prepare(task, cfg))
         train, validation = bound.views()
     names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
     tokenizer = None

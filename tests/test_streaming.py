@@ -256,7 +256,7 @@ ROWS = {  # of each kind the task, its fields, and a row by its number
 def documents_of(row):
     """What a row holds, in a form that compares: of a packed one its documents."""
     if "position_ids" not in row:
-        yield [(name, np.asarray(row[name]).tolist()) for name in sorted(row) if name != "spread"]
+        yield [(name, np.asarray(row[name]).tolist()) for name in sorted(row)]
         return
     begins = [*np.flatnonzero(row["position_ids"] == 0), len(row["position_ids"])]
     for first, last in itertools.pairwise(begins):

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from conftest import bake, digest, load_task, status, write_table
 from samestep.data import columns
+from samestep.data.prepared import prepare
 from samestep.settings import contract
-from samestep.start import startup
 from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
@@ -98,7 +98,7 @@ class Kit:
         """As a run does it, before its processes meet."""
         if hasattr(self.task, "check_config"):
             self.task.check_config(cfg)
-        return startup.prepare_data(cfg, self.task, None)
+        return prepare(self.task, cfg)
 
     def tokenizer(self, prepared):
         return AutoTokenizer.from_pretrained(prepared.folder)

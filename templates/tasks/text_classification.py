@@ -110,7 +110,7 @@ def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[st
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
-    """Rows {input_ids, labels, weight}; of pairs also token_type_ids, of numbers also spread."""
+    """Rows {input_ids, labels, weight}; of pairs also token_type_ids."""
     return labelled.views(cfg, data, tokenize)
 
 
@@ -211,7 +211,7 @@ def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
     sums = {"loss": row_losses(logits, batch).sum(), "rows": torch.ones_like(batch["weight"]).sum()}
     if answers.is_floating_point() and answers.ndim == 1:
         sums["error"] = (logits[:, 0] - answers).abs().sum()
-        return sums | {"spread": batch["spread"].sum()}
+        return sums | {"numbers": answers.sum(), "squares": answers.square().sum()}
     return sums | {"table": classification.count_answers(logits, answers)}
 
 

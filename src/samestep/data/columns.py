@@ -32,6 +32,13 @@ def values_of(dataset: Any, name: str) -> np.ndarray:
     return values if indices is None else values[indices.column(0).to_numpy()]
 
 
+def in_order(dataset: Any) -> Any:
+    """The dataset with its rows as it gives them: after filter, shuffle or select in memory."""
+    if dataset._indices is None:
+        return dataset
+    return dataset.flatten_indices(keep_in_memory=True)
+
+
 class ListColumn:
     """A column of lists of numbers, such as token ids: each row a numpy view, without a copy.
 

@@ -114,7 +114,6 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
     labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
               deviations from the mean of the training rows, float32
     weight    of the row in the loss, float32
-    spread    of numbers, the squared distance from the mean of the split, which r2 needs, float32
 
     Names, or mean and deviation, are saved in `folder`; if they are there, a run resumes, and keeps
     them. Raises ValueError for labels that cannot be trained on, and for unknown ones.
@@ -268,12 +267,7 @@ def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
 
 def standardize(numbers: np.ndarray, known: dict[str, float]) -> dict[str, np.ndarray]:
     """Columns for the numbers of a split, float32 (N,): see `encode`."""
-    own = describe_numbers(numbers)
-    spread = ((numbers - own["mean"]) / known["std"]) ** 2
-    if numbers.min() == numbers.max():  # the mean may differ in the last digit
-        spread = np.zeros(len(numbers))
     return {
         "labels": ((numbers - known["mean"]) / known["std"]).astype(np.float32),
         "weight": np.ones(len(numbers), np.float32),
-        "spread": spread.astype(np.float32),
     }

@@ -11,14 +11,20 @@ from samestep.data.sources import split_data
 from samestep.settings.contract import Source
 
 
-def count_sources(dataset: Any, data: str) -> list[Source]:
-    """The sources of rows that load_rows has read, with the weights in `data`.
+def source_numbers(dataset: Any) -> np.ndarray:
+    """The number of each row's source, int (N,).
 
-    Raises ValueError where their rows are mixed: the weights could not be kept.
+    Raises ValueError where rows of several are mixed: their weights could not be kept.
     """
     numbers = columns.values_of(dataset, "source")
     if (np.diff(numbers) < 0).any():
         raise ValueError("task.views: rows of several sources are mixed; sort them by source")
+    return numbers
+
+
+def count_sources(dataset: Any, data: str) -> list[Source]:
+    """The sources of rows that load_rows has read, with the weights in `data`."""
+    numbers = source_numbers(dataset)
     weights = {each.name: each.weight for each in split_data(data)}
     counts = np.bincount(numbers)
     names = getattr(dataset.features["source"], "names", None) or ["data"]

@@ -149,20 +149,28 @@ def draw_images(
 def score_errors(sums: Sums, deviation: float) -> dict[str, float]:
     """mae and rmse in the unit of the numbers, and r2.
 
-    `sums` over all rows: loss, squared errors; error, absolute errors; spread, squared distances
-    from the mean, all in standard deviations; rows. `deviation`: the standard deviation.
+    `sums` over all rows: loss, squared errors; error, absolute errors; numbers; squares of numbers;
+    all in standard deviations; rows. `deviation`: the standard deviation.
     """
+    spread = spread_of(sums)
     return {
         "mae": float(sums["error"] / sums["rows"]) * deviation,
         "rmse": math.sqrt(sums["loss"] / sums["rows"]) * deviation,
         # Equal numbers have no spread to explain.
-        "r2": 1 - float(sums["loss"] / sums["spread"]) if sums["spread"] else 0.0,
+        "r2": 1 - float(sums["loss"]) / spread if spread else 0.0,
     }
+
+
+def spread_of(sums: Sums) -> float:
+    """The squared distances of the numbers from their own mean; 0: they are equal, to rounding."""
+    squares = float(sums["squares"])
+    spread = squares - float(sums["numbers"]) ** 2 / float(sums["rows"])
+    return spread if spread > 1e-6 * squares else 0.0
 
 
 def describe_errors(sums: Sums, deviation: float) -> str:
     """The errors in words, beside those of a model that always answers the mean."""
     scores = score_errors(sums, deviation)
-    spread = math.sqrt(sums["spread"] / sums["rows"]) * deviation
+    spread = math.sqrt(spread_of(sums) / sums["rows"]) * deviation
     line = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
     return f"{line}; of always saying the mean: {spread:,.5g} root mean square"

@@ -26,7 +26,8 @@ def pack_id(*parts: int) -> int:
     total = 0
     for value, (name, bits) in zip(parts, PARTS.items(), strict=True):
         if value >= 1 << bits:
-            raise ValueError(f"task.data: a stream has at most {1 << bits:,} for each {name}")
+            hint = "; raise task.context_length" if name == "place" else ""
+            raise ValueError(f"task.data: a stream has at most {1 << bits:,} for each {name}{hint}")
         total = total << bits | value
     return total
 

@@ -16,6 +16,7 @@ import torch
 from samestep.base.fields import IGNORE_INDEX
 from samestep.data import columns
 from samestep.data.sources import split_data
+from samestep.data.views import source_numbers
 from samestep.settings.contract import Source
 from samestep.text import tokenizing
 
@@ -33,10 +34,11 @@ def pack(tokens: Any, cfg: Any, name: str) -> Any:
     left out. One process packs a block at a time. `name`: of the split, for a line about it.
     """
     packed = []
+    tokens = columns.in_order(tokens)
     length = cfg.context_length
     longest, truncate = min(tokenizing.most_tokens(cfg), length), cfg.overlong == "truncate"
     features = datasets.Features({**tokens.features, "first": datasets.Value("bool")})
-    numbers = tokens.data.column("source").to_numpy()
+    numbers = source_numbers(tokens)
     for source, title in enumerate(names_of(tokens)):
         own = np.flatnonzero(numbers == source)
         if len(own):
@@ -142,13 +144,13 @@ class Sequences(torch.utils.data.Dataset):
 
     def __init__(self, tokens: Any, cfg: Any, vocabulary: Any = None):
         self.arguments = (tokens, cfg, vocabulary)
-        self.tokens, self.length = tokens, cfg.context_length
+        self.tokens, self.length = columns.in_order(tokens), cfg.context_length
         self.vocabulary = vocabulary
         weights = {each.name: each.weight for each in split_data(cfg.data)}
-        self.ids = columns.ListColumn(tokens, "input_ids")
+        self.ids = columns.ListColumn(self.tokens, "input_ids")
         self.is_packed = "first" in tokens.column_names
-        self.masks = columns.ListColumn(tokens, "loss_mask") if self.is_packed else None
-        numbers = tokens.data.column("source").to_numpy()
+        self.masks = columns.ListColumn(self.tokens, "loss_mask") if self.is_packed else None
+        numbers = source_numbers(self.tokens)
         self.sources: list[Source] = []
         self.bounds: list[np.ndarray] = []  # of each source: where sequences begin, and an end
         for source, name in enumerate(names_of(tokens)):
@@ -255,7 +257,7 @@ def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:
     bytes            of text that it stands for
     unigram_loss     in nats: the loss of a model that knows only the frequencies of tokens
     """
-    sizes = token_bytes(tokenizer)
+    tokens, sizes = columns.in_order(tokens), token_bytes(tokenizer)
     counts = np.ones(len(sizes), np.int64)
     ids = columns.ListColumn(tokens, "input_ids")
     masked = "loss_mask" in tokens.column_names
