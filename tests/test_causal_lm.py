@@ -4,13 +4,16 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT
+from samestep.text import sequences
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -472,3 +475,25 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
             for each, ask in ((messages[:-1], True), (messages, False))
         )
         assert ids.tolist() == whole == prompt + learnt.tolist()
+
+
+def test_rows_that_are_filtered_or_mixed_are_not_read_as_they_are_stored():
+    """Sequences and packing read Arrow's buffers, which hold all rows in their first order."""
+    numbers = {"packing": "best_fit", "overlong": "split", "streaming": False}
+    cfg = SimpleNamespace(context_length=8, data="a", model_name_or_path="", **numbers)
+    ids = [[n] * (2 + n % 5) for n in range(30)]
+    columns = {"input_ids": ids, "loss_mask": [[1] * len(each) for each in ids]}
+    tokens = datasets.Dataset.from_dict({**columns, "source": [0] * 30})
+    left = tokens.filter(lambda row: row["input_ids"][0] % 3 == 0)
+    for make in (
+        lambda rows: rows.remove_columns("loss_mask"),
+        lambda rows: sequences.pack(rows, cfg, ""),
+    ):
+        view = sequences.Sequences(make(left), cfg)
+        seen = Counter(view[i]["input_ids"].tolist()[j] for i in range(len(view)) for j in range(8))
+        lengths = {each[0]: len(each) for each in left["input_ids"] if each[0]}
+        assert {n: seen[n] for n in seen if n} == lengths
+    two = datasets.Dataset.from_dict({**columns, "source": [n % 2 for n in range(30)]})
+    for wrong in (lambda: sequences.Sequences(two, cfg), lambda: sequences.pack(two, cfg, "")):
+        with pytest.raises(ValueError, match="several sources are mixed"):
+            wrong()

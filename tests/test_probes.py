@@ -96,6 +96,17 @@ def test_intent_and_noise_are_said_once(project, tmp_path):
     assert printed.count("task.loss_sum draws random numbers without a row's generator") == 1
 
 
+def test_a_run_that_resumes_is_warned_and_not_ended(project, tmp_path):
+    """A model that is near its reference has small differences of large sums, which round."""
+    flags = ["--max_steps", 2, "--save_every", 1]
+    train(project, tmp_path / "run", "", flags=flags)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
+    (tmp_path / "run" / "status.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    printed = train(project, tmp_path / "run", MEAN, flags=flags)
+    assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed), printed
+
+
 def test_under_autocast_it_is_a_warning(project, tmp_path):
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     printed = train(project, tmp_path / "a", MEAN, env=bf16)
