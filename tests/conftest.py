@@ -1,6 +1,7 @@
 """What all tests share: projects baked from a clean copy of the template, and how to run in one."""
 
 import atexit
+import compileall
 import contextlib
 import csv
 import functools
@@ -9,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import py_compile
 import shutil
 import signal
 import socket
@@ -57,6 +59,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(LIBRARY)))
 # A module that a test writes again within a second, in the same size, must not come from a .pyc.
 sys.dont_write_bytecode = True
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+# But the library, which each process would compile anew: the hash of a source decides.
+HASHED = py_compile.PycInvalidationMode.CHECKED_HASH
+compileall.compile_dir(ROOT / "src", quiet=2, invalidation_mode=HASHED)
 
 
 @functools.cache

@@ -20,13 +20,20 @@ import traceback
 import types
 
 import accelerate  # noqa: F401
+import accelerate.commands.launch  # noqa: F401
+import accelerate.utils.deepspeed  # noqa: F401
 import datasets  # noqa: F401
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
+import pydantic.type_adapter  # noqa: F401
+import sacrebleu.metrics  # noqa: F401
+import scipy.io  # noqa: F401
 import sklearn.metrics  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.distributed  # noqa: F401
+import torch.profiler  # noqa: F401
 import torch.utils.data  # noqa: F401
+import transformers.convert_slow_tokenizer  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 
@@ -45,6 +52,7 @@ def begin(folder, env, arguments, files):
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(env)
+        os.fsync = os.fstat  # kills are none of the machine; see tests/test_checkpoints.py
         if "NO_PICTURE" in env:
             matplotlib.figure.Figure.__init__ = refuse
         try:

@@ -175,6 +175,10 @@ def sample_of(step):
     return int(load_task("samestep.step.order").sample_ids([8 * step - 3], 200, 0)[0])
 
 
+# A process that has died cannot say so: the others wait for it.
+SOON = "from samestep.processes import rendezvous as r; r.BEAT, r.GRACE = 0.2, 1"
+
+
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
     """1 -> 3 -> 2 -> 1 processes. Steps that were lost have the same numbers again."""
     flags = [*EXACT, "--task.samples", 200, "--micro_batch_size", 1, "--save_every", 3]
@@ -186,7 +190,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp
         (2, 9, "SIGKILL", [-9, 1]),
     ):
         own = ["--task.signal_at", sample_of(step), "--task.signal", name]
-        tiny.train(processes, *flags, *own, codes=ends)
+        tiny.train(processes, *flags, *own, codes=ends, before=SOON)
     tiny.train(1, *flags)
     check_same_end(tmp_path / "run", tmp_path / "whole")
     assert len(lines(tmp_path / "run", "loss")) >= len(lines(tmp_path / "whole", "loss")) + 2

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -229,6 +228,7 @@ STEPS = [*STEPS, "--learning_rate", 0.01, "--warmup_steps", 1]
 def base(baked, kit):
     """A project with pairs, and a model in runs/base that was trained on them."""
     kit.write(baked.path)
+    baked.pictures = False
     flags = ["--task.data", "rows.jsonl", *STEPS, "--task.rpo_alpha", 1.0]
     baked.train(1, *flags, *kit.flags(), "--output_dir", "runs/base")
     return baked
@@ -292,8 +292,11 @@ def test_the_report_has_the_answers_of_the_base_and_of_the_export(base, tuned, m
     tokenizer = AutoTokenizer.from_pretrained(models["after"])
     monkeypatch.chdir(base.path)  # an adapter names its base from there
     for name, folder in models.items():
-        kinds = {"lora": AutoPeftModelForCausalLM} if name == "after" else {}
-        model = kinds.get(kind, AutoModelForCausalLM).from_pretrained(folder)
+        if (kind, name) == ("lora", "after"):
+            from peft import AutoPeftModelForCausalLM as Model
+        else:
+            Model = AutoModelForCausalLM
+        model = Model.from_pretrained(folder)
         for number in (1, 2):
             prompt, _, answer = shown[f"{name} {number}"].partition(" -> ")
             tokens = tokenizer(prompt, return_tensors="pt").input_ids

@@ -39,6 +39,7 @@ def texts(tmp_path):
     project = make_tiny(tmp_path)
     (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
     shutil.copy(ROOT / "tests" / "tasks" / "texts.py", project.path / "task.py")
+    change(project, ", num_proc=2", "")
     change(project, HEAD, f'{HEAD}    print("PREPARES", flush=True)\n')
     write_rows(project.path)
     return project
@@ -199,6 +200,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 import datasets
 from samestep.data import prepared
+prepared.LOCK_SECONDS = 0.5
 
 @dataclass
 class Config:
@@ -233,7 +235,7 @@ def small(tmp_path, monkeypatch):
 
 
 def test_four_that_start_together_prepare_once(small):
-    slow = "    print('PREPARES', flush=True); import time; time.sleep(6)\n    rows ="
+    slow = "    print('PREPARES', flush=True); import time; time.sleep(2)\n    rows ="
     program = SMALL.replace("    rows =", slow, 1) + READ
     env = BakedProject(small.path).env()
     ends = preloaded(small.path, [env] * 4, ["-c", program], 60)

@@ -33,7 +33,7 @@ FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size":
 def texts_of(number):
     """The texts of a shard, of any number."""
     draw = np.random.default_rng(number)
-    return [" ".join(draw.choice(WORDS, draw.integers(3, 60))) for _ in range(150 + 40 * number)]
+    return [" ".join(draw.choice(WORDS, draw.integers(3, 60))) for _ in range(30 + 8 * number)]
 
 
 def write_shards(folder, kind, count=SHARDS):
@@ -358,7 +358,9 @@ SAVED = "checkpoints/step-00000014/manifest.json"
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
     """A project with shards, and an uninterrupted run of one process."""
-    project = bake(tmp_path_factory.mktemp("streams"), task="causal_lm", tracker="none")
+    project = bake(
+        tmp_path_factory.mktemp("streams"), task="causal_lm", pictures=False, tracker="none"
+    )
     write_shards(project.path / "texts", "parquet")
     project.train(1, *FLAGS, "--task.data", "texts", "--output_dir", "runs/whole")
     return project

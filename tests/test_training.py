@@ -145,6 +145,7 @@ def logged_by_wandb(project, folder):
     return [record["history"]["item"] for record in records if record["type"] == "history"]
 
 
+@pytest.mark.slow
 def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
     """Two kills, and a start of two processes; then all folders are uploaded. No code is."""
     output = tmp_path / "a run"
@@ -219,6 +220,7 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, t
     assert 0.1 <= epoch < 0.1 + epoch / len(theirs)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_offline_when_wandb_cannot_be_reached(tiny, tmp_path):
     """An outage, in place of which wandb.init raises what it raises after its time-out."""
     before = """

@@ -66,7 +66,8 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict:
         training = self.first == 0  # validation rows are read before the processes meet
         fail(self.cfg, "row", training and i == 5)
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         if training and i == self.cfg.hang_at and RANK == self.cfg.fail_rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if training and i == self.cfg.signal_at and PartialState._shared_state:
