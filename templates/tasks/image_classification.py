@@ -147,13 +147,8 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     import transformers
 
     names = data["train"].features["label"].names
-    classes: dict[str, Any] = {"num_labels": len(names), "id2label": dict(enumerate(names))}
-    classes["label2id"] = {name: number for number, name in enumerate(names)}
-    auto, config = transformers.AutoModelForImageClassification, None
-    if cfg.model_name_or_path:
-        classes["ignore_mismatched_sizes"] = True  # the head may be for other classes
-        model = pretrained.load_model(auto, cfg, head=("classifier",), **classes)
-    elif cfg.architecture == "vit":
+    auto = transformers.AutoModelForImageClassification
+    if cfg.architecture == "vit":
         config = transformers.ViTConfig(
             image_size=cfg.image_size,
             patch_size=cfg.patch_size,
@@ -164,21 +159,19 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
             hidden_dropout_prob=cfg.dropout,
             attention_probs_dropout_prob=cfg.dropout,
             initializer_range=cfg.hidden_size**-0.5,  # the usual 0.02 is too little when narrow
-            **classes,
         )
     else:
-        classes |= {
+        sizes: dict[str, Any] = {
             "embedding_size": cfg.hidden_size // (32 if cfg.stages else 8),
             "hidden_sizes": [cfg.hidden_size // part for part in (8, 4, 2, 1)],
             "depths": cfg.stages or [cfg.num_layers] * 4,
         }
         if cfg.architecture == "resnet":
             groups = min(32, cfg.hidden_size // 32) if cfg.stages else 8
-            classes |= {"num_groups": groups, "drop_path_rate": cfg.dropout}
+            sizes |= {"num_groups": groups, "drop_path_rate": cfg.dropout}
         kinds = {"resnet": transformers.BitConfig, "resnet_batchnorm": transformers.ResNetConfig}
-        config = kinds[cfg.architecture](**classes)
-    if config:
-        model = pretrained.new_model(auto, config, cfg)
+        config = kinds[cfg.architecture](**sizes)
+    model = pretrained.build_classifier(auto, cfg, config, names, ("classifier",))
     model.config.background = cfg.background  # for predictions: image processors cannot hold it
     return model
 
