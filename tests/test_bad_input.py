@@ -57,6 +57,7 @@ FLAGS = {  # what is written, and what the line says
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
     "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
     "--num_epochs 2 --max_steps 9": "both given; give one of them",
+    "--tracker wandb --project team/name": "project is 'team/name'; give a name of at most 128",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact does not go with compile",
     "--ddp.static_graph true --micro_batch_size 8": "ddp.static_graph: torch takes one",
@@ -87,6 +88,12 @@ YAMLS = {
     ON_CPU + "mixed_precision: fp16\n": "fp16 needs a GPU; write 'no'",
     MANY + "2\nuse_cpu: true\n": "use_cpu does not go with MULTI_GPU",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
+    MANY + "\n": "num_processes is None; give a whole number",
+    MANY + "'2'\n": "num_processes is '2'; give a whole number",
+    MANY + "2\nuse_cpu:\n": "use_cpu is None; give true or false",
+    MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
+    MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
+    "distributed_type: MULTI_CPU\nnum_processes: 1\n": "MULTI_CPU is not supported; see cpu_multi",
 }
 # Name: (flags, files to write), what the line says.
 CASES = {
@@ -330,6 +337,11 @@ NO_CHECK = ["--num_procesess", 2, "train.py", "--task.prepare_seconds", 3000]
 LAUNCHED = [  # words after `samestep launch`, the environment, what is said
     pytest.param(["train.py", "--sed", "1"], {}, "no field sed", marks=pytest.mark.slow),
     (NO_CHECK, {}, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
+    (
+        ["--config_file", "train.py"],
+        {},
+        "samestep launch: argument --config_file/--config-file:",
+    ),
     ([], {}, "samestep launch: name a program, such as train.py; see --help"),
     (["train.py"], {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
 ]
@@ -352,3 +364,5 @@ def test_without_docstrings(project):
     command = ["python", "-m", "samestep", "prepare", "--seed", "x"]
     ended = project.run(*command, check=False, PYTHONOPTIMIZE="2")
     assert ended.returncode == 2 and "seed: Input should be" in ended.stderr
+    command = ["python", "-m", "samestep", "launch", "--help"]
+    assert "train.py" in project.run(*command, PYTHONOPTIMIZE="2").stdout

@@ -162,12 +162,17 @@ REFUSED = [  # a YAML, and what is said
     (ZERO.replace("bf16", "fp8"), "fp8 goes with DDP and FSDP alone; write bf16"),
     (DDP + sizes(dp_replicate=2, tp=2), "parallelism_config shards nothing without FSDP; use hsdp"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
+    (V2 + sizes(dp_replicate="two"), "parallelism_config_dp_replicate_size is 'two'; give a whole"),
+    (V2 + sizes(dp_shard=2.5), "parallelism_config_dp_shard_size is 2.5; give a whole number"),
+    (V2 + sizes(dp_shard=-4), "needs -4 processes (dp_shard -4), and num_processes is 4"),
+    (DDP + TWO + "machine_rank:", "machine_rank is None; give a whole number"),
     (V2 + sizes(dp_replicate=2), "needs 2 processes (dp_replicate 2), and num_processes is 4"),
     (FSDP + "fsdp_config: {fsdp_verion: 2}", "no key fsdp_verion; did you mean fsdp_version?"),
     (fsdp("activation_checkpointing: true"), "the recipe's field gradient_checkpointing decides"),
     (DDP + SHARDED, "fsdp_config has no effect here: write distributed_type: FSDP, or remove fs"),
     (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
     (zero("zero_stage: 1"), "zero_stage is 1; give 2 or 3"),
+    (zero("zero_stage: '3'") + "gpu_ids: '-1'\n", "accelerate shards models on GPUs only"),
     (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
     (zero("zero_stage: 2") + TWO, "write deepspeed_multinode_launcher: standard"),
     (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
@@ -398,6 +403,7 @@ def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precisi
     with pytest.raises(ValueError, match="torch sees 1 GPUs; give --processes 1"):
         devices.choose(None, 2)
     assert devices.choose(FOLDER / "cpu.yaml", None)[:3] == ("cpu", 1, "no")
+    assert devices.choose(FOLDER / "cpu_multi.yaml", None)[:3] == ("cpu", 2, "no")
 
 
 # ---- check ---------------------------------------------------------------------------------------
@@ -509,10 +515,32 @@ def hardware(project, *words, code=0, **env):
         (["check", "--learning_rate", "1"], "check takes no --learning_rate"),
         (["smoke", "--check"], "only train.py can do --check; leave it out"),
         (["smoke", "--config_file", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["smoke", "--config_file", "/dev/null"], "/dev/null: expected lines of the form"),
+        (["bench", "--processes", "0"], "--processes is 0; give 1 or more"),
     ],
 )
 def test_bad_input_is_one_line(tiny, words, error):
     assert error in hardware(tiny, *words, code=2)
+
+
+def test_recommend_names_the_model_that_it_measured(monkeypatch, tmp_path):
+    """With the flags that were given; on a CPU the processes share the memory of the host."""
+    cfg = SimpleNamespace(micro_batch_size=8, global_batch_size=32, task=None)
+    rows = SimpleNamespace(is_stream=True)
+    batch = {"input_ids": torch.ones(8, 16)}
+    project = SimpleNamespace(
+        cfg=cfg, recipe=Path("a b.yaml"), rows=rows, batch=lambda _: batch,
+        build_model=lambda _: torch.nn.Linear(4, 4),
+    )  # fmt: skip
+    memory = SimpleNamespace(total=64e9)
+    monkeypatch.setattr(recommend.psutil, "virtual_memory", lambda: memory)
+    section, used = devices.Section(), devices.Devices("cpu", 2, "no", FOLDER / "cpu_multi.yaml")
+    flags = ["--config", "a b.yaml", "--task.lora_rank", "16", "--micro_batch_size=9"]
+    flags += ["--gradient_checkpointing", "--task.data", "my rows.jsonl"]
+    recommend.run(section, used, project, flags)
+    words = "train.py --config 'a b.yaml' --task.lora_rank 16 --task.data 'my rows.jsonl' "
+    assert words + "--micro_batch_size 8 --gradient_checkpointing False" in section.lines[0]
+    assert section.facts["devices"] == "2 x cpu, 32 GB each"
 
 
 @pytest.mark.slow

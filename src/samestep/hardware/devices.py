@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import yaml
 
 from samestep.base.console import one_line
 from samestep.processes.ranks import UserError
-from samestep.settings.accelerate_yaml import without_gpu
+from samestep.settings import accelerate_yaml, config
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(
@@ -67,26 +66,31 @@ class Devices(NamedTuple):
 
 def choose(config_file: Path | None, processes: int | None) -> Devices:
     """The devices of a YAML of accelerate and a number of processes; without them all GPUs."""
-    values = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file else {}
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = accelerator.type if accelerator and not values.get("use_cpu") else "cpu"
-    there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
     count = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
-    if values and not count:
-        count = int(values.get("num_processes", 1)) // int(values.get("num_machines", 1))
+    on_cpu, precision = False, None
+    if config_file:
+        with config.naming(config_file):
+            values = accelerate_yaml.read_yaml(config_file)
+            # cpu_multi.yaml hides GPUs by gpu_ids.
+            on_cpu = values.use_cpu or str(values.gpu_ids).startswith("-1")
+            precision = values.mixed_precision
+            if not count:
+                _, count, _ = accelerate_yaml.count_processes(values)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator and not on_cpu else "cpu"
+    there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
     count = count or there
     if kind != "cpu" and count > there:
         raise UserError(f"torch sees {there} GPUs; give --processes {there}, or fewer")
-    precision, name = "no", {"mps": "mps", "cpu": "cpu" if count == 1 else "cpu_multi"}.get(kind)
+    usual, name = "no", {"mps": "mps", "cpu": "cpu" if count == 1 else "cpu_multi"}.get(kind)
     if kind == "cuda":
         # Older ones only emulate bf16. Asking torch would take memory of the first one.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         query = ["--query-gpu=compute_cap", "--format=csv"]
         _, printed = nvidia_smi(*(["-i", visible] if visible else []), *query)
-        precision = "fp16" if re.search(r"^[1-7]\.", printed, re.MULTILINE) else "bf16"
-        name = f"{'multi' if count > 1 else 'single'}_gpu_{precision}"
-    precision = values.get("mixed_precision") or precision
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
+        usual = "fp16" if re.search(r"^[1-7]\.", printed, re.MULTILINE) else "bf16"
+        name = f"{'multi' if count > 1 else 'single'}_gpu_{usual}"
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", precision or usual)
     return Devices(kind, count, precision, config_file or Path(f"configs/accelerate/{name}.yaml"))
 
 
@@ -171,7 +175,7 @@ def look_at_nvidia_smi(section: Section) -> None:
         if seen:
             section.lines.append(text)
         else:
-            section.failures.append(f"{text}: {without_gpu()}")
+            section.failures.append(f"{text}: {accelerate_yaml.without_gpu()}")
     if code != 0:
         return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]

@@ -3,7 +3,9 @@
 The formula is that of docs/hardware.md; about 1 GB of CUDA and NCCL comes on top of it.
 """
 
+import argparse
 import math
+import shlex
 from typing import NamedTuple
 
 import psutil
@@ -64,15 +66,20 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
-def run(section: Section, used: Devices, project: Project) -> None:
+def run(section: Section, used: Devices, project: Project, flags: list[str]) -> None:
     """Says what the model needs in each way to train it here, and the first one that fits."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "micro_batch_size", "gradient_checkpointing"):  # given below
+        parser.add_argument(f"--{name}", nargs="?")
+    words = ["--config", str(project.recipe), *parser.parse_known_args(flags)[1]]
     try:
         model = project.build_model(torch.device("meta"))
     except Exception as error:  # code of the task may look at numbers
         print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
         model = project.build_model(torch.device("cpu"))
     cfg, sizes, host = project.cfg, count_parameters(model), psutil.virtual_memory().total
-    name, memory, ways = used.kind, host, {used.yaml.stem: 1.0}
+    name, ways = used.kind, {used.yaml.stem: 1.0}
+    memory = host // used.count  # processes without a GPU share it
     if used.kind == "cuda":
         cards = [torch.cuda.get_device_properties(number) for number in range(used.count)]
         name, memory = cards[0].name, min(card.total_memory for card in cards)
@@ -103,7 +110,7 @@ def run(section: Section, used: Devices, project: Project) -> None:
                 section.figures["memory, GB"] = [need / 1e9]
                 section.lines.append(
                     f"python -m samestep launch --config_file configs/accelerate/{way}.yaml "
-                    f"--num_processes {used.count} train.py --config {project.recipe} "
+                    f"--num_processes {used.count} train.py {shlex.join(words)} "
                     f"--micro_batch_size {size} --gradient_checkpointing {checkpointing}"
                 )
     if not saved:

@@ -44,6 +44,8 @@ def measure() -> int:
     options, flags = parser.parse_known_args()
     if options.verb == "check" and flags:
         raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
+    if options.processes is not None and options.processes < 1:
+        raise UserError(f"--processes is {options.processes}; give 1 or more")
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     yaml = options.config_file or shutdown.launcher_yaml()
@@ -54,7 +56,7 @@ def measure() -> int:
         "check": lambda section: devices.check(section, used),
         "bench": lambda section: bench.run(section, used, project, flags, options.seconds),
         "smoke": lambda section: smoke.run(section, used, project, FOLDER),
-        "recommend": lambda section: recommend.run(section, used, project),
+        "recommend": lambda section: recommend.run(section, used, project, flags),
     }
     sections = {}
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import PrecisionType, str_to_bool
+from accelerate.utils import PrecisionType
 
 from samestep.base.console import one_line, print_on_main
 from samestep.settings import config
@@ -70,6 +70,15 @@ def read_yaml(path: Path) -> ClusterConfig:
         raise ValueError(one_line(error)) from None
 
 
+def whole(name: str, value: object, option: str = "") -> int:
+    """The number of a key, or of an option in its place; accelerate fails for one in quotes."""
+    if option in os.environ:
+        value = config.number_in(os.environ[option])
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r}; give a whole number")
+    return value
+
+
 def read_sections(hardware: ClusterConfig, kinds: tuple[str, ...], precision: str) -> dict:
     """The keys of all sections, by their names as options of the launcher, with its defaults.
 
@@ -81,6 +90,8 @@ def read_sections(hardware: ClusterConfig, kinds: tuple[str, ...], precision: st
     options = vars(launch_command_parser().parse_args(["train.py"]))
     for name, (reader, prefixes, wanted) in SECTIONS.items():
         section = getattr(hardware, name)
+        if not isinstance(section, dict):
+            raise ValueError(f"{name} is {section!r}; give lines of the form 'key: value'")
         if section and reader not in (*kinds, precision):
             raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
         known = [option for option in options if option.startswith(prefixes)]
@@ -110,29 +121,36 @@ def read_hardware(path: Path) -> Layout:
 def check_hardware(hardware: ClusterConfig) -> Layout:
     """The layout that a YAML asks for; raises ValueError if it or this machine do not allow it."""
     kind = getattr(hardware.distributed_type, "value", "NO")  # NO without quotes is False
-    on_cpu = bool(str_to_bool(str(hardware.use_cpu)))
+    on_cpu = hardware.use_cpu
+    if not isinstance(on_cpu, bool):
+        raise ValueError(f"use_cpu is {on_cpu!r}; give true or false")
     precision = "no" if hardware.mixed_precision is None else hardware.mixed_precision
     if precision not in PrecisionType.list():
         choices = f"one of {', '.join(PrecisionType.list())}, in quotes"
         raise ValueError(f"mixed_precision is {one_line(precision, 60)}; give {choices}")
-    total, here = count_processes(hardware)
-    if (kind == "NO" and total > 1) or kind == "MULTI_CPU":
-        raise ValueError(
-            f"distributed_type {kind} starts 1 process, not {total}; see cpu_multi.yaml"
-        )
+    if not isinstance(hardware.gpu_ids, str | None):
+        raise ValueError(f"gpu_ids is {hardware.gpu_ids}; write it in quotes")
+    total, here, machines = count_processes(hardware)
+    if machines > 1 and not os.environ.get("LAUNCH_MAIN_PROCESS_IP", hardware.main_process_ip):
+        raise ValueError(f"num_machines is {machines}; give main_process_ip, machine 0's")
+    if kind == "MULTI_CPU":
+        raise ValueError("distributed_type MULTI_CPU is not supported; see cpu_multi.yaml")
+    if kind == "NO" and total > 1:
+        raise ValueError(f"distributed_type NO starts 1 process, not {total}; see cpu_multi.yaml")
     if on_cpu and kind != "NO":
         raise ValueError(f"use_cpu does not go with {kind}; see cpu_multi.yaml")
     kinds = (kind,) if kind in SHARDED else ()
     if hardware.parallelism_config and kind != "NO":
         kinds = (*kinds, "PARALLELISM_CONFIG")
     options = read_sections(hardware, kinds, precision)
-    sizes = {name: options[f"parallelism_config_{name}_size"] for name in AXES}
+    keys = {name: f"parallelism_config_{name}_size" for name in AXES}
+    sizes = {name: whole(key, options[key]) for name, key in keys.items()}
     layout = layout_of(total, 0, kinds, sizes)
     check_parallelism(layout, precision, options["fsdp_version"])
-    stage = options["zero_stage"]
-    if stage not in (None, 2, 3):
+    stage = str(options["zero_stage"])
+    if stage not in ("None", "2", "3"):
         raise ValueError(f"deepspeed_config: zero_stage is {one_line(stage, 60)}; give 2 or 3")
-    if options["offload_param_device"] == "cpu" and stage != 3:
+    if options["offload_param_device"] == "cpu" and stage != "3":
         raise ValueError("deepspeed_config: offload_param_device needs zero_stage 3")
     by_hostfile = options["deepspeed_multinode_launcher"] != "standard"
     if layout.deepspeed and hardware.num_machines > 1 and by_hostfile:
@@ -148,25 +166,19 @@ def check_hardware(hardware: ClusterConfig) -> Layout:
     return layout
 
 
-def count_processes(hardware: ClusterConfig) -> tuple[int, int]:
-    """The processes on all machines, and on this one; raises ValueError for what is wrong.
-
-    Options of samestep launch override the YAML.
-    """
-    processes = int(os.environ.get("LAUNCH_PROCESSES", hardware.num_processes))
-    machines = int(os.environ.get("LAUNCH_MACHINES", hardware.num_machines))
-    rank = int(os.environ.get("LAUNCH_MACHINE_RANK", hardware.machine_rank))
-    address = os.environ.get("LAUNCH_MAIN_PROCESS_IP", hardware.main_process_ip)
+def count_processes(hardware: ClusterConfig) -> tuple[int, int, int]:
+    """All processes, those of a machine, and the machines; options of samestep launch win."""
+    processes = whole("num_processes", hardware.num_processes, "LAUNCH_PROCESSES")
+    machines = whole("num_machines", hardware.num_machines, "LAUNCH_MACHINES")
+    rank = whole("machine_rank", hardware.machine_rank, "LAUNCH_MACHINE_RANK")
     if processes < 1 or machines < 1 or processes % machines:
-        given = "missing" if processes == -1 else processes
-        raise ValueError(f"num_processes is {given}; give a multiple of num_machines, {machines}")
-    if machines > 1 and not address:
-        raise ValueError(f"num_machines is {machines}; give main_process_ip, machine 0's")
+        shown = "missing" if processes == -1 else processes
+        raise ValueError(f"num_processes is {shown}; give a multiple of num_machines, {machines}")
     if machines > 1 and not 0 <= rank < machines:
         raise ValueError(f"machine_rank is {rank}; give one from 0 to {machines - 1}")
     # torchelastic takes the range from PET_NNODES, such as 2:4; accelerate has no option for it.
     elastic = os.environ.get("PET_NNODES", "1") if machines == 1 else "1"
-    return processes * int(elastic.rpartition(":")[2]), processes // machines
+    return processes * int(elastic.rpartition(":")[2]), processes // machines, machines
 
 
 def check_gpus(here: int, precision: str) -> None:

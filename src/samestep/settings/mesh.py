@@ -103,7 +103,7 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
     sizes = {name: int(axes.get(name) or 1) for name in AXES}
     product = math.prod(sizes.values())
     if "PARALLELISM_CONFIG" in kinds and product != processes:
-        named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
         raise ValueError(
             f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
             f"num_processes is {processes}; make them equal"
