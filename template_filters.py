@@ -21,10 +21,11 @@ OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 QUESTIONS = [name for name in OWN if not name.startswith("_")]
 MAX_LENGTH = 60
 JINJA = re.compile(r"\{[{%#]")
-# A distribution of one of these names would hide what the project imports.
-PACKAGES = "accelerate datasets numpy peft pytest samestep torch trackio transformers wandb"
+# A distribution of one of these names would hide what the project needs.
+NEEDED = (ROOT / FOLDER / "pyproject.toml").read_text(encoding="utf-8")
+PACKAGES = [name.replace("-", "_") for name in re.findall(r'"([\w-]+)[>=]=', NEEDED)]
 OWN_NAMES = [path.stem.lower() for path in (ROOT / FOLDER).iterdir()]
-TAKEN = {*sys.stdlib_module_names, *keyword.kwlist, *PACKAGES.split(), *OWN_NAMES}
+TAKEN = {*sys.stdlib_module_names, *keyword.kwlist, *PACKAGES, "pip", *OWN_NAMES}
 
 
 def default_slug(name):
@@ -83,7 +84,7 @@ def check_slug(slug):
         problem = "is not a plain name (a-z, 0-9, _ and -; first a letter, last no _ or -)"
         refuse("project_slug", slug, problem, advice)
     if is_taken(slug):
-        refuse("project_slug", slug, "is the name of a Python module or keyword", advice)
+        refuse("project_slug", slug, "is the name of a Python module, package or keyword", advice)
 
 
 def choose(wrong, names):

@@ -37,7 +37,8 @@ def newest(output):
 
 @pytest.mark.parametrize("cluster", FILES)
 def test_files_are_those_of_the_cluster(tmp_path, cluster):
-    project = bake(tmp_path, cluster=cluster, project_slug="my_own-project").path
+    slug = f"my_own-{'a' * 42}_b"  # _ is the 50th character
+    project = bake(tmp_path, cluster=cluster, project_slug=slug).path
     assert (project / "cluster").exists() == (cluster != "none")
     assert sorted(path.name for path in project.glob("cluster/*")) == FILES[cluster]
     readme = (project / "README.md").read_text(encoding="utf-8")
@@ -48,7 +49,9 @@ def test_files_are_those_of_the_cluster(tmp_path, cluster):
         subprocess.run(["bash", "-n", project / "cluster" / "slurm.sbatch"], check=True)
     if cluster == "all":  # whose names have no underscores
         for item in yaml.safe_load_all((project / "cluster" / "kubernetes.yaml").read_text()):
-            assert item["metadata"]["name"] == "my-own-project"
+            assert item["metadata"]["name"] == slug.replace("_", "-")
+        sky = yaml.safe_load((project / "cluster" / "skypilot.yaml").read_text())
+        assert sky["name"] == f"my-own-{'a' * 42}"  # at most 50 characters, the last no hyphen
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
