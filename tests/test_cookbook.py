@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from conftest import (
     ROOT,
     SOURCE,
     BakedProject,
+    bake,
     digest,
     lines,
     make_tiny,
@@ -26,20 +28,27 @@ from conftest import (
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
 # It takes most of the time.
 NO_PICTURE = "from samestep.report import curves; curves.draw = lambda *_: 'none'"
-# The tiny task with a head called as those of real models, and with more rows to evaluate on.
+# The tiny task with a head called as those of real models, and with other rows to evaluate on.
 MORE = """
 
-numbered = build_model
+numbered, Tiny, tiny_views = build_model, TaskConfig, views
+
+
+@dataclass
+class TaskConfig(Tiny):
+    validation_data: str = ""
+
+
+def views(cfg: TaskConfig) -> tuple:
+    train, validation = tiny_views(cfg)
+    is_other = cfg.validation_data == "data/other.jsonl"
+    return train, Numbers(cfg, 900, 13, 0.0) if is_other else validation
 
 
 def build_model(cfg: TaskConfig) -> torch.nn.Module:
     model = numbered(cfg)
     model._modules["classifier"] = model._modules.pop("3")
     return model
-
-
-def other_dataset(cfg: TaskConfig) -> Numbers:
-    return Numbers(cfg, 900, 13, 0.0)
 """
 
 
@@ -80,13 +89,14 @@ def cook(base, heading, folder):
 # share with one; without numbers the bytes are shared.
 MOMENTS = ["--save_every", 1, "--keep_checkpoints", 0]
 SGD = [*MOMENTS, "--learning_rate", 0.1, "--task.poisoned", 9]  # in the first step, and each epoch
+OWN = ["--task.validation_data", "own"]
 EXACT = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
 RUNS = {
     "An average of the weights (EMA)": (["--ema_decay", 0.7, *MOMENTS], 6, ("loss", "eval_loss")),
     "Another optimizer": (SGD, 6, None),
     "Muon": (EXACT, 6, ()),
     "The head first, then all": (["--head_steps", 5, *MOMENTS], 3, ("loss", "grad_norm")),
-    "A second set to evaluate on": ([], 4, ("loss", "other_loss", "other_rows")),
+    "A second set to evaluate on": (OWN, 4, ("loss", "other_loss", "other_rows")),
     "A learning rate for each layer": (["--layer_decay", 0.5, "--save_every", 1], 4, None),
     "The gradient noise scale": (["--log_every", 3], 4, ("loss", "noise_scale")),
 }
@@ -262,7 +272,8 @@ def test_the_head_is_trained_alone_and_then_all(cooked):
 @pytest.mark.slow
 def test_a_second_set_is_evaluated_and_changes_nothing(cooked):
     project, _, whole = cooked("A second set to evaluate on")
-    other = task_of(project).other_dataset(task_of(project).TaskConfig())
+    task = task_of(project)
+    other = task.views(task.TaskConfig(validation_data="data/other.jsonl"))[1]
     evaluated = lines(whole, "eval_loss")
     assert [line["step"] for line in evaluated] == [4, 8, 12]
     for line in evaluated:
@@ -271,6 +282,24 @@ def test_a_second_set_is_evaluated_and_changes_nothing(cooked):
         assert line["other_loss"] == pytest.approx(eval_loss(project, state, other), rel=1e-6)
         assert (line["rows"], line["other_rows"]) == (11, 13)
     assert "other_loss" in (whole / "model" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_second_set_of_a_language_model_has_the_tokens_of_the_first(tmp_path):
+    """Its tokenizer is trained on the training rows: the same validation rows have one loss."""
+    base = bake(tmp_path / "baked", task="causal_lm", tracker="none")
+    project = cook(base, "A second set to evaluate on", tmp_path / "project")
+    (project.path / "data").mkdir()
+    for name, rows in {"train": range(60), "own": range(60, 70), "other": range(60, 70)}.items():
+        texts = [json.dumps({"text": f"row {i}: {[*range(i, i + 40)]}"}) for i in rows]
+        (project.path / "data" / f"{name}.jsonl").write_text("\n".join(texts))
+    flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 2, "--task.vocab_size", 300]
+    flags += ["--task.data", "data/train.jsonl", "--output_dir", "runs/own"]
+    said = project.train(1, *flags, codes=[2], before=NO_PICTURE)
+    assert "give --task.validation_data, besides data/other.jsonl" in said
+    project.train(1, *flags, "--task.validation_data", "data/own.jsonl", before=NO_PICTURE)
+    (line,) = lines(project.path / "runs" / "own", "other_loss")
+    assert line["other_loss"] == line["eval_loss"] > 0
 
 
 @pytest.mark.slow
