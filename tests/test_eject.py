@@ -14,8 +14,10 @@ SAMESTEP = ("python", "-m", "samestep")
 def ejected(tmp_path_factory):
     """A project whose owner has ejected the library, and changed a line of it."""
     project = bake(tmp_path_factory.mktemp("ejected"), tracker="none")
+    (project.path / ".samestep.partial" / "old").mkdir(parents=True)  # of a copy that was cut short
     said = project.run(*SAMESTEP, "eject").stdout
     assert said.startswith("samestep/ has the library's ") and said.count("\n") == 1
+    assert not (project.path / "samestep" / "old").exists()
     console = project.path / "samestep" / "base" / "console.py"
     text = console.read_text()
     line = "tqdm.write(escaped(text"
@@ -35,6 +37,7 @@ def test_words_that_are_no_verb_are_refused(ejected):
 def test_eject_overwrites_nothing(ejected):
     result = ejected.run(*SAMESTEP, "eject", check=False)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert not (ejected.path / ".samestep.partial").exists()
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ PLACE = "num_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_proce
         (PLACE, "--machine_rank=0 --main-process-port 8", "0 2 10.0.0.1 8"),
         ("main_process_ip: a\n", "--num-machines 2 --machine-rank 1", "1 2 a 29500"),
         (PLACE, "--rdzv_backend c10d", None),
+        (f"{PLACE}\nrdzv_backend: c10d", "", None),
         (None, "", None),
     ],
 )

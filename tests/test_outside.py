@@ -69,6 +69,17 @@ def test_an_input_without_an_answer_is_named_and_the_others_are_answered(models)
     assert first == last and len(first) == 2 and none == {"input": inputs[1]}
 
 
+def test_a_score_that_is_nan_is_no_answer(models, monkeypatch):
+    result = programs.run(predict, models, "--model", "lm", "--tokens", "0", "one")
+    assert result.returncode == 2 and "no answer to one: ValueError: " in result.stderr
+    monkeypatch.setattr(predict, "ask", lambda given, *_: {"value": float(given)})
+    flags = ["--model", "classes", "--json"]
+    result = programs.run(predict, models, *flags, "1", "nan", "2")
+    assert result.returncode == 2 and "no answer to nan: ValueError: " in result.stderr
+    answers = [*map(json.loads, result.stdout.splitlines())]
+    assert answers == [{"input": "1", "value": 1}, {"input": "nan"}, {"input": "2", "value": 2}]
+
+
 # ---- Its models ----------------------------------------------------------------------------------
 
 

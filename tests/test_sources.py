@@ -309,7 +309,6 @@ def test_no_task_reads_test_data(tmp_path, capsys):
 
 
 def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
-    assert sources.LONGEST_PERIOD == contract.LONGEST_PERIOD
     said = "task.data: the weights 50001, 50000 are too fine; give .* sum of at most 100,000"
     task = load_task("causal_lm")
     with pytest.raises(ValueError, match=said):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 from types import SimpleNamespace
 
@@ -191,9 +192,9 @@ def test_an_online_run_gets_what_the_server_does_not_have(tmp_path):
 def test_other_trackers_get_the_same_losses(tiny, tmp_path):
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-    output, store = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    output, store = tmp_path / "my runs" / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
     printed = tiny.train(1, "--output_dir", output, "--tracker", "tensorboard")
-    folder = printed.split("tensorboard --logdir ")[1].split("`")[0]
+    (folder,) = shlex.split(printed.split("tensorboard --logdir ")[1].split("`")[0])
     events = EventMultiplexer().AddRunsFromDirectory(folder)
     events.Reload()
     assert [*events.Runs()] == ["run"]  # called as its folder is, and one entry

@@ -16,8 +16,8 @@ from pydantic import Field
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
 from samestep.data import hub
+from samestep.settings.contract import LONGEST_PERIOD
 
-LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
 HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
 ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 Lanes = Annotated[int, Field(ge=1, le=65_536)]

@@ -10,9 +10,11 @@ import shutil
 from pathlib import Path
 
 from samestep.base.console import protect_output
+from samestep.base.files import remove
 from samestep.programs import make_parser
 
 SOURCE = Path(__file__).resolve().parents[1]
+PARTIAL = Path(".samestep.partial")  # Python would import a copy that is cut short
 
 
 def main() -> None:
@@ -22,8 +24,12 @@ def main() -> None:
     parser.parse_args()
     if not Path("train.py").is_file():
         parser.error(f"there is no train.py in {Path.cwd()}; start it in a project's folder")
+    if Path("samestep").exists():
+        parser.error("samestep/ is there already; move it away")
     try:
-        shutil.copytree(SOURCE, "samestep", ignore=shutil.ignore_patterns("__pycache__"))
+        remove(PARTIAL)
+        shutil.copytree(SOURCE, PARTIAL, ignore=shutil.ignore_patterns("__pycache__"))
+        PARTIAL.rename("samestep")
     except OSError as error:
         parser.error(f"cannot write samestep/: {error}")
     print("samestep/ has the library's files, which run from now on; commit them")

@@ -43,6 +43,7 @@ IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
 def read_options(launcher: list[str]) -> argparse.Namespace:
     """The launcher's options that matter here; None for those that are not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda problem: parser.exit(2, f"samestep launch: {problem}\n")
     for name in ("config_file", "rdzv_backend", "num_processes", "max_restarts", *PLACE):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(launcher)[0]
@@ -59,7 +60,7 @@ def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
         place |= {name: value for name, value in vars(known).items() if value is not None}
         machines, rank = int(place.get("num_machines", 1)), int(place.get("machine_rank", 0))
         host, port = place.get("main_process_ip"), int(place.get("main_process_port") or 29500)
-        static = known.rdzv_backend in (None, "static")
+        static = place.get("rdzv_backend") in (None, "static")
         if static and machines > 1 and 0 <= rank < machines and host:
             return {"LAUNCH_RENDEZVOUS": f"{rank} {machines} {host} {port}"}
     return {}
@@ -134,7 +135,7 @@ def main() -> int:
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     launcher, program = words[:start], words[start:]
     if not program and {"--help", "-h"} & {*words}:
-        print(__doc__)
+        print(__doc__ or "samestep launch OPTIONS_OF_ACCELERATE train.py FLAGS")
         return 0
     if not program:
         print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)

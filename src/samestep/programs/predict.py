@@ -6,7 +6,8 @@
     printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
 
 Line n of the output answers line n of the input. A blank line stays blank. So does one without an
-answer: its error is named, and the exit code is 2. `transformers chat runs/NAME/model` is a chat.
+answer: its error is named, and the exit code is 2. For a chat: pip install "transformers[serving]",
+`transformers serve runs/NAME/model`, and in another shell `transformers chat runs/NAME/model`.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def load_pipeline(folder: Path, task: str) -> Any:
 def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The text, the value or the classes that the model answers."""
     config = pipe.model.config
-    limit = {"max_new_tokens": arguments.tokens} if arguments.tokens else {}
+    limit = {"max_new_tokens": arguments.tokens} if arguments.tokens is not None else {}
     if pipe.task == TEXT_TO_TEXT:
         source = getattr(config, "source_prefix", "") + given
         inputs = pipe.tokenizer(source, truncation=True, return_tensors="pt")
@@ -106,15 +107,16 @@ def predict(arguments: argparse.Namespace) -> int:
         raise ValueError(f"cannot load {folder}: {error}") from None
     code = 0
     for given in inputs:
-        answer = {}
         try:
             answer = ask(given, pipe, arguments) if given.strip() else {}
+            json.dumps(answer, allow_nan=False)  # raises for a score that is NaN
         except Exception as error:
+            answer = {}
             code = 2
             told = f"no answer to {one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
             print(f"samestep predict: {told}", file=sys.stderr)
         if arguments.json:
-            print(json.dumps({"input": given, **answer}, allow_nan=False), flush=True)
+            print(json.dumps({"input": given, **answer}), flush=True)
         elif task == "text-generation" and answer:
             print(escaped(given + answer["text"], KEPT), flush=True)
         else:

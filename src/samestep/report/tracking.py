@@ -160,8 +160,8 @@ def show(name: str, value: object) -> str:
     return f"{name} {value}" if isinstance(value, str) else f"{name} {value:.5g}"
 
 
-def check_tracker(tracker: str, offline: bool) -> None:
-    """Raises ValueError if the tracker is not installed, or W&B refuses its key."""
+def check_tracker(tracker: str, project: str, offline: bool) -> None:
+    """Raises ValueError if the tracker is not installed, or W&B refuses the project or its key."""
     # Of a killed run W&B's file lacks the last second, and not the last 15.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
     if tracker != "none" and not importlib.util.find_spec(tracker):
@@ -169,6 +169,13 @@ def check_tracker(tracker: str, offline: bool) -> None:
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
             "--tracker none"
         )
+    if tracker == "wandb" and (len(project) > 128 or re.search(r"[/\\#?%:]", project)):
+        name = "a name of at most 128 characters, without / \\ # ? % and :"
+        team = "a team in the environment variable WANDB_ENTITY"
+        raise ValueError(f"project is {one_line(repr(project), 60)}; give {name}; {team}")
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if tracker == "wandb" and mode not in "online offline disabled dryrun run shared".split():
+        raise ValueError(f"WANDB_MODE is {one_line(mode, 60)}; give online, offline or disabled")
     if tracker == "wandb" and IS_MAIN and not offline:
         log_in_to_wandb()
 
@@ -198,11 +205,12 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         options = {"name": one_line(output.name, 100), "resume": "allow"}
         with SILENCE:
             accelerator.init_trackers(project, config, {"trackio": options})
-        print_on_main(f"trackio: `trackio show --project {project}` shows the run")
+        print_on_main(f"trackio: `trackio show --project {shlex.quote(project)}` shows the run")
     else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
         accelerator.init_trackers("")
         accelerator.log({"config": "".join(f"    {n}: {v}\n" for n, v in config.items())})
-        print_on_main(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
+        runs = shlex.quote(str(output.parent))
+        print_on_main(f"TensorBoard: `tensorboard --logdir {runs}` shows the runs")
 
 
 def end_tracker(accelerator: "Accelerator") -> None:
@@ -244,12 +252,13 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("*", step_metric="step")
     folder = Path(run.dir).parent
-    runs, sync = f"offline-run-*-{run.id}*", f"wandb sync {folder}"
+    shown = shlex.quote(str(folder))
+    runs, sync = f"offline-run-*-{run.id}*", f"wandb sync {shown}"
     if len([*folder.parent.glob(runs)]) > 1:
         # One by one: a folder that a kill has left incomplete ends the sync of those after it.
         runs = f"{shlex.quote(str(folder.parent))}/{runs}"
         sync = f'for run in {runs}; do wandb sync "$run"; done'
-    hint = f"`wandb leet {folder}` shows the run, `{sync}` uploads it"
+    hint = f"`wandb leet {shown}` shows the run, `{sync}` uploads it"
     print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
 
 

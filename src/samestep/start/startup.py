@@ -514,7 +514,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
-        tracking.check_tracker(cfg.tracker, cfg.offline)
+        tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
         resume_point = ResumePoint(cfg.max_steps)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             # Before the data, whose preparation may take hours.
