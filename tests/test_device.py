@@ -127,6 +127,9 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
     assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert device.count_workers(None, images, cuda) == 1
+    monkeypatch.delattr(device.os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(device.os, "cpu_count", lambda: 16)
+    assert device.cores_per_process() == 2
 
 
 def test_batch_norm_is_synchronized_over_gpus_with_equal_shares(monkeypatch):

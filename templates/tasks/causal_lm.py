@@ -5,7 +5,6 @@ gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -103,7 +102,6 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     size = rows["train"].data.nbytes
-    cores = min(len(os.sched_getaffinity(0)), size // 10**6)
     packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
     tokens = rows.map(
         formats.tokenize,
@@ -111,7 +109,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         batched=True,
         batch_size=min(100, 1 + 2 * 10**6 * len(rows["train"]) // size),  # 2 MB at most
         remove_columns=rows["train"].column_names,
-        num_proc=cores if cores > 1 else None,
+        num_proc=cfg.num_proc(size // 10**6),
     )
     if packed:
         for name, split in tokens.items():

@@ -4,7 +4,6 @@ train.py calls these functions; docs/task.md says what each gets and returns. On
 gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +101,11 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """`square`, uint8 (side * side * 3,), decoded once, and `label`, int64. Where squares take too
     much disk, `path` or `bytes` in their place."""
     rows, options = image_rows.read_rows(cfg, folder)
-    cores = min(len(os.sched_getaffinity(0)), len(rows["train"]) // 100)
     decoded = rows.map(
         image_rows.decode,
         batched=True,
         batch_size=100,
-        num_proc=cores if cores > 1 else None,
+        num_proc=cfg.num_proc(len(rows["train"]) // 100),
         **options,  # the size of squares, and the columns
     )
     return image_rows.check_decoded(decoded, cfg)

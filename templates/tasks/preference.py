@@ -4,7 +4,6 @@ train.py calls these functions; docs/task.md says what each gets and returns. On
 gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -102,14 +101,13 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of each prompt with its chosen and rejected answer, and masks of the answers."""
     pairs = preferences.load_pairs(cfg)
     tokenizer = preferences.prepare_tokenizer(cfg, folder, pairs["train"])
-    cores = min(len(os.sched_getaffinity(0)), pairs["train"].data.nbytes // 10**6)
     tokens = pairs.map(
         preferences.tokenize,
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
         batched=True,
         batch_size=100,
         remove_columns=pairs["train"].column_names,
-        num_proc=cores if cores > 1 else None,
+        num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
     )
     return preferences.keep_different(tokens, cfg.max_length)
 

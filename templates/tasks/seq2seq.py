@@ -4,7 +4,6 @@ train.py calls these functions; docs/task.md says what each gets and returns. On
 gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,12 +88,11 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     their texts."""
     rows = pairs.read_rows(cfg)
     tokenizer = pairs.prepare_tokenizer(cfg, folder, rows["train"])
-    cores = min(len(os.sched_getaffinity(0)), rows["train"].data.nbytes // 10**6)
     tokens = rows.map(
         tokenize,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
         batched=True,
-        num_proc=cores if cores > 1 else None,
+        num_proc=cfg.num_proc(rows["train"].data.nbytes // 10**6),
     )
     lengths = {"input_ids": cfg.max_source_length, "labels": cfg.max_target_length}
     tokenizing.say_lengths(tokens, lengths)

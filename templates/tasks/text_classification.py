@@ -4,7 +4,6 @@ train.py calls these functions; docs/task.md says what each gets and returns. On
 gets what prepare_data returned, loaded from its folder, data.folder.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -90,13 +89,12 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     rows = labelled.read_rows(cfg, folder)
     tokenizer = labelled.prepare_tokenizer(cfg, folder, rows["train"])
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
-    cores = min(len(os.sched_getaffinity(0)), rows["train"].data.nbytes // 10**6)
     tokens = rows.map(
         tokenize,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
         batched=True,
         remove_columns=[*texts, "place"],
-        num_proc=cores if cores > 1 else None,
+        num_proc=cfg.num_proc(rows["train"].data.nbytes // 10**6),
     )
     tokenizing.say_lengths(tokens, {"input_ids": cfg.max_length})
     return tokens

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
+from samestep.base.workers import count_cores
 from samestep.data import hub
 from samestep.settings.contract import LONGEST_PERIOD
 
@@ -63,6 +64,12 @@ class DataConfig:
     """Rows without a text, label or answer: end the run, or count and skip them."""
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Folder for prepared data; each combination of data and settings has a subfolder."""
+
+    def num_proc(self, parts: int) -> int | None:
+        """Processes for `map` of a dataset: one for each part, at most the number of cores; None:
+        this process alone."""
+        number = min(count_cores(), parts)
+        return number if number > 1 else None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from accelerate.utils import (
 )
 
 from samestep.base.console import print_on_main
+from samestep.base.workers import count_cores
 from samestep.settings.accelerate_yaml import without_gpu
 from samestep.settings.mesh import this_layout
 
@@ -123,8 +124,7 @@ def allow_tf32(allowed: bool) -> None:
 
 def cores_per_process() -> int:
     """Cores of this machine for each of its training processes, at least 1."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(cores, 1)
+    return max(count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
 def use_cpu() -> bool:

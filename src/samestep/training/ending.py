@@ -20,6 +20,7 @@ from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.base.files import replace_text
 from samestep.base.preflight import LAUNCHED
+from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error, attempt, catch
@@ -108,7 +109,7 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
     output.mkdir(exist_ok=True)
     device = run.accelerator.device
     if run.ranks.layout.sharded:  # gathered on the CPU; the other processes have left their cores
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(count_cores())
         if device.type == "cuda":
             saver.state.optimizer.state.clear()  # training is over
             torch.cuda.empty_cache()
