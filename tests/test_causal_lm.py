@@ -11,9 +11,10 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT
-from samestep.text import sequences
+from samestep.text import formats, sequences
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -65,6 +66,14 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, 
     for samples in (False, True):
         answer = loaded.generate(**inputs, max_new_tokens=5, do_sample=samples)
         assert answer.shape == (1, 8) and answer.max() < used
+
+
+def test_ids_may_be_larger_than_the_number_of_tokens():
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[U]")
+    found = formats.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
+    assert found["input_ids"][0].tolist() == [0, 70_000, 1]
 
 
 def test_text_of_any_bytes_survives(kit, prepare):

@@ -37,6 +37,9 @@ FORMS = [
     ([USER], [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
     ([SYSTEM, USER], "2", "3", ([SYSTEM, USER], [RIGHT], [WRONG])),
     ("1 + 1?", [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
+    ([SYSTEM, USER], [USER, RIGHT], [USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
+    (TURNS, [TURNS[2], RIGHT], [TURNS[2], WRONG], (TURNS, [RIGHT], [WRONG])),
+    ([USER], [SYSTEM, USER, RIGHT], [SYSTEM, USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
     (None, [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
     (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
@@ -60,6 +63,7 @@ MISTAKES = [
     (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),
     ("a", "b", [RIGHT], ValueError, "one of chosen and rejected is text, and the other has"),
     ("other", [USER, RIGHT], [USER, WRONG], ValueError, "chosen: begins with another prompt than"),
+    (TURNS[1:], [SYSTEM, TURNS[2], RIGHT], [WRONG], ValueError, "chosen: begins with another"),
     (None, [USER, RIGHT], [SYSTEM, USER, RIGHT], ValueError, "begin with different messages"),
 ]
 

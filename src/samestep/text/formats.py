@@ -351,7 +351,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), source))
-    dtype: Any = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    dtype = tokenizing.id_type(tokenizer)
     result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
     result["source"] = [source for _, source in found]
     if with_masks:

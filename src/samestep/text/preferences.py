@@ -160,10 +160,13 @@ def split_chats(
         try:
             found = chats.read_messages(messages, names)
             asked = [*takewhile(lambda message: message["role"] != "assistant", found)]
-            if prompt and prompt != found[: len(prompt)] and prompt[-1] not in asked:
-                if 0 < len(asked) < len(found):
+            if prompt and prompt != found[: len(prompt)]:
+                if found[:1] == prompt[-1:]:  # its last message alone is repeated
+                    found = [*prompt[:-1], *found]
+                elif not asked or len(asked) == len(found):
+                    found = [*prompt, *found]
+                elif len(prompt) > 1 or prompt[0] not in asked:
                     raise ValueError("begins with another prompt than the prompt of its row")
-                found = [*prompt, *found]
             chat = {"messages": found, "tools": tools}
             chats.normalize_chat(chat, names=names)
         except ValueError as error:
@@ -223,7 +226,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[st
     Raises ValueError for a chat template that fails or leaves out a part.
     """
     shown: set = set()  # kinds of chats that the template was found to show
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    dtype = tokenizing.id_type(tokenizer)
     found: dict[str, list] = {name: [] for name in (*TOKENS, *NOTES)}
     names = [*batch]
     for values in zip(*batch.values(), strict=True):

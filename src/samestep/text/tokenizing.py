@@ -201,6 +201,12 @@ def learn_vocabulary(
 # ---- Tokens and loss masks -----------------------------------------------------------------------
 
 
+@cache
+def id_type(tokenizer: Any) -> Any:
+    """The smallest type for the token ids, of which the largest may be more than the number."""
+    return np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32
+
+
 def begin_tokens(tokenizer: Any) -> list[int]:
     """The begin-of-text token where the tokenizer puts one before a text; else an empty list."""
     return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
