@@ -121,6 +121,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, cores, small_spans, en
     assert both(path) == sorted(TEXTS)
     if path.name == "a.jsonl":  # many programs name such a file .json
         assert both(path.rename(tmp_path / "a.json")) == sorted(TEXTS)
+        write(path, ["one line"]).rename(tmp_path / "b.json")
+        assert both(tmp_path) == sorted([*TEXTS, "one line"])
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".txt", ".parquet"])
@@ -148,6 +150,16 @@ def test_values_stay_as_they_are_written(tmp_path, cores, ending):
     assert both(write(tmp_path / f"a{ending}", content)) == sorted(odd)
 
 
+def test_columns_that_are_not_read_may_be_of_any_type(tmp_path, cores, capsys):
+    maps = pyarrow.array([[("a", "b")]] * 40, pyarrow.map_("string", "string"))
+    table = pyarrow.table({"text": TEXTS, "maps": maps})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert both(tmp_path / "a.parquet") == sorted(TEXTS)
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "\\ud800": 1}\n{"text": "b"}\n')
+    assert both(tmp_path / "a.jsonl") == ["a", "b"]
+    assert "from text (not read: ?)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name, content, said",
     [
@@ -161,6 +173,7 @@ def test_values_stay_as_they_are_written(tmp_path, cores, ending):
         ("a.json", b'[{"text": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text" "y"}', "line 3: invalid JSON at column 9"),
         ("a.jsonl", b'{"body": "x", "kind": 1}\n', "no column text among body, kind; name the"),
+        ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "line 1: a number has more than 4,300 dig"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "line 90001: byte 0xff is not UTF-8"),
     ],
@@ -292,6 +305,19 @@ def test_rows_of_a_group_are_on_one_side(tmp_path, cores, ending):
     assert found[100] == found[200]
     with pytest.raises(ValueError, match="no column doctor among text, patient; .*group_column"):
         load(path, group_column="doctor")
+
+
+def test_a_group_is_one_in_files_with_other_types(tmp_path, cores):
+    """pandas writes 1.0 for 1 where a column has nulls, and NaN for null."""
+    write(tmp_path / "a.jsonl", [{"text": f"a {i}", "patient": i % 23} for i in range(100)])
+    floats = [{"text": f"b {i}", "patient": float(i % 23)} for i in range(100)]
+    write(tmp_path / "b.parquet", floats)
+    split = load(tmp_path, group_column="patient")
+    sides = [{int(text.split()[1]) % 23 for text in texts(side)} for side in split]
+    assert sides[0] and sides[1] and not sides[0] & sides[1]
+    write(tmp_path / "b.jsonl", [*floats, {"text": "x", "patient": float("nan")}])
+    with pytest.raises(ValueError, match="b.jsonl, line 101: the group is NaN"):
+        load(tmp_path / "b.jsonl", group_column="patient")
 
 
 def test_mixtures_are_in_the_order_of_the_config(tmp_path, cores, small_spans):

@@ -514,7 +514,7 @@ def test_small_shards_show_all_their_classes(tmp_path):
     assert {*found.values()} == {2} and len(found) > 50
 
 
-def test_an_empty_shard_of_chats_is_passed_over(tmp_path):
+def test_an_empty_shard_of_chats_is_passed_over_or_named(tmp_path):
     _, _, row = ROWS["chats"]
     for number in range(4):
         write_rows(
@@ -525,6 +525,9 @@ def test_an_empty_shard_of_chats_is_passed_over(tmp_path):
     found, _ = streamed_rows(
         "causal_lm", tmp_path / "all", context_length=64, validation_data=str(given)
     )
+    fields = {"context_length": 64, "validation_data": str(tmp_path / "all" / "part-2.jsonl")}
+    with pytest.raises(ValueError, match="no rows in part-2.jsonl, to evaluate on: remove it, or"):
+        streamed_rows("causal_lm", tmp_path / "all", **fields)
     assert found["part-2.jsonl"] == 0 and min(found[f"part-{n}.jsonl"] for n in (0, 1, 3)) > 5
 
 

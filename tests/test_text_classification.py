@@ -2,20 +2,23 @@
 
 import itertools
 import json
+import os
 import re
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score
 
 from conftest import lines
-from samestep.data import demo_data, labels
+from samestep.data import demo_data, labels, readers
 from samestep.data import prepared as prepared_data
 from samestep.settings import contract
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
+TEXTS = [f"text {i}" for i in range(40)]
 ROWS = [
     (f"the {words[i % 5]} and the {words[(i // 5 + 1) % 5]} number {i}", name)
     for i in range(40)
@@ -42,18 +45,53 @@ def test_numbers_and_truths_are_classes_too(kit, prepare, tmp_path, kind, labels
     assert sum(map(len, parts)) == sum(row[1] in labels[: len(names)] for row in rows)
 
 
-def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp_path):
-    """Below the folder of a split, if there are some."""
-    for i, split, name in itertools.product(range(3), ("train", "test"), ("pos", "neg")):
+def test_texts_lie_in_the_folder_of_their_class(kit, prepare, tmp_path, monkeypatch):
+    """Below that of a split, if there is one; its name may be Latin-1. A large file is a row."""
+    names = [os.fsdecode(name) for name in (b"caf\xe8", b"caf\xe9")]
+    monkeypatch.setattr(readers, "DOCUMENT", 4)
+    for i, split, name in itertools.product(range(3), ("train", "test"), names):
         (tmp_path / "a" / split / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "a" / split / name / f"{i}.txt").write_text(f"text {i} of {name}")
+        (tmp_path / "a" / split / name / f"{i}.txt").write_text(f"text {i} of {name!a}")
     _, prepared, parts = prepare(tmp_path / "a")
-    assert labels.read(prepared.folder)["names"] == ["neg", "pos"]
+    assert labels.read(prepared.folder)["names"] == ["caf\\xe8", "caf\\xe9"]
+    assert prepare(tmp_path / "a")[1].folder == prepared.folder
     assert sum(map(len, parts)) == 6
-    (tmp_path / "a" / "test").rename(tmp_path / "a" / "train" / "pos" / "part")
-    file = tmp_path / "a/train/pos/part/neg/0.txt"
-    said = f"{file} is not in the folder of its class; it should be {tmp_path}/a/CLASS/0.txt"
+    (tmp_path / "a" / "test").rename(tmp_path / "a" / "train" / names[0] / "part")
+    for path in [*(tmp_path / "a" / "train" / names[0] / "part").rglob("*.txt")]:
+        path.rename(path.with_suffix(".TXT"))
+    file = tmp_path / "a" / "train" / names[0] / "part" / names[0] / "0.TXT"
+    said = f"{file} is not in the folder of its class; it should be {tmp_path}/a/CLASS/0.TXT"
     assert refusal(kit, kit.config(tmp_path, tmp_path / "a")) == f"task.data: {said}"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_class_of_minus_1_is_none(prepare, tmp_path, several):
+    """As `datasets` says it, for example of SNLI."""
+    kind = datasets.ClassLabel(names=["no", "yes"])
+    values = [[i % 2, -1] if several else i % 3 - 1 for i in range(30)]
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:30], "label": values})
+    rows = rows.cast_column("label", datasets.List(kind) if several else kind)
+    rows.to_parquet(tmp_path / "a.parquet")
+    fields = {"problem_type": SEVERAL} if several else {"incomplete_rows": "skip"}
+    _, prepared, parts = prepare(tmp_path / "a.parquet", **fields)
+    assert labels.read(prepared.folder)["names"] == ["no", "yes"]
+    assert sum(map(len, parts)) == (30 if several else 20)
+    assert not several or {row["labels"].sum() for part in parts for row in part} == {1}
+
+
+REFUSED = [
+    ([[1, 0, 0]], "line 1: the label [1, 0, 0] is a vector of 0 and 1, or repeats one; give names"),
+    ([[False, True, False]], "line 1: the label [False, True, False] is a vector of 0 and 1"),
+    ([["a"], [0.0, 0.0, 1.0]], "line 2: the label [0.0, 0.0, 1.0] is a vector of 0 and 1"),
+    ([True, False, "true"], "has the labels True and true: write one"),
+]
+
+
+@pytest.mark.parametrize("values, said", REFUSED)
+def test_labels_that_are_not_what_they_seem_are_refused(kit, tmp_path, values, said):
+    rows = [(f"text {i}", values[i % len(values)]) for i in range(9)]
+    fields = {"problem_type": SEVERAL} if isinstance(values[0], list) else {}
+    assert said in refusal(kit, kit.config(tmp_path, kit.write(tmp_path, rows), **fields))
 
 
 def labels_in(prepared, parts):

@@ -79,11 +79,11 @@ def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
 
 
 def name_classes(row: dict[str, Any], class_names: dict[str, list[str] | None]) -> dict[str, Any]:
-    """The row with names in place of the numbers of classes."""
+    """The row with names in place of the numbers of classes; -1, no class, becomes None."""
     for column, value in row.items():
-        names = class_names[column]
+        names = class_names.get(column)
         if names and isinstance(value, list):
-            row[column] = [names[i] for i in value]
-        elif names and isinstance(value, int) and value >= 0:
-            row[column] = names[value]
+            row[column] = [names[i] for i in value if i >= 0]
+        elif names and isinstance(value, int):
+            row[column] = names[value] if value >= 0 else None
     return row

@@ -81,6 +81,10 @@ def parse_label(value: Any, problem_type: str) -> Any:
         return parse_class(value)
     if isinstance(value, str) and not bracketed:
         parts = value.split(";")
+    if isinstance(parts, list) and all(part in (0, 1) for part in parts):
+        if len({*parts}) < len(parts):
+            hint = "give names, or a column for each label with --task.label_columns"
+            raise ValueError(f"the label {shown} is a vector of 0 and 1, or repeats one; {hint}")
     if parts is not None and all(isinstance(part, str | int) for part in parts):
         return sorted({str(part).strip() for part in parts} - {""})
     raise ValueError(f"the label is {shown}, not a list of names, or text with ; between")
@@ -194,8 +198,9 @@ def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
     columns = split_names(cfg.label_columns)
     found = {*np.unique(label_lists(rows)[0])}
     for name in sorted(found) if not columns else ():
-        if f"{name}.0" in found:
-            raise ValueError(f"task.data: {cfg.data} has the labels {name} and {name}.0: write one")
+        other = name.lower() if name in ("False", "True") else f"{name}.0"
+        if other in found:
+            raise ValueError(f"task.data: {cfg.data} has the labels {name} and {other}: write one")
     names = columns or sorted(found)
     if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)

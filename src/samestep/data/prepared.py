@@ -204,7 +204,7 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
                 "identity": identity_of(partial),
                 "splits": [*rows],
             }
-            replace_text(partial / INDEX, json.dumps(to_jsonable_python(index)))
+            replace_text(partial / INDEX, json.dumps(index, default=to_jsonable_python))
             for path in [*partial.rglob("*"), partial]:
                 if path.is_file() or path.is_dir():
                     fsync(path)

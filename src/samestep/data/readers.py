@@ -53,18 +53,18 @@ class Span(NamedTuple):
 # ---- Spans ---------------------------------------------------------------------------------------
 
 
-def spans_of(path: Path, held_out: float = 0) -> list[Span]:
+def spans_of(path: Path, held_out: float = 0, cuts: bool = True) -> list[Span]:
     """The spans of a file. They follow from its content, and not from the number of processes.
 
-    A large .txt file is cut into documents; with `held_out` so finely that this part of it can be
-    held out.
+    With `cuts` a large .txt file is cut into documents; with `held_out` so finely that this part of
+    it can be held out.
     """
     size, ending = path.stat().st_size, file_ending(path)
     whole = Span(str(path), size=size)
     if ending in IMAGES:
         return [whole]
     is_packed = path.suffix.lower() in COMPRESSIONS
-    if ending not in TABLES:
+    if cuts and ending not in TABLES:
         document, longest = DOCUMENT, 1.5 * DOCUMENT
         if held_out:
             # A power of two: the documents stay the same while the text grows a little.
@@ -153,8 +153,7 @@ def read_span(
         if read:
             yield from _read_table(read, span, columns, optional, place)
         elif file_ending(span.path) in IMAGES:
-            label = tables.replace_surrogates(Path(span.path).absolute().parent.name)
-            yield {"image": span.path, "label": label}, str(place)
+            yield {"image": span.path, "label": _folder_of(span.path)}, str(place)
         else:
             for row in _read_text(span, columns or {"text": "text", "label": "label"}, place):
                 yield row, str(place)
@@ -193,6 +192,11 @@ def _locate_image(row: dict, place: Place, span: Span) -> Row:
     return {**row, "image": image}, shown
 
 
+def _folder_of(path: str) -> str:
+    """The name of a file's folder, in which bytes that are not UTF-8 are written as \\xe9."""
+    return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
+
+
 def _describe(error: Exception) -> str:
     """The problem in one line."""
     if isinstance(error, UnicodeDecodeError):
@@ -201,6 +205,8 @@ def _describe(error: Exception) -> str:
         return f"invalid JSON at column {error.colno}: {error.msg}"
     if isinstance(error, csv.Error) and "new-line" in str(error):
         return "a line ends with \\r alone; save it with \\n line ends"
+    if "set_int_max_str_digits" in str(error):
+        return "a number has more than 4,300 digits; write it as text"
     return one_line(error)
 
 
@@ -272,9 +278,11 @@ def _read_json(span: Span, columns: Columns | None, place: Place) -> Iterator[An
             return
         place.number = error.lineno
         raise
+    place.unit = "row"
+    if isinstance(rows, dict):  # one line
+        rows = [rows]
     if not isinstance(rows, list):
         raise ValueError("it holds no list of objects")
-    place.unit = "row"
     for place.number, row in enumerate(rows, 1):
         yield row
 
@@ -316,9 +324,13 @@ def _read_parquet(span: Span, columns: Columns | None, place: Place) -> Iterator
     content: Any = open_url(span.path) if "://" in span.path else span.path
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
         names = place.columns = table.schema_arrow.names
+        wanted = tables.column_names(columns or {})
+        # datasets does not know the types of some others, such as maps.
+        fields = [each for each in table.schema_arrow if each.name in wanted]
+        schema = pyarrow.schema(fields, table.schema_arrow.metadata)
+        classes = class_names(Features.from_arrow_schema(schema))
         if columns is not None:
-            names = [name for name in tables.column_names(columns) if name in names]
-        classes = class_names(Features.from_arrow_schema(table.schema_arrow))
+            names = [name for name in wanted if name in names]
         groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
         for batch in table.iter_batches(256, row_groups=groups, columns=names):
             for row in batch.to_pylist():
@@ -331,7 +343,7 @@ def _read_text(span: Span, columns: Columns, place: Place) -> Iterator[dict]:
         raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
     blank: dict[str, Any] = dict.fromkeys(columns)
     if "label" in columns:
-        blank["label"] = Path(span.path).absolute().parent.name
+        blank["label"] = _folder_of(span.path)
     with closing(_open(span)) as file:
         if not span.document:
             yield blank | {"text": _decode(file.read(), place)}

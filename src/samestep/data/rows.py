@@ -97,7 +97,9 @@ class Input:
         self.columns, self.optional = columns, optional
         if len(self.files) != 1:
             held_out = 0
-        self.spans = [span for path in self.files for span in readers.spans_of(path, held_out)]
+        cuts = "label" not in columns  # a text with a label is one row
+        for path in self.files:
+            self.spans += readers.spans_of(path, held_out, cuts)
         self.spans += [Span(each.path, document=DOCUMENT) for each in self.shards]
         if self.bundled:
             self.spans = [Span(self.data)]
@@ -293,8 +295,8 @@ class RowMaker:
         """The row as it is stored, with its notes. Raises ValueError for one that ends the run."""
         group = row.pop("group", None)
         try:
-            if "group" in source.columns and group in (None, ""):
-                raise sources.IncompleteRow("the group is empty")
+            if "group" in source.columns:
+                sources.require_value("group", group)
             stored, remarks = self.format.normalize(row)
         except sources.UselessRow as error:
             return {"skipped": str(error)}
@@ -309,6 +311,8 @@ class RowMaker:
         key = self.format.key(stored)
         hashed = side = hash_of(key)
         if group is not None:
+            if isinstance(group, float) and group.is_integer():  # tables with nulls have 1.0 for 1
+                group = int(group)
             side = hash_of(group if isinstance(group, str) else json.dumps(group, default=str))
         elif self.group and (own := self.group(stored)) != key:
             side = hash_of(own)
@@ -395,6 +399,8 @@ def load_rows(
     for source, own in zip(inputs, places, strict=True):
         if not len(own):
             where = one_line(", ".join(each.name for each in source.shards) or source.data, 200)
+            if source.is_held_out:
+                where += ", to evaluate on: remove it, or give --task.validation_data PATH"
             raise ValueError(f"task.{source.field}: there are no rows in {where}")
         print_rows(source, notes["remarks"].take(own), plural)
     hashes = notes["hash"].to_numpy().view(np.uint64)

@@ -56,5 +56,5 @@ def replace_surrogates(value: Any) -> Any:
     if isinstance(value, list):
         return [replace_surrogates(each) for each in value]
     if isinstance(value, dict):
-        return {key: replace_surrogates(each) for key, each in value.items()}
+        return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
     return value

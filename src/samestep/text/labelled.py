@@ -9,7 +9,7 @@ import datasets
 
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, labels, sources
-from samestep.data.folders import TABLES, check_class_folders
+from samestep.data.folders import TABLES, check_class_folders, file_ending
 from samestep.data.labels import MULTI, NUMBER, SINGLE
 from samestep.data.rows import RowFormat, find_inputs, load_rows
 from samestep.data.tables import Columns
@@ -92,7 +92,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     more = () if cfg.streaming else (".txt",)  # a file is a row
     inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (*more, *TABLES))
     for each in inputs:
-        texts = [path for path in each.files if ".txt" in path.suffixes]
+        texts = [path for path in each.files if file_ending(path) == ".txt"]
         check_class_folders(texts, each.data, each.field)
     form = row_format(cfg)
     names = [name for name in TEXTS if name in form.features]
