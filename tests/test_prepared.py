@@ -1,10 +1,14 @@
 """prepare_data runs once for its key: what prepares anew, what is found again, and what is lost."""
 
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 import time
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -14,6 +18,7 @@ import torch
 import yaml
 
 from conftest import ROOT, BakedProject, kill_after, lines, make_tiny, preloaded
+from samestep.data import prepared_key
 from samestep.start import startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
@@ -90,57 +95,134 @@ def test_prepared_once_and_found_again(texts):
 
 
 CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
-CODE = {  # task.py, helpers.py, and edits: of which file, old, new
-    "function": (CLEAN, "", "task.py", ".lower()", ".upper()"),
-    "module": ("from helpers import clean", CLEAN, "helpers.py", ".lower()", ".upper()"),
-    "sets in a table": (
-        "STOP = {'en': [{'the', 'a', 'of', 'and'}]}\n"
-        "def clean(text): return ' '.join(set(text.split()) - STOP['en'][0])", "", "task.py",
-        "'of'", "'in'",
-    ),
-    "method": (
-        "import helpers\nCLEANER = helpers.Cleaner()\n"
-        "def clean(text): return CLEANER.run(text)",
-        "class Base:\n    def run(self, text): return text.lower()\nclass Cleaner(Base): pass\n",
-        "helpers.py", ".lower()", ".upper()",
-    ),
-    "relative import": (
-        "def clean(text):\n    import package.words\n    return package.words.clean(text)",
-        "from .other import clean", "package/other.py", ".lower()", ".upper()",
-    ),
-}  # fmt: skip
+TASK = """
+import dataclasses, functools, os, string
+from os import environ
+from pathlib import Path
+import jinja2, numpy as np, torch
+
+@dataclasses.dataclass
+class TaskConfig:
+    data: str = ""
+    size: int = 1
+    "Of something."
+
+{}
+
+def loss_sum(model, batch): return 0
+def prepare_data(cfg: TaskConfig, folder): return {}
+if __name__ == "__main__": print(prepare_data, loss_sum)
+"""
+FILES = {  # beside task.py
+    "lib/__init__.py": "from .words import clean\n",
+    "lib/words.py": f"{CLEAN}def loss(): return 1\n",
+    "plain/words.py": CLEAN,
+    "words.txt": "of",
+}
+CASE = ".lower()", ".upper()"
+# In task.py, what prepare_data returns, and an edit, of all files.
+EDITS = [
+    ("A = 'en'; B = 'de'", "A, B", "'en'; B = 'de'", "'de'; B = 'en'"),
+    ("A = 1; B = 2; C = 2", "A, B, C", "B = 2", "B = 1"),
+    ("A = True; B = False", "A, B", "True; B = False", "False; B = True"),
+    ("def run(low=1, *, high=5): 0", "run()", "low=1, *, high=5", "low=5, *, high=1"),
+    ("def low(): 0\ndef up(): 1\nrun = low", "run, low, up", "run = low", "run = up"),
+    ("STEPS = [lambda: 1, lambda: 2]", "STEPS", "1, lambda: 2", "2, lambda: 1"),
+    ("class Clean:\n  def __call__(self, row): return row.lower()", "Clean()", *CASE),
+    ("class Marks: a = 1; b = 2", "Marks.a", "a = 1; b = 2", "a = 2; b = 1"),
+    ("@dataclasses.dataclass\nclass Options:\n  word: str = 'a'", "Options().word", "'a'", "'b'"),
+    ("class C: __slots__ = ['n']\nc = C()\nc.n = 1", "c.n", "c.n = 1", "c.n = 2"),
+    ("class Own:\n  def run(self, row): return row.lower()\nOWN = Own()", "OWN.run(1)", *CASE),
+    ("T = string.Template('from $a')", "T.substitute(a=1)", "'from $a", "'to $a"),
+    ("def low(t): return t.lower()\nSTEP = functools.partial(map, low)", "STEP(1)", *CASE),
+    ("T = np.arange(2000)\nT[1000] = 5", "T", "= 5", "= 6"),
+    ("@functools.singledispatch\ndef run(t): 0\n"
+     "@run.register\ndef _(t: str): return t.lower()", "run('')", *CASE),
+    ("STEPS = {}\ndef step(f): STEPS[f.__name__] = f\n"
+     "@step\ndef low(t): return t.lower()", "STEPS", *CASE),
+    ("def run(t):\n  try:\n    a = 0\n    t()\n  except ValueError: a = 1", "run(1)",
+     "    t()\n  except ValueError: a = 1", "  except ValueError: a = 1\n  else: t()"),
+    ("WORD = Path(__file__).with_name('words.txt').read_text()", "WORD", "of", "by"),
+    ("STOP = {'en': [{'the', 'a', 'of', 'and'}]}", "STOP", "'of'", "'in'"),
+    ("import lib.words", "lib.words.clean(1)", *CASE),
+    ("import plain.words", "plain.words.clean(1)", *CASE),
+    ("import lib as tools", "tools.words.clean(1)", *CASE),
+    ("from lib import clean", "clean(1)", *CASE),
+    ("from lib.words import *", "clean(1)", *CASE),
+    ("from linked import clean", "clean(1)", *CASE),
+    ("def run(t):\n  from lib import clean\n  return clean(t)", "run(1)", *CASE),
+    ("def run(t):\n  from plain.words import clean as c\n  return c(t)", "run(1)", *CASE),
+]  # fmt: skip
+OTHERS = [
+    ("from lib.words import clean, loss", "clean(1)", "loss(): return 1", "loss(): return 2"),
+    ("@torch.no_grad()\ndef loss(): return 1", "torch.ones(1)", "return 1", "return 2"),
+    ("def run(f): 0\n@run\ndef low(): 0\n@run\ndef loss(): 1", "low", "loss(): 1", "loss(): 2"),
+    ("TABLE = object()\ncollate = map, TABLE, 1", "TABLE", "TABLE, 1", "TABLE, 2"),
+    ("", "cfg.size", "size: int = 1", "size: int = 2"),
+    ("", "cfg.size", "Of something.", "Of another."),
+    ("A = 1  # early", "A", "early", "late"),
+    ("A = np.random.default_rng(), jinja2.Template('a'), object()", "A, environ", "0", "0"),
+]  # fmt: skip
 
 
-QUICK = ("method", "relative import")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CODE if name not in QUICK]
+def code(folder, *changes, **files):
+    """The code in the key of a task, in a folder of its own, after a change of all files."""
+    for name, text in {**FILES, "../linked.py": CLEAN, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.replace(*changes) if changes else text)
+    (folder / "linked.py").symlink_to("../linked.py")
+    own = ("task", "lib", "lib.words", "plain", "plain.words", "linked")
+    with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        for name in own:
+            sys.modules.pop(name, None)
+        task = importlib.import_module("task")
+        return prepared_key.code_of(task, task.TaskConfig())
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
-def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, name):
-    own, other, file, old, new = CODE[name]
-    (tmp_path / "package").mkdir()
-    task = (ROOT / "tests" / "tasks" / "texts.py").read_text().replace(CLEAN, own + "\n")
-    texts = {"task.py": task, "helpers.py": other}
-    texts |= {"package/__init__.py": "", "package/words.py": other, "package/other.py": CLEAN}
-    for path, text in texts.items():
-        (tmp_path / path).write_text(text)
+@pytest.mark.parametrize("case", [*EDITS, *OTHERS])
+def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, monkeypatch, case):
+    own, returned, old, new = case
+    files = {"task.py": TASK.format(own, returned)}
+    before = code(tmp_path / "a" / "b", **files)
+    monkeypatch.setenv("RANK", "1")
+    assert code(tmp_path / "c" / "d", "batch): return 0", "batch): return 1", **files) == before
+    after = code(tmp_path / "e" / "f", old, new, **files)
+    assert (after != before) == (case in EDITS)
 
-    def code(before="", **env):
-        program = f"{before}import task; from samestep.data import prepared_key as key\n"
+
+@pytest.mark.parametrize("name", sorted(os.listdir(ROOT / "templates" / "tasks")))
+def test_an_edit_of_the_loss_prepares_nothing_anew(tmp_path, name):
+    text = (ROOT / "templates" / "tasks" / name).read_text()
+    keys = []
+    for edited in ("nothing", "loss_sum|collate|eval_sums|metrics", "prepare_data", "views"):
+        changed = re.sub(rf"(?ms)^(def ({edited})\(.*?:\n)(?=    \S)", r"\1    x = 1\n", text)
+        assert changed != text or edited == "nothing"
+        keys.append(code(tmp_path / edited[:4] / "a", **{"task.py": changed}))
+    assert keys[0] == keys[1] and keys[0] not in keys[2:]
+
+
+SAME = """
+import logging, threading, numpy, jinja2
+from os import environ
+STOP = {"the", "a", "of", "and"}
+LOG = logging.getLogger("x")
+THINGS = [numpy.random.default_rng(), jinja2.Template("a"), threading.Lock(), LOG]
+def clean(text): return text, environ, STOP, THINGS
+"""
+LOGS = "import logging; logging.basicConfig(); logging.getLogger('x').info('x')"
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_every_process(tmp_path):
+    text = (ROOT / "tests" / "tasks" / "texts.py").read_text().replace(CLEAN, SAME)
+    (tmp_path / "task.py").write_text(text)
+    printed = set()
+    for before, seed in (("", "1"), (LOGS, "2")):
+        program = f"{before}\nimport task; from samestep.data import prepared_key as key\n"
         program += "print(key.code_of(task, task.TaskConfig()))"
-        return BakedProject(tmp_path).run("python", "-c", program, **env).stdout
-
-    before = code()
-    path = tmp_path / "task.py"
-    path.write_text(path.read_text().replace("(model, batch):\n", "(model, batch):\n    x = 1\n"))
-    path.write_text(path.read_text().replace("default=0.0", "default=0.1"))
-    # An edit of loss_sum, and of a field, whose value is in the key; in a process that has done
-    # more, with other hashes.
-    more = "import logging; logging.basicConfig(); logging.getLogger('other').info('x')\n"
-    assert code(more, **({"PYTHONHASHSEED": "2"} if "sets" in name else {})) == before
-    path = tmp_path / file
-    path.write_text(path.read_text().replace(old, new))
-    assert code() != before
+        run = BakedProject(tmp_path).run("python", "-c", program, PYTHONHASHSEED=seed)
+        printed.add(run.stdout)
+    assert len(printed) == 1 and "STOP = " in printed.pop()
 
 
 def test_an_edit_of_another_module_prepares_anew(texts):

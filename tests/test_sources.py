@@ -76,6 +76,10 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path):
     os.mkfifo(tmp_path / "dogs")
     text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
     assert "dogs is no regular file" in text
+    cfg = sources.DataConfig(data="own", validation_data=str(tmp_path / "c*" / "*.txt"))
+    assert [*prepared_key.files_of(cfg).values()] == [str(tmp_path / "cats" / "1.txt")]
+    cfg = sources.DataConfig(data="own", validation_data={str(tmp_path / "cats" / "1.txt"): 2})
+    assert len(prepared_key.files_of(cfg)) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -3,20 +3,28 @@
 An edit of what prepare_data and views reach prepares data anew, and an edit of loss_sum does not.
 """
 
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import copy
 import dataclasses
+import functools
+import glob
 import hashlib
-import importlib
+import importlib.util
 import json
 import os
 import re
 import stat
-import sys
 import types
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
@@ -27,7 +35,6 @@ from samestep.models import pretrained
 LIBRARY = Path(__file__).parents[1]
 # The code of the library that shapes rows.
 SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def key_of(cfg: Any, task: Any, identity: str = "") -> str:
@@ -43,6 +50,8 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
     if getattr(cfg, "streaming", False):
         chosen = split_shards(cfg)
         fields["shards"] = [describe_shards(each) for each in (chosen.train, chosen.held)]
+        local = [each.path for each in chosen.train + chosen.held if "://" not in each.path]
+        fields["times"] = [os.stat(path).st_mtime_ns for path in local]  # tags are of both ends
     return short_hash([to_jsonable_python(fields), code_of(task, cfg), library_code(), identity])
 
 
@@ -72,106 +81,141 @@ def library_code() -> str:
 
 
 def code_of(task: Any, cfg: Any) -> list[str]:
-    """The compiled code of prepare_data and views, and of what these reach by name in the project:
-    functions, classes, constants, and modules that functions import.
+    """The source of prepare_data and views, and of what these reach by name in the project:
+    functions, classes, constants, and modules that are imported.
 
-    Comments, annotations, and fields of the config do not count.
+    A plain constant also counts by its value, which may come from a file. Comments do not count,
+    nor do fields of the config.
     """
-    root = Path(task.__file__).resolve().parent
-    todo: list[Any] = [task.prepare_data, getattr(task, "views", None), type(cfg)]
-    seen: dict[int, Any] = {}
-    texts: list[str] = []
+    root = Path(task.__file__).absolute().parent
+    todo: list[tuple[Any, str]] = [(task, "prepare_data"), (task, "views")]  # module and name
+    describe(type(cfg), root, todo)
+    texts: dict[tuple[str, str], str] = {}
     while todo:
-        value = todo.pop()
-        if id(value) in seen or is_foreign(value, root):
+        module, name = todo.pop()
+        place = (getattr(module, "__name__", "task"), name)
+        value = vars(module).get(name)
+        if place in texts or name.startswith("__") or isinstance(value, types.ModuleType):
             continue
-        seen[id(value)] = value
-        inner = ("__wrapped__", "__func__", "fget", "func", "pattern")
-        todo += [getattr(value, name, None) for name in inner]
-        if isinstance(value, types.FunctionType):
-            text, names = read_code(value.__code__)
-            texts.append(text)
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            spaces = [value.__globals__, dict(zip(value.__code__.co_freevars, cells, strict=True))]
-            modules = [each for each in value.__globals__.values() if is_module(each, root)]
-            for name in imported_names(names - {*value.__globals__}, names, root):
-                modules.append(importlib.import_module(name))
-            for space in [*spaces, *map(vars, modules)]:
-                todo += [space[name] for name in sorted(names) if name in space]
-            todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        elif isinstance(value, type):
-            fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-            left_out = {each.name for each in fields}  # their values count where it is used
-            own = vars(value).items()
-            todo += [v for n, v in own if not n.startswith("__") and n not in left_out]
-            todo += value.__bases__
-        elif isinstance(value, dict):
-            todo += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            todo += value
-        elif not is_foreign(type(value), root):  # others count by their repr alone
-            todo += [type(value), getattr(value, "__dict__", None)]
-        if not isinstance(value, type | types.FunctionType | types.ModuleType):
-            texts.append(plain_text(value))
-    return sorted(texts)
+        texts[place] = f"{'.'.join(place)} is {describe(value, root, todo)}"
+        statements = statements_of(getattr(module, "__file__", None) or "")
+        for node in [*statements.get(name, []), *statements.get("*", [])]:
+            part = part_of(node, name, value, cfg)
+            texts[place] += f"\n{ast.unparse(part)}"
+            names = {name, *names_in(part)}
+            for each in modules_of(part, module, names, root):
+                todo += [(each, other) for other in names]
+    return sorted(texts.values())
 
 
-def imported_names(first: set[str], names: set[str], root: Path) -> Iterator[str]:
-    """The modules below `root` that a function may import, of the names that it uses."""
-    for name in sorted(each for each in first if each.isidentifier()):
-        if (root / f"{name}.py").is_file():
-            yield name
-        for other in sorted(names) if (root / name).is_dir() else ():
-            if (root / name / f"{other}.py").is_file():
-                yield f"{name}.{other}"
+@functools.cache  # a process keeps the code that it began with
+def statements_of(file: str) -> dict[str, list[Any]]:
+    """The statements of a module by the names that they bind, or whose values they may change."""
+    table: dict[str, list[Any]] = {}
+    for node in ast.parse(Path(file).read_bytes()).body if file.endswith(".py") else ():
+        names = names_in(node)
+        if isinstance(node, ast.If) and "__name__" in names:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            decorators = [ast.unparse(each) for each in node.decorator_list]  # clean.register
+            names = {node.name, *(each.partition(".")[0] for each in decorators if "." in each)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            stored = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+            names = {each.id for each in stored if isinstance(each.ctx, ast.Store)} or names
+        for name in names:
+            table.setdefault(name, []).append(node)
+    return table
 
 
-def is_module(value: Any, root: Path) -> bool:
-    """Whether this is a module of the project."""
-    file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
-    inside = file and Path(file).resolve().is_relative_to(root)
-    return bool(inside) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+def part_of(node: Any, name: str, value: Any, cfg: Any) -> Any:
+    """The part of a statement that counts: of imports one name; of the class of cfg all but its
+    fields, whose values are in the key."""
+    part = copy.copy(node)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        part.names = [each for each in node.names if {name, "*"} & {each.asname, each.name}]
+    elif isinstance(node, ast.ClassDef) and value in type(cfg).__mro__:
+        fields = {each.name for each in dataclasses.fields(cfg)}
+        part.body = ast.parse("pass").body
+        for each in node.body:
+            is_field = isinstance(each, ast.AnnAssign) and ast.unparse(each.target) in fields
+            if not (is_field or isinstance(each, ast.Expr)):
+                part.body.append(each)
+    return part
 
 
-def is_foreign(value: Any, root: Path) -> bool:
-    """Whether this is nothing, or a function or class of another package."""
-    if not isinstance(value, types.FunctionType | type):
-        return value is None
-    return not is_module(sys.modules.get(value.__module__), root)
+def names_in(node: ast.stmt) -> set[str]:
+    """The names that a statement and its functions use, but for their variables and annotations."""
+    codes = [compile(ast.Module([node], []), "", "exec")]  # with the __future__ of this module
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return {name for code in codes for name in code.co_names}
 
 
-def read_code(code: types.CodeType) -> tuple[str, set[str]]:
-    """A text for compiled code with the functions inside, and all names that it uses."""
-    constants, names = [], {*code.co_freevars}
-    for name in code.co_names:
-        names |= {*name.split(".")}
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            text, more = read_code(value)
-            names |= more
-        else:
-            text = plain_text(value)
-        constants.append(text)
-    return repr((code.co_name, code.co_code.hex(), constants, sorted(names))), names
+def modules_of(node: ast.stmt, module: Any, names: set[str], root: Path) -> list[Any]:
+    """A module, and the project's modules that its statement imports or names."""
+    modules = [module]
+    for each in ast.walk(node):
+        base = ""
+        if isinstance(each, ast.ImportFrom):
+            base = "." * each.level + (each.module or "")
+            base = importlib.util.resolve_name(base, getattr(module, "__package__", "")) + "."
+        for alias in each.names if isinstance(each, ast.Import | ast.ImportFrom) else ():
+            name = base + alias.name
+            if find_module(name.partition(".")[0], root):
+                modules += find_module(name, root) + find_module(name.rpartition(".")[0], root)
+    for each in modules:  # by lib, then by lib.words
+        values = [vars(each).get(name) for name in names]
+        for value in [value for value in values if isinstance(value, types.ModuleType)]:
+            modules += [own for own in find_module(value.__name__, root) if own not in modules]
+    return modules
 
 
-def plain_text(value: Any) -> str:
-    """A text for a value, the same in every process."""
-    if isinstance(value, set | frozenset):
-        return repr(sorted(map(plain_text, value)))
-    if isinstance(value, list | tuple):
-        return repr([*map(plain_text, value)])
-    if isinstance(value, dict):
-        return repr([(plain_text(key), plain_text(each)) for key, each in value.items()])
-    return ADDRESS.sub("", repr(value))
+def find_module(name: str, root: Path) -> list[types.ModuleType]:
+    """The module of this name, imported; empty for one of another package, and for none."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        places = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
+        for path in map(Path, places):  # as it was found: a link in the project is its own
+            outside = path.is_relative_to(LIBRARY) or path.is_relative_to(Path(os.__file__).parent)
+            if path.is_relative_to(root) and "site-packages" not in path.parts and not outside:
+                return [importlib.import_module(name)]
+    return []
+
+
+def describe(value: Any, root: Path, reached: list, above: tuple[int, ...] = ()) -> str:
+    """A text for a value, the same in every process; an object of another package is its type.
+
+    Functions and classes of the project in it are added to `reached`.
+    """
+    if isinstance(value, str | bytes | int | float | complex | PurePath | None):
+        return repr(value)
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    inner: list[Any] = []
+    modules = find_module(getattr(value, "__module__", None) or "", root)
+    if isinstance(value, types.FunctionType | type):
+        inner = [value.__qualname__]
+        reached += [(module, value.__qualname__.partition(".")[0]) for module in modules]
+    elif isinstance(value, dict | types.MappingProxyType):
+        inner = [each for pair in value.items() for each in pair]
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        inner = [*value]
+    elif modules:
+        inner = [*getattr(value, "__dict__", {}).items()]
+    above = (*above, id(value))
+    texts = [describe(each, root, reached, above) for each in inner if id(each) not in above]
+    texts = sorted(texts) if isinstance(value, set | frozenset) else texts
+    return f"{type(value).__qualname__}({', '.join(texts)})"
 
 
 # ---- Files ---------------------------------------------------------------------------------------
 
 
 def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
-    """The files that fields of a task name, as a path, a folder, or sources with weights; and those
-    of its function `files`.
+    """The files that fields of a task name, as a path, a folder, a pattern such as data/*.jsonl, or
+    sources with weights; and those of its function `files`.
 
     Of a folder all files below, but hidden ones. Of a model's folder the files of its tokenizer.
     Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
@@ -188,8 +232,10 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
         for text in texts:
             path = os.path.expanduser(text)
             # A separator such as "." or "/" is no folder.
-            if re.search(r"\w", text) and "://" not in text and os.path.exists(path):
-                roots[f"{field}/{text}"] = path
+            if re.search(r"\w", text) and "://" not in text:
+                matches = filter(os.path.isfile, glob.glob(path, recursive=True))
+                for each in [path] if os.path.exists(path) else matches:
+                    roots[f"{field}/{text}{each.removeprefix(path)}"] = each
     # Of a stream the list of shards is in the key.
     listed = ("data", "validation_data") if getattr(cfg, "streaming", False) else ()
     cache = cache_of(cfg).resolve()
@@ -213,11 +259,10 @@ def cache_of(cfg: Any) -> Path:
 
 def texts_in(value: Any) -> Iterator[str]:
     """All texts in a value of JSON."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, str) and value:
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from texts_in(each)
     elif isinstance(value, list):
         for each in value:
             yield from texts_in(each)
