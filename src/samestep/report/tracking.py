@@ -172,7 +172,7 @@ def check_tracker(tracker: str, project: str, offline: bool) -> None:
     if tracker == "wandb" and (len(project) > 128 or re.search(r"[/\\#?%:]", project)):
         name = "a name of at most 128 characters, without / \\ # ? % and :"
         team = "a team in the environment variable WANDB_ENTITY"
-        raise ValueError(f"project is {one_line(repr(project), 60)}; give {name}; {team}")
+        raise ValueError(f"project is {one_line(repr(project), 60)}; give {name}, and {team}")
     mode = os.environ.get("WANDB_MODE") or "online"
     if tracker == "wandb" and mode not in "online offline disabled dryrun run shared".split():
         raise ValueError(f"WANDB_MODE is {one_line(mode, 60)}; give online, offline or disabled")
