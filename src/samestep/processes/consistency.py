@@ -67,9 +67,10 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
             "task.views gives other rows on another process; the order of a set differs: sort it, "
             "or make the rows in prepare_data, which runs once"
         )
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
     raise UserError(
-        f"the machines do not run the same: {some(differences)}; give all of them the same code, "
-        "settings, data and versions"
+        f"the machines do not run the same: {'; '.join(differences[:5])}{more}; give all of them "
+        "the same code, settings, data and versions"
     )
 
 
