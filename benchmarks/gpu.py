@@ -105,10 +105,7 @@ ROWS = [
     replace(SMALL, name="baked, in fp32", hardware="single_gpu"),
     replace(SMALL, name="baked, in tf32", hardware="single_gpu", flags={"tf32": "true"}),
     replace(
-        SMALL,
-        name="baked, in fp16",
-        hardware="single_gpu_fp16",
-        flags={"task.loss_chunk": 256},
+        SMALL, name="baked, in fp16", hardware="single_gpu_fp16", flags={"task.loss_chunk": 256}
     ),
     SMALL,
     replace(SMALL, name="baked, 2 x 4, exact", flags={"exact": "true"}),
@@ -161,9 +158,7 @@ def plain(row: Row, todo: Work) -> None:
     forward = torch.compile(model) if row.compile else model
     bf16 = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     loader = DataLoader(
-        work.build_dataset(todo),
-        batch_size=row.micro_batch,
-        pin_memory=device == "cuda",
+        work.build_dataset(todo), batch_size=row.micro_batch, pin_memory=device == "cuda"
     )
     for turn, batch in enumerate(loader, 1):
         batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}

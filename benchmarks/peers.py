@@ -109,10 +109,7 @@ def trainer(todo: Work) -> None:
         seed=work.SEED,
     )
     Trainer(
-        model,
-        arguments,
-        train_dataset=dataset,
-        optimizers=(work.build_optimizer(model), None),
+        model, arguments, train_dataset=dataset, optimizers=(work.build_optimizer(model), None)
     ).train()
 
 

@@ -337,11 +337,7 @@ NO_CHECK = ["--num_procesess", 2, "train.py", "--task.prepare_seconds", 3000]
 LAUNCHED = [  # words after `samestep launch`, the environment, what is said
     pytest.param(["train.py", "--sed", "1"], {}, "no field sed", marks=pytest.mark.slow),
     (NO_CHECK, {}, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
-    (
-        ["--config_file", "train.py"],
-        {},
-        "samestep launch: argument --config_file/--config-file:",
-    ),
+    (["--config_file", "train.py"], {}, "samestep launch: argument --config_file/--config-file:"),
     ([], {}, "samestep launch: name a program, such as train.py; see --help"),
     (["train.py"], {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
 ]

@@ -197,11 +197,7 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
 
 
 @pytest.mark.parametrize(
-    "nodes, expected",
-    [
-        ("2:4", ""),
-        ("2:5", "10 processes; give at least 10, or start at most 8"),
-    ],
+    "nodes, expected", [("2:4", ""), ("2:5", "10 processes; give at least 10, or start at most 8")]
 )
 def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, expected):
     """So that a machine too many does not come, and end the run of the others."""

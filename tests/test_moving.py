@@ -6,14 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conftest import (
-    digest,
-    lines,
-    load_task,
-    read_checkpoint,
-    read_weights,
-    status,
-)
+from conftest import digest, lines, load_task, read_checkpoint, read_weights, status
 from test_sharding import train as sharded_run
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]

@@ -54,10 +54,7 @@ def test_the_order_is_that_of_older_versions():
     assert one.count(8 * 10**15) == [n * 10**15 for n in (3, 1, 1, 2, 1)]
     rows = batches.SampleDataset(range(37), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
-    assert dict(rows.__getitems__([36, 37])) == {
-        26: 13302199687785192542,
-        14: 18324349750694920125,
-    }
+    assert dict(rows.__getitems__([36, 37])) == {26: 13302199687785192542, 14: 18324349750694920125}
 
 
 def test_each_epoch_is_a_permutation_for_every_small_size():

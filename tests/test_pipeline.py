@@ -9,16 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import (
-    ROOT,
-    digest,
-    latest,
-    lines,
-    load_task,
-    preloaded,
-    status,
-    train_module,
-)
+from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, train_module
 from samestep.models import next_token
 from test_exact import with_task
 from test_sharding import CONSTANT, SPOIL, agree, make_small, train

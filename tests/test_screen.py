@@ -7,16 +7,7 @@ import sys
 
 import pytest
 
-from conftest import (
-    ROOT,
-    lines,
-    read_weights,
-    reseal,
-    status,
-    train_module,
-    trained,
-    wait_until,
-)
+from conftest import ROOT, lines, read_weights, reseal, status, train_module, trained, wait_until
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
 

@@ -140,10 +140,7 @@ def losses(output):
 
 
 # DDP, FSDP2 in halves and in parts of unequal size, HSDP as 2 x 3 copies.
-WITH_EXACT = {
-    "no": [("cpu_multi", 3), ("fsdp2", 3), ("hsdp_odd", 6)],
-    "bf16": [("fsdp2", 2)],
-}
+WITH_EXACT = {"no": [("cpu_multi", 3), ("fsdp2", 3), ("hsdp_odd", 6)], "bf16": [("fsdp2", 2)]}
 
 
 @pytest.mark.slow

@@ -189,11 +189,7 @@ def steps_of(stream, cut, workers, steps, first=0, last=None):
 def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     """For three kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
-    kinds = {
-        "parquet": [("1", 0), ("5/3", 0), ("2", 2)],
-        "jsonl.gz": [("3", 0)],
-        "tar": [("1", 2)],
-    }
+    kinds = {"parquet": [("1", 0), ("5/3", 0), ("2", 2)], "jsonl.gz": [("3", 0)], "tar": [("1", 2)]}
     for kind, cuts in kinds.items():
         data = write_shards(tmp_path / kind, kind)
         _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
