@@ -100,16 +100,19 @@ class Run:
         files.replace_text(self.output / "config.yaml", text)
         text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
-        data = self.start.data  # and what it wrote beside its rows, such as a tokenizer
-        if hasattr(data, "folder") and self.start.manifest["identity"]:
-            from samestep.data import prepared
-
-            if prepared.identity_of(self.output / IDENTITY) == self.start.manifest["identity"]:
-                return
-            with checkpoints.replaced_folder(self.output / IDENTITY) as fresh:
-                prepared.copy_identity(data.folder, fresh)
+        self.keep_identity()
         run_folder.write_status(self.output, "running")
         tracking.start_tracker(self.accelerator, settings)
+
+    def keep_identity(self) -> None:
+        """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
+        data, kept = self.start.data, self.output / IDENTITY
+        if hasattr(data, "folder"):
+            from samestep.data import prepared
+
+            if prepared.identity_of(kept) != self.start.manifest["identity"]:
+                with checkpoints.replaced_folder(kept) as fresh:
+                    prepared.copy_identity(data.folder, fresh)
 
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""
