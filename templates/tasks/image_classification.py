@@ -59,7 +59,7 @@ class TaskConfig(DataConfig, ModelConfig):
     """Maximum GB of decoded squares in cache_dir, 3 x cache_image_size^2 bytes each. Where all take
     more, images are decoded when they are used: the same training, with more num_workers."""
     min_crop: Crop = 0.8
-    """Smallest fraction of the square's area that a random crop keeps in training; 1: no crops."""
+    """About the smallest fraction of the square's area that a random crop keeps; 1: no crops."""
     flip: bool = field(default=False, metadata=MODEL)
     """Mirror half of the images in training; for images whose left and right mean the same."""
     mixup: Mixing = field(default=0.0, metadata=MODEL)

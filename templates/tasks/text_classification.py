@@ -62,7 +62,7 @@ class TaskConfig(StreamConfig, ModelConfig):
     """Weight of a row's loss in training. balanced: inverse to the frequency of its class, with
     mean 1, so that rare classes count as much as frequent ones."""
     max_length: Length = 256
-    """Most tokens of a row. Longer texts lose their end; of a pair, the longer text does."""
+    """Maximum number of tokens of a row; of a longer pair the longer text is truncated."""
     token_dropout: Fraction = field(default=0.0, metadata=MODEL)
     """Share of its tokens that a text loses in training, other ones in each epoch, so that the
     answer does not depend on a few names. The first, the last and separators stay."""

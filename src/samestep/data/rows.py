@@ -180,7 +180,8 @@ def find_shards(cfg: DataConfig, extensions: tuple[str, ...]) -> list[Input]:
     text += folders.describe_skipped(skipped)
     print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
     mean = sum(each.size for each in train) // len(train) + 1
-    heads = train[:: -(-len(train) // min(max(LEAST_HEADS, HEAD // mean), MOST_HEADS))]
+    count = min(len(train), max(LEAST_HEADS, HEAD // mean), MOST_HEADS)
+    heads = [train[i * len(train) // count] for i in range(count)]
     field = "validation_data" if cfg.validation_data else "data"
     evaluated = Input(field, cfg.data, "stream", shards=held, is_held_out=True)
     if not is_given:
