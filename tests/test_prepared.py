@@ -172,11 +172,12 @@ def code(folder, *changes, **files):
         (folder / name).write_text(text.replace(*changes) if changes else text)
     (folder / "linked.py").symlink_to("../linked.py")
     own = ("task", "lib", "lib.words", "plain", "plain.words", "linked")
-    with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(folder), *sys.path]):
-        for name in own:
-            sys.modules.pop(name, None)
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         task = importlib.import_module("task")
-        return prepared_key.code_of(task, task.TaskConfig())
+        found = prepared_key.code_of(task, task.TaskConfig())
+    for name in own:  # of the library no module is imported twice
+        sys.modules.pop(name, None)
+    return found
 
 
 @pytest.mark.parametrize("case", [*EDITS, *OTHERS])
