@@ -115,7 +115,7 @@ def test_mfu_by_hand(clock, monkeypatch, tf32, peak, share_trained):
     monkeypatch.setattr(speed, "peaks_of", lambda device: known)
     meter, stopwatch = make_meter()
     model = torch.nn.Linear(8, 16, bias=False)
-    task = SimpleNamespace(eval_sums=None, count=lambda batch: 5)
+    task = SimpleNamespace(loss_sum=None, count=lambda batch: 5)
     model.forward = lambda function, batch: batch @ model.weight.T
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32

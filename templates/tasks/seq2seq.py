@@ -161,7 +161,13 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
 
 def target_logits(model: Any, batch: Batch) -> torch.Tensor:
     """Logits of each target token from the source and the tokens before it: float32 (B, T, V)."""
-    start = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+    labels = batch["labels"]
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        start = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    else:  # M2M100 and NLLB, which shift them in `forward`
+        start = labels.roll(1, dims=1)
+        start = start.masked_fill(start == IGNORE_INDEX, model.config.pad_token_id)
+        start[:, 0] = model.config.decoder_start_token_id
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return model(**inputs, decoder_input_ids=start, use_cache=False).logits.float()
 

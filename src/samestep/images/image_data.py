@@ -45,6 +45,11 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
         if not isinstance(side, int) or not 1 <= side <= 8192:
             text = f"{cfg.model_name_or_path} does not say the size of its images"
             raise ValueError(f"task.model_name_or_path: {text}")
+        factor = own.get("rescale_factor", 1 / 255)
+        plain = own.get("do_rescale", True) and abs(factor * 255 - 1) < 1e-3
+        if own.get("do_flip_channel_order") or not plain:
+            text = f"{cfg.model_name_or_path} has images in BGR, or with pixels not from 0 to 1"
+            raise ValueError(f"task.model_name_or_path: {text}; give another")
         mean, std = [0.0] * 3, [1.0] * 3
         if own.get("do_normalize"):
             mean, std = own["image_mean"], own["image_std"]

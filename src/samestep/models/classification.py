@@ -82,7 +82,8 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     true, predicted, weight = weighted_answers(table)
     options: dict[str, Any] = {"labels": shown, "target_names": short, "zero_division": 0}
     text = classification_report(true, predicted, sample_weight=weight, digits=3, **options)
-    report: dict[str, Any] = {"classes": f"{note}\n{text.rstrip()}"}
+    lines = [each for each in text.rstrip().split("\n") if "samples avg" not in each]  # of entries
+    report: dict[str, Any] = {"classes": "\n".join([note, *lines])}
     if table.ndim == 2:
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
         title += f"; {note}" if note else ""

@@ -44,14 +44,10 @@ def check_adapters(cfg: Any) -> None:
 def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
     """The model with frozen weights and new adapters. `task_type` is one of peft's, "CAUSAL_LM"."""
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = [name.strip() for name in cfg.lora_targets.split(",")]
     tied = getattr(model.config, "tie_word_embeddings", False)
-    if tied and cfg.merge_lora and {"lm_head", "embed_tokens", "wte"} & {*targets}:
-        raise ValueError(
-            "task.lora_targets: this model ties its input and output embeddings, and an adapter of "
-            "one of them cannot be merged; take it out, or leave out task.merge_lora"
-        )
     adapters = LoraConfig(
         r=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha or 2 * cfg.lora_rank,
@@ -61,9 +57,16 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
     )
     try:
         with pretrained.quiet():
-            return get_peft_model(model, adapters, revision=cfg.revision)
+            adapted = get_peft_model(model, adapters, revision=cfg.revision)
     except ValueError as error:
         raise ValueError(f"task.lora_targets: {one_line(error)}") from None
+    ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    if tied and cfg.merge_lora and any(isinstance(each, BaseTunerLayer) for each in ends):
+        raise ValueError(
+            "task.lora_targets: this model ties its input and output embeddings, and an adapter of "
+            "one of them cannot be merged; take it out, or leave out task.merge_lora"
+        )
+    return adapted
 
 
 def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import next_token
 from samestep.models.attention import Batch, bare
@@ -66,19 +67,36 @@ def reference_of(model: Any) -> Iterator[Any]:
 
 def before_and_after(model: Any) -> Iterator[tuple[str, Any]]:
     """The reference, where there is one, and the model: each to be used in its turn."""
-    if bare(model) is not model or COPY in model._modules:
+    names = (name for name, _ in model.named_modules())
+    # Adapters that are merged into the weights are none.
+    if COPY in model._modules or any(name.endswith("lora_A") for name in names):
         with reference_of(model) as reference:
             yield "before", reference
     yield "after", model
 
 
 def disable_dropout(model: Any) -> None:
-    """Makes the model the same function in training as its reference, whatever its config says."""
+    """Makes the model the same function in training as its reference, whatever its config says.
+
+    Prints a warning for one that still draws random numbers.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():  # attention_dropout, or of OPT dropout
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    if model.device.type == "meta":
+        return
+    training, ids = model.training, torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        model.train()
+        first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+        model.train(training)
+    if not torch.equal(first, second):
+        kind = f"task.model_name_or_path: models of the type {model.config.model_type}"
+        hint = "write 0 for its dropout in config.json"
+        print_on_main(f"warning: {kind} draw random numbers in training, as dropout does; {hint}")
 
 
 # ---- Log-probabilities ---------------------------------------------------------------------------

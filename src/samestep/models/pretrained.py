@@ -120,7 +120,10 @@ def attention_option(cfg: ModelConfig) -> dict[str, str]:
 def keep_cap(model: Any) -> Any:
     """Gives a model with capped attention, such as Gemma 2, eager attention: the sdpa of
     transformers before 5.24 leaves the cap out without a word."""
-    capped = getattr(model.config, "attn_logit_softcapping", None)
+    own = model.config
+    names = getattr(own, "sub_configs", ())  # of T5Gemma
+    parts = [own, *(getattr(own, name, None) for name in names)]
+    capped = any(getattr(each, "attn_logit_softcapping", None) for each in parts)
     if capped and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
     return model
@@ -143,7 +146,10 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     model, info = load(auto, cfg, output_loading_info=True, **options)
     given, remark = one_line(cfg.model_name_or_path, 100), ""
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
-    missing = sorted(name for name in new if not any(part in name for part in head))
+    prefix = model.base_model_prefix if head else ""
+    inside = f"{prefix}." if prefix else ""  # other weights belong to the head
+    missing = [name for name in new if not any(part in name for part in head)]
+    missing = sorted(name for name in missing if name.startswith(inside))
     if missing:
         raise ValueError(
             f"task.model_name_or_path: {given} is for something else: it has no weights for "
@@ -177,17 +183,22 @@ def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str
             layers.append((name, layer))
     if not layers:
         return "warning: its classes are others, and its head is of a kind that is not known here"
-    name, layer = layers[-1]
+    # DeiT has two heads side by side; those inside of one follow each other.
+    heads = dict([each for each in layers if "." not in each[0]] or layers[-1:])
+    is_same = sorted(own) == sorted(wanted)
     with torch.no_grad():
-        if sorted(own) == sorted(wanted):
-            order = [own.index(each) for each in wanted]
-            for values in filter(torch.is_tensor, (layer.weight, layer.bias)):
-                values.copy_(values[order])
-            return "its classes are taken by their names"
-        layer.weight.normal_(std=getattr(model.config, "initializer_range", None) or 0.02)
-        if layer.bias is not None:
-            layer.bias.zero_()
-    return f"new weights for {name}: its classes have other names"
+        for layer in heads.values():
+            if is_same:
+                order = [own.index(each) for each in wanted]
+                for values in filter(torch.is_tensor, (layer.weight, layer.bias)):
+                    values.copy_(values[order])
+                continue
+            layer.weight.normal_(std=getattr(model.config, "initializer_range", None) or 0.02)
+            if layer.bias is not None:
+                layer.bias.zero_()
+    if is_same:
+        return "its classes are taken by their names"
+    return f"new weights for {', '.join(heads)}: its classes have other names"
 
 
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:

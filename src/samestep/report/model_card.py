@@ -54,7 +54,7 @@ def describe_use(task: str, folder: Path, name: str) -> str:
     config = read_json_object(folder / "config.json")
     processor = "image_processor" if task == "image-classification" else "tokenizer"
     code = f"from transformers import pipeline\n\nanswer = pipeline({task!r}, {name!r}, "
-    code += f"{processor}={name!r})"
+    code += f"{processor}={name!r}{', truncation=True' if task == 'text-classification' else ''})"
     if task == TEXT_TO_TEXT:
         source = f"{config.get('source_prefix', '')}a text"
         code = SOURCE_TO_TARGET.format(name=name, source=source)

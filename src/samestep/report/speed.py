@@ -69,7 +69,7 @@ class SpeedMeter:
             return
         with self.ranks.fail_together(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()  # in training mode, BatchNorm would change
-            model(task.eval_sums, batch)
+            model(task.loss_sum, batch)
             model.train()
             counts = np.array([counter.get_total_flops(), task.count(batch)])
         flops, num_items = self.ranks.sum_arrays(counts).tolist()

@@ -120,6 +120,8 @@ def set_generation(model: Any, cfg: Any) -> None:
     model.config.source_prefix = cfg.source_prefix  # for samestep predict
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)
+    # Those of a model for summaries would change targets that it has learned.
+    settings.update(min_length=None, min_new_tokens=None, no_repeat_ngram_size=None)
     if cfg.num_beams == 1:  # transformers does not save settings of a search that is not used
         settings.update(early_stopping=None, length_penalty=None)
 

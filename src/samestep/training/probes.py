@@ -38,8 +38,8 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     model.eval()
     with run.ranks.fail_together(), as_user_error(), device.eager(model):
         probe = Probe(run, model)
-        probe.check("loss_sum", run.start.few[0])
-        batch = probe.check("eval_sums", run.start.few[1])
+        batch = probe.check("loss_sum", run.start.few[0])
+        probe.check("eval_sums", run.start.few[1])
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
             whole = probe.batch(run.start.few[1])
