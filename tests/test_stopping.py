@@ -273,7 +273,7 @@ def test_a_pool_ends_before_training_begins(project):
 import multiprocessing, signal
 from samestep.processes import shutdown
 shutdown.StopRequest()
-for number in range(10):
+for number in range(40):
     with multiprocessing.Pool(2) as pool:
         results = [pool.apply_async(signal.getsignal, [signal.SIGTERM]) for _ in range(2)]
         while not all(each.ready() for each in results):

@@ -93,7 +93,8 @@ def check_separates_texts(model: Any) -> None:
     with attention.evaluating(model):
         try:
             logits = [model(input_ids=row, **inputs).logits[:, 4:] for row in rows]
-            separate = attention.are_close(*logits)
+            size = max(1.0, float(logits[0].abs().max()))  # large logits round more
+            separate = torch.allclose(logits[0], logits[1], atol=1e-5 * size)
         except TypeError:  # its forward takes no position_ids
             separate = False
     if not separate:
