@@ -62,7 +62,7 @@ def without_gpu() -> str:
 def read_yaml(path: Path) -> ClusterConfig:
     """The YAML as accelerate reads it; raises OSError, or ValueError for what it cannot read."""
     written = config.read_yaml(path.read_text(encoding="utf-8-sig"))  # knows keys given twice
-    if written.id != "mapping":
+    if not isinstance(written, dict):
         raise ValueError("expected lines of the form 'key: value'")
     try:
         return ClusterConfig.from_yaml_file(str(path))

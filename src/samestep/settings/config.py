@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -36,15 +36,6 @@ Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the tra
 DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]  # above, float32 rounds to 1
 
 # ---- Values --------------------------------------------------------------------------------------
-
-
-class Given(NamedTuple):
-    """The value of a field as it is written."""
-
-    name: str
-    text: Any  # text, lists and mappings of texts, None for null
-    value: Any  # the same with the numbers, true, false and null of JSON
-    place: str = ""  # the line in the recipe
 
 
 class StrictLoader(yaml.BaseLoader):
@@ -69,11 +60,18 @@ class StrictLoader(yaml.BaseLoader):
             names.add(key.value)
         return node
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
+        is_null = not node.style and node.value in ("", "~", "null")
+        return None if is_null else node.value
 
-def read_yaml(text: str) -> yaml.Node:
-    """A YAML text as it is written; raises ValueError with the line."""
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+
+
+def read_yaml(text: str) -> Any:
+    """The dicts, lists and texts of a YAML, and None for null; raises ValueError with the line."""
     try:
-        return yaml.compose(text, StrictLoader) or yaml.ScalarNode("", "")
+        return yaml.load(text, StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -81,42 +79,32 @@ def read_yaml(text: str) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def is_null(node: yaml.Node) -> bool:
-    """Whether nothing is written there, or null without quotes."""
-    return node.id == "scalar" and not node.style and node.value in ("", "~", "null")
-
-
-def number_in(text: str) -> Any:
-    """The number, true, false or null that JSON reads there; any other text as it is."""
+def number_in(text: Any) -> Any:
+    """The number, true or false that JSON reads in a text; any other text as it is. Those of lists
+    and dicts likewise."""
+    if isinstance(text, dict):
+        return {name: number_in(each) for name, each in text.items()}
+    if isinstance(text, list):
+        return [number_in(each) for each in text]
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # TypeError: None
         return text
-    return text if isinstance(value, str | list | dict) else value
+    return value if isinstance(value, int | float) else text
 
 
-def content_of(node: yaml.Node, numbers: bool = False) -> Any:
-    """The `text` of Given, or with `numbers` the `value`."""
-    if node.id == "mapping":
-        return {key.value: content_of(value, numbers) for key, value in node.value}
-    if node.id == "sequence":
-        return [content_of(each, numbers) for each in node.value]
-    if is_null(node):
-        return None
-    return number_in(node.value) if numbers and not node.style else node.value
-
-
-def convert(kind: Any, given: Given) -> Any:
+def convert(kind: Any, text: Any) -> Any:
     """The value of a field with this type; raises ValueError in pydantic's words.
 
-    Numbers come first: 8 in a field of `int | str`. If they are not of the type, text is.
+    `text`: a text, or lists and dicts of texts. The number in it comes first: 8 in a field of
+    `int | str`. If that is not of the type, the text is.
     """
     config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=config)
     with suppress(ValidationError):
-        return adapter.validate_python(given.value, strict=True, extra="forbid")
+        return adapter.validate_python(number_in(text), strict=True, extra="forbid")
     try:
-        return adapter.validate_python(given.text, extra="forbid")
+        return adapter.validate_python(text, extra="forbid")
     except ValidationError as error:
         problems = error.errors()
     wrong = max(problems, key=lambda each: len(each["loc"]))["input"]
@@ -141,8 +129,8 @@ def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, datac
     return found
 
 
-def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
-    """The flags as they are written."""
+def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, Any]]:
+    """The names and texts of the flags."""
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -157,41 +145,40 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
         elif not equals:
             raise ValueError(f"--{name}: expected one argument; write --{name}=VALUE")
         if text.strip()[:1] + text.strip()[-1:] in ("[]", "{}") and kind not in (str, str | None):
-            node = read_yaml(text)
-            yield Given(name, content_of(node), content_of(node, numbers=True))
+            yield name, read_yaml(text)
+        elif text == "null" and (kind is Any or type(None) in get_args(kind)):
+            yield name, None
         else:  # YAML would cut a path at " #"
-            yield Given(name, text, number_in(text))
+            yield name, text
 
 
-def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator[Given]:
-    """The fields in a recipe as they are written, as `read_flags` gives those of the flags."""
-    if section.id != "mapping" and not is_null(section):
+def read_recipe(section: Any, fields: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and texts of the fields in a recipe."""
+    if not isinstance(section, dict | None):
         place = f"{prefix[:-1]}: " if prefix else ""
         raise ValueError(f"{place}expected lines of the form 'field: value'")
-    for key, node in section.value if section.id == "mapping" else ():
-        name = prefix + key.value
+    for key, text in (section or {}).items():
+        name = prefix + key
         if any(field.startswith(f"{name}.") for field in fields):
-            yield from read_recipe(node, fields, f"{name}.")
+            yield from read_recipe(text, fields, f"{name}.")
         elif name in fields and "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
         else:
-            line = f"line {key.start_mark.line + 1}: "
-            yield Given(name, content_of(node), content_of(node, numbers=True), line)
+            yield name, text
 
 
-def convert_all(given: Iterable[Given], fields: dict) -> dict[str, Any]:
+def convert_all(given: Iterable[tuple[str, Any]], fields: dict) -> dict[str, Any]:
     """The values of fields, each converted to its type; raises ValueError with a wrong name."""
     values: dict[str, Any] = {}
-    for each in given:
-        name = each.name
+    for name, text in given:
         if name not in fields:
-            raise ValueError(each.place + unknown_field(name, fields))
+            raise ValueError(unknown_field(name, fields))
         if name in values:
-            raise ValueError(f"{each.place}{name} is given twice")
+            raise ValueError(f"{name} is given twice")
         try:
-            values[name] = convert(fields[name][0], each)
+            values[name] = convert(fields[name][0], text)
         except ValueError as error:
-            raise ValueError(f"{each.place}{name}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
     return values
 
 
