@@ -16,7 +16,7 @@ METADATA = """\
 Metadata-Version: 2.1
 Name: samestep
 Version: {}
-Requires-Python: >=3.10
+Requires-Python: >=3.11
 """
 WHEEL = b"Wheel-Version: 1.0\nGenerator: samestep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 

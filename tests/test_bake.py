@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,6 @@ from library_names import library_names
 
 sys.path.insert(0, str(ROOT))
 import template_filters
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
@@ -120,7 +116,7 @@ def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, 
         assert os.access(copy, os.X_OK) == os.access(source, os.X_OK), copy
 
     text = (project / "LICENSE").read_text(encoding="utf-8")
-    year = datetime.now(timezone.utc).year
+    year = datetime.now(UTC).year
     assert re.search(rf"Copyright (\(c\) )?{year},? My Training authors", text)
     assert [name for name, words in LICENSE_WORDS.items() if words in text] == [license_name]
     settings = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))

@@ -209,7 +209,7 @@ FAILING = {"FAKE_INDEX_FAILS", "FAKE_INSTALL_FAILS"}
 @pytest.mark.parametrize(
     "gpu, env, words",
     [
-        ("", {"PYTHON": "python4"}, "python4 was not found. Install Python 3.10 or newer."),
+        ("", {"PYTHON": "python4"}, "python4 was not found. Install Python 3.11 or newer."),
         ("", {"FAKE_NO_VENV": "1"}, "sudo apt install python3-venv"),
         ("", {"FAKE_INDEX_FAILS": "1"}, ".venv/bin/python -m pip install torch"),
         ("524.99,8.0", {}, "driver 524.99 is too old for PyTorch. Install 580 or newer (525 will"),

@@ -92,9 +92,9 @@ except Exception as error:
 }
 
 if [ ! -e "$VENV/bin/python" ]; then
-    command -v "$PYTHON" >/dev/null || stop "$PYTHON was not found. Install Python 3.10 or newer."
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        stop "$("$PYTHON" -V) is too old. Name Python 3.10 or newer, for example: PYTHON=python3.12"
+    command -v "$PYTHON" >/dev/null || stop "$PYTHON was not found. Install Python 3.11 or newer."
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        stop "$("$PYTHON" -V) is too old. Name Python 3.11 or newer, for example: PYTHON=python3.12"
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
         stop "$PYTHON has no venv module. On Debian and Ubuntu: sudo apt install python3-venv"
     echo "setup: creating $VENV with $("$PYTHON" -V)"

@@ -170,7 +170,7 @@ def cardinal(number: int) -> str:
 
 # ---- Texts with a class --------------------------------------------------------------------------
 
-# Packages and modules of Python's library, 3.10 and later, by purpose.
+# Packages and modules of Python's library, 3.11 and later, by purpose.
 AREAS = {
     **{name: name for name in "asyncio email encodings importlib multiprocessing xml".split()},
     "testing": "unittest doctest",
