@@ -91,22 +91,29 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path):
 def test_changes_of_settings(tmp_path):
     from samestep.checkpoint import checkpoints
 
-    def compare(value, new="all", width=8, accept=True):
-        saved = {"files": {}, "config": {"task": {"classes": value, "width": 8}}}
-        now = {"config": {"task": {"train_on": new, "width": width}}}
-        effects, defaults = {"task.width": "shape"}, {"task.train_on": "all"}
-        return checkpoints.check_settings(tmp_path, saved, now, effects, accept, defaults)
+    def compare(value, new="all", accept=True):
+        saved = {"files": {}, "config": {"task": {"classes": value}}}
+        now = {"config": {"task": {"train_on": new}}}
+        defaults = {"task.train_on": "all"}
+        return checkpoints.check_settings(tmp_path, saved, now, {}, accept, defaults)
 
     assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
     assert compare("", "last") == ["task.train_on: None -> last"]
-    with pytest.raises(ValueError, match="task.width: 8 -> 16.* do not fit another task.width; gi"):
-        compare("", width=16)
     with pytest.raises(ValueError, match="task.train_on: None -> last.* or --accept_changes to"):
         compare("", "last", accept=False)
     # The places of the lanes of a stream are those of a list of shards, in an order by the seed.
     stream = {"files": {}, "lanes": [1, 2], "config": {"seed": 0}}
     with pytest.raises(ValueError, match="seed: 0 -> 1.*a stream goes on over the same shards"):
         checkpoints.check_settings(tmp_path, stream, {"config": {"seed": 1}}, {}, True, {})
+
+
+def test_weights_of_another_shape_are_refused_although_changes_are_accepted(tiny, whole, tmp_path):
+    flags = ["--output_dir", half(whole, 3, tmp_path / "run"), *FLAGS, "--task.width", 16]
+    printed = tiny.train(1, *flags, codes=[2])
+    assert "task.width: 32 -> 16" in printed and printed.count("\n") == 1
+    printed = tiny.train(1, *flags, "--accept_changes", codes=[2])
+    assert "step-00000003 does not fit the model: " in printed
+    assert "is (32,) in the checkpoint and (16,) in the model; give the settings" in printed
 
 
 # ---- In the background ---------------------------------------------------------------------------

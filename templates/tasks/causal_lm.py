@@ -13,7 +13,7 @@ import datasets
 import torch
 from pydantic import Field
 
-from samestep.base.fields import EXPORT, MODEL, ROUNDING, SHAPE
+from samestep.base.fields import EXPORT, MODEL, ROUNDING
 from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
@@ -72,13 +72,13 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     best_fit for prompts and chats."""
     overlong: Literal["split", "truncate"] = "split"
     """best_fit: a document that is too long continues in another sequence, or is truncated."""
-    vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
+    vocab_size: Vocabulary = 1024
     """New model: size of its byte-level BPE vocabulary, trained on the training split."""
     vocabulary: str = ""
     """New model: the model folder of a run, whose tokenizer is kept; empty: it is trained."""
-    hidden_size: Size = field(default=128, metadata=SHAPE | MODEL)
+    hidden_size: Size = field(default=128, metadata=MODEL)
     """New model: its width, a multiple of 2 x num_heads."""
-    num_layers: Size = field(default=3, metadata=SHAPE | MODEL)
+    num_layers: Size = field(default=3, metadata=MODEL)
     """New model: transformer layers."""
     num_heads: Size = field(default=4, metadata=MODEL)
     """New model: attention heads in a layer."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from samestep.base.fields import MODEL, NOTHING, ROUNDING, SHAPE
+from samestep.base.fields import MODEL, NOTHING, ROUNDING
 from samestep.data.sources import DataConfig
 from samestep.images import image_data, image_rows
 from samestep.models import classification, pretrained
@@ -50,7 +50,7 @@ class TaskConfig(DataConfig, ModelConfig):
     """Images that cannot be read: end the run, or count them and leave them out."""
     background: str = "white"
     """Color behind transparent images, in training and in predictions: a name, or "#rrggbb"."""
-    image_size: Side = field(default=32, metadata=SHAPE)
+    image_size: Side = 32
     """New model: side in pixels of the square that it sees; a pretrained model has its own."""
     cache_image_size: StoredSide = 0
     """Side in pixels of the square that is cut from the middle of each image and stored in
@@ -68,18 +68,18 @@ class TaskConfig(DataConfig, ModelConfig):
     label_smoothing: Dropout = field(default=0.0, metadata=MODEL)
     """In training: this fraction of each label is spread over all classes."""
     architecture: Literal["vit", "resnet", "resnet_batchnorm"] = field(
-        default="vit", metadata=SHAPE | MODEL
+        default="vit", metadata=MODEL
     )
     """New model: a vision transformer, a ResNet v2 with GroupNorm, or a ResNet with BatchNorm,
     whose result depends on the micro-batches."""
-    hidden_size: Size = field(default=64, metadata=SHAPE | MODEL)
+    hidden_size: Size = field(default=64, metadata=MODEL)
     """New model: its width; the four stages of a resnet double their width up to this one."""
-    num_layers: Size = field(default=2, metadata=SHAPE | MODEL)
+    num_layers: Size = field(default=2, metadata=MODEL)
     """New model: layers of a vit; blocks in each stage of a resnet."""
-    stages: list[Size] | None = field(default=None, metadata=SHAPE | MODEL)
+    stages: list[Size] | None = field(default=None, metadata=MODEL)
     """New resnet for photos, with a narrow stem: blocks in each of its four stages, [3, 4, 6, 3] in
     a ResNet-50; null: num_layers in each."""
-    patch_size: Side = field(default=8, metadata=SHAPE | MODEL)
+    patch_size: Side = field(default=8, metadata=MODEL)
     """New vit: side in pixels of the patches of an image."""
     num_heads: Size = field(default=4, metadata=MODEL)
     """New vit: attention heads in a layer."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.base.fields import MODEL, ROUNDING, SHAPE
+from samestep.base.fields import MODEL, ROUNDING
 from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
@@ -81,11 +81,11 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     same to rounding."""
 
     # New model
-    vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
+    vocab_size: Vocabulary = 1024
     """Size of its byte-level BPE vocabulary, trained on the training split."""
-    hidden_size: Size = field(default=128, metadata=SHAPE | MODEL)
+    hidden_size: Size = field(default=128, metadata=MODEL)
     """Its width, a multiple of 2 x num_heads."""
-    num_layers: Size = field(default=3, metadata=SHAPE | MODEL)
+    num_layers: Size = field(default=3, metadata=MODEL)
     """Its transformer layers."""
     num_heads: Size = field(default=4, metadata=MODEL)
     """Attention heads in a layer."""

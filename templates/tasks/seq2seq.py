@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.base.fields import EXPORT, MODEL, SHAPE
+from samestep.base.fields import EXPORT, MODEL
 from samestep.data.sources import StreamConfig
 from samestep.models import pretrained
 from samestep.models.attention import always_mask
@@ -59,13 +59,13 @@ class TaskConfig(StreamConfig, ModelConfig):
     """Tokens of a target; the end of a longer one is cut off. Also the most tokens to generate."""
 
     # New model
-    vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
+    vocab_size: Vocabulary = 1024
     """Size of its byte-level BPE vocabulary, learnt from the training rows."""
-    hidden_size: Size = field(default=64, metadata=SHAPE | MODEL)
+    hidden_size: Size = field(default=64, metadata=MODEL)
     """Width of the model, a multiple of num_heads."""
-    num_layers: Size = field(default=2, metadata=SHAPE | MODEL)
+    num_layers: Size = field(default=2, metadata=MODEL)
     """Transformer layers of the encoder, and of the decoder."""
-    num_heads: Size = field(default=4, metadata=SHAPE | MODEL)
+    num_heads: Size = field(default=4, metadata=MODEL)
     """Attention heads in a layer."""
     dropout: Fraction = field(default=0.0, metadata=MODEL)
     """Dropout on embeddings, attention weights and layers."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from samestep.base.fields import MODEL, SHAPE
+from samestep.base.fields import MODEL
 from samestep.data import labels
 from samestep.data.sources import StreamConfig
 from samestep.models import classification, pretrained
@@ -66,11 +66,11 @@ class TaskConfig(StreamConfig, ModelConfig):
     token_dropout: Fraction = field(default=0.0, metadata=MODEL)
     """Share of its tokens that a text loses in training, other ones in each epoch, so that the
     answer does not depend on a few names. The first, the last and separators stay."""
-    vocab_size: Vocabulary = field(default=8192, metadata=SHAPE)
+    vocab_size: Vocabulary = 8192
     """New model: size of its byte-level BPE vocabulary, learnt from the training texts."""
-    hidden_size: Size = field(default=128, metadata=SHAPE | MODEL)
+    hidden_size: Size = field(default=128, metadata=MODEL)
     """New model: its width, a multiple of 2 x num_heads."""
-    num_layers: Size = field(default=1, metadata=SHAPE | MODEL)
+    num_layers: Size = field(default=1, metadata=MODEL)
     """New model: transformer layers. With few texts, more layers do not help."""
     num_heads: Size = field(default=4, metadata=MODEL)
     """New model: attention heads in a layer."""

@@ -50,7 +50,7 @@ class TaskConfig:
     """Of the data."""
     silent: int = 0
     """Rows without items in the loss: those whose id this number divides; 0: none."""
-    width: int = field(default=32, metadata={"changes": "shape"})
+    width: int = 32
     """Of the hidden layer."""
     fail_report: bool = False
     """Whether `report` fails."""

@@ -379,8 +379,8 @@ def without_credentials(settings: Any) -> Any:
 def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
     """The settings whose change has one of these effects, as a manifest holds them.
 
-    `effects` maps fields to the effect of a change: nothing, rounding, export, shape (the saved
-    weights do not fit) or result, which is the default.
+    `effects` maps fields to the effect of a change: nothing, rounding, export or result, which is
+    the default.
     """
     settings = flatten(manifest.get("config", {})).items()
     return {name: value for name, value in settings if effects.get(name, "result") in kinds}
@@ -389,7 +389,7 @@ def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`."""
     data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return without_credentials(settings_with(manifest, effects, "result", "shape")) | data
+    return without_credentials(settings_with(manifest, effects, "result")) | data
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:
@@ -405,8 +405,7 @@ def check_settings(
 
     `defaults`: of fields; one that older code did not have changes nothing where it has its own,
     nor does one that was empty, and that newer code has no more. Raises ValueError if the result
-    would change and `accept` is false, or if the weights would not fit. For `effects` see
-    `settings_with`.
+    would change and `accept` is false. For `effects` see `settings_with`.
     """
     before, after = result_settings(saved, effects), result_settings(current, effects)
     before = {n: v for n, v in before.items() if n in after or v != ""}
@@ -428,8 +427,6 @@ def check_settings(
     for name in changed:
         if "lanes" in saved and name in ("seed", "data fingerprint"):
             raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
-        if name in before and name in after and effects.get(name) == "shape":
-            raise ValueError(f"{made}, and its weights do not fit another {name}; {other}")
     if changed and not accept:
         raise ValueError(f"{made}; {other}, or --accept_changes to continue with the new ones")
     return list(changed.values())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from samestep.base.console import one_line
-from samestep.base.fields import EXPORT, MODEL, SHAPE, Dropout, check_fields, check_ignored_fields
+from samestep.base.fields import EXPORT, MODEL, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
 from samestep.models.attention import restored
 
@@ -19,14 +19,14 @@ Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
 class LoraFields:
     """Fields of a task that can train adapters; the task has those of ModelConfig too."""
 
-    lora_rank: Rank = field(default=0, metadata=SHAPE | MODEL)
+    lora_rank: Rank = field(default=0, metadata=MODEL)
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
     weights."""
     lora_alpha: Alpha = field(default=0.0, metadata=MODEL)
     """Factor of the adapters, times the rank; 0: twice the rank."""
     lora_dropout: Dropout = field(default=0.0, metadata=MODEL)
     """Dropout before the adapters."""
-    lora_targets: str = field(default="all-linear", metadata=SHAPE | MODEL)
+    lora_targets: str = field(default="all-linear", metadata=MODEL)
     """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
     merge_lora: bool = field(default=False, metadata=EXPORT | MODEL)
     """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
