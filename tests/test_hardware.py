@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -505,7 +506,7 @@ def hardware(project, *words, code=0, **env):
     command = ["python", "-m", "samestep", "hardware", *words]
     result = project.run(*command, check=False, **env)
     assert result.returncode == code, result.stdout + result.stderr
-    assert code != 2 or result.stderr.count("\n") == 1
+    assert code != 2 or result.stderr.count("\n") == 1, result.stderr
     return " ".join((result.stdout + result.stderr).split())
 
 
@@ -521,6 +522,32 @@ def hardware(project, *words, code=0, **env):
 )
 def test_bad_input_is_one_line(tiny, words, error):
     assert error in hardware(tiny, *words, code=2)
+
+
+def test_a_timer_is_made_without_a_line_of_torch(tmp_path):
+    """As on a login node: torch's CUDA build, nvcc on the PATH, and no GPU."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("")
+    nvcc.chmod(0o755)
+    program = """
+import torch
+from samestep.hardware import bench
+
+torch.cuda._is_compiled = lambda: True
+torch.cuda.is_available = lambda: False
+torch.version.cuda = "13.0"
+assert bench.make_timer(abs, -1).timeit(1).median > 0
+from torch.utils import cpp_extension
+
+print(cpp_extension.CUDA_HOME)
+cpp_extension.logger.warning("another line")
+"""
+    env = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{tmp_path.parent}\n"
+    assert len(result.stderr.splitlines()) == 1 and "another line" in result.stderr
 
 
 def test_recommend_names_the_model_that_it_measured(monkeypatch, tmp_path):

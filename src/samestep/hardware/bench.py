@@ -6,20 +6,23 @@ What may hang, or takes memory of a GPU, is found out in processes of their own:
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.benchmark import Timer
 
 from samestep.base.console import IS_MAIN, one_line
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
 from samestep.processes.device import allow_tf32
 from samestep.processes.ranks import catch
+
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Timer
 
 MiB = 1 << 20
 # Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.
@@ -93,9 +96,24 @@ def look(device: str) -> dict[str, Any]:
     return {"name": name, "free": free, "wrong": wrong}
 
 
+def make_timer(work: Callable, *given: object) -> "Timer":
+    """Return PyTorch's timer of a call.
+
+    Its import logs a warning where a CUDA toolkit is installed and no GPU is there, as on a login
+    node. Only this import is silenced.
+    """
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    from torch.utils.benchmark import Timer
+
+    logger.setLevel(level)
+    return Timer("work(*given)", globals={"work": work, "given": given})
+
+
 def seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
     """Median seconds of a call of `work`, which may only enqueue its work on the device."""
-    timer = Timer("work(*given)", globals={"work": work, "given": given})
+    timer = make_timer(work, *given)
     timer.timeit(2)  # the first calls compile, allocate, and raise clock rates
     return timer.blocked_autorange(min_run_time=seconds).median
 
@@ -142,8 +160,8 @@ def all_reduce(device: torch.device, size: int) -> float:
     if not bool((values == count * (count + 1) / 2).all()):
         raise ValueError(f"an all-reduce of {size} bytes gives wrong sums")
     values.zero_()  # it stays finite, however often it is added up
-    timer = Timer("work(values)", globals={"work": dist.all_reduce, "values": values})
-    return 2 * (count - 1) / count * size / timer.timeit(CALLS).median / 1e9
+    seconds = make_timer(dist.all_reduce, values).timeit(CALLS).median
+    return 2 * (count - 1) / count * size / seconds / 1e9
 
 
 def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str, float], str]]:
