@@ -254,7 +254,7 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
 
 
 def cache_of(cfg: Any) -> Path:
-    return local_path(str(getattr(cfg, "cache_dir", ".cache/data")), "cache_dir")
+    return local_path(str(getattr(cfg, "cache_dir", ".cache/data")))
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from samestep.base.console import one_line, without_credentials
-from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
+from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields
 from samestep.base.workers import count_cores
 from samestep.data import hub
 from samestep.settings.contract import LONGEST_PERIOD
@@ -92,13 +92,10 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
     group_column. Makes a list in `data` a text.
     """
     cfg.data = data_as_text(cfg.data)
-    local_path(cfg.cache_dir, "cache_dir")
-    local_path(cfg.validation_data, "validation_data")
     check_fields(cfg, [("cache_dir", cfg.cache_dir, "a folder")])
     sources = [each.data for each in split_data(cfg.data)]
     for data in sources:
         check_fields(cfg, [("data", data, "a path, or a name")])
-        local_path(data, "data")
     streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
     for given in [*sources, cfg.validation_data]:
         if "://" in given and not streaming:

@@ -224,7 +224,7 @@ def decode_options(
     else:
         text += f" are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded when they are used"
     print(f"Preparing data: {text}", flush=True)
-    if stored and 2 * size > shutil.disk_usage(local_path(cfg.cache_dir, "cache_dir")).free:
+    if stored and 2 * size > shutil.disk_usage(local_path(cfg.cache_dir)).free:
         hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
         raise ValueError(f"task.cache_dir: {os.strerror(errno.ENOSPC)} to write them twice; {hint}")
     return {

@@ -1,6 +1,7 @@
 """Models of transformers: pretrained weights and their tokenizers, or new weights."""
 
 import contextlib
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -37,10 +38,10 @@ def folder_of(cfg: ModelConfig) -> Path | None:
 
     Raises ValueError for a path without a folder, which would be looked up on the Hub.
     """
-    name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path, "model_name_or_path")
-    if not name or folder.is_dir():
+    name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path)
+    if not name or os.path.isdir(folder):  # False for what is no path
         return folder if name else None
-    if folder.is_file():
+    if os.path.isfile(folder):
         problem = f"{one_line(name, 100)} is a file; give the folder that it is in"
     elif Path("runs/default") in (folder, *folder.parents):
         problem = f"there is no folder {one_line(name, 100)}; run make train first"

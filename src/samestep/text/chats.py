@@ -7,6 +7,7 @@ none.
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections import Counter
@@ -266,7 +267,7 @@ def as_chat(row: dict) -> dict:
 
 def check_template(path: str) -> None:
     """Raises ValueError where task.chat_template names no file."""
-    if path and not local_path(path, "chat_template").is_file():
+    if path and not os.path.isfile(local_path(path)):
         raise ValueError(f"task.chat_template: there is no file {path}")
 
 

@@ -5,6 +5,7 @@ JSON text: a column of `datasets` for JSON rounds numbers.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -63,9 +64,9 @@ def check_config(cfg: Any) -> None:
     chats.check_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
         raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
-    folder = local_path(cfg.vocabulary, "vocabulary")
+    folder = local_path(cfg.vocabulary)
     for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
     check_rows(cfg)
     check_adapters(cfg)
