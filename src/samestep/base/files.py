@@ -13,12 +13,14 @@ from pathlib import Path
 UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Errors of a wrong path, which will come again. Other errors may pass.
-PERMANENT_ERRORS = {
-    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
-    *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
-    *DISK_FULL,
-}
+WRONG_PATH = (
+    FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError,
+)  # fmt: skip
+
+
+def comes_again(error: OSError) -> bool:
+    """Whether the path is wrong, or the disk is full; all other errors may pass."""
+    return isinstance(error, WRONG_PATH) or error.errno in DISK_FULL
 
 
 def apply_umask(path: Path) -> None:

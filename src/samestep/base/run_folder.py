@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from samestep.base.files import PERMANENT_ERRORS, read_json_object, replace_text
+from samestep.base.files import comes_again, read_json_object, replace_text
 
 # Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
 # times that, since a network disk takes a while to notice that a process has died. In a run that
@@ -39,7 +39,7 @@ class RunLock:
                 self.acquire()
         except OSError as error:
             self.release()
-            if error.errno not in (*PERMANENT_ERRORS, *NO_LOCKS):
+            if not comes_again(error) and error.errno not in NO_LOCKS:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
 

@@ -32,8 +32,8 @@ from pydantic_core import to_jsonable_python
 from samestep.base.console import one_line, print_on_main
 from samestep.base.files import (
     DISK_FULL,
-    PERMANENT_ERRORS,
     UMASK,
+    comes_again,
     fsync,
     read_json_object,
     remove,
@@ -291,7 +291,7 @@ def writes_to(cache: Path, own: str = "") -> Iterator[None]:
         if not full and any("(os error 28)" in str(each) for each in causes):  # of `tokenizers`
             full = errno.ENOSPC
         number = getattr(error, "errno", None) if isinstance(error, OSError) else None
-        known = number in PERMANENT_ERRORS
+        known = isinstance(error, OSError) and comes_again(error)
         if full or known and not own:
             reason = os.strerror(full or number or 0)
             raise ValueError(f"task.cache_dir: cannot write {cache}: {reason}") from None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from samestep.base.console import one_line, print_on_main
-from samestep.base.files import PERMANENT_ERRORS
+from samestep.base.files import comes_again
 from samestep.base.run_folder import REMOVED
 from samestep.processes.device import PROCESSES, use_cpu
 from samestep.settings.mesh import this_layout
@@ -69,7 +69,7 @@ def as_user_error() -> Iterator[None]:
         if type(error) is ConnectionError:  # a task's words; Python's own errors are subclasses
             raise Failed(str(error)) from error
         # Other errors may be temporary. They count as crashes, which launchers retry.
-        if error.errno not in PERMANENT_ERRORS or error.strerror == REMOVED:
+        if not comes_again(error) or error.strerror == REMOVED:
             raise
         raise UserError(describe_os_error(error)) from error
     except (MemoryError, RuntimeError) as error:
