@@ -13,10 +13,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from samestep.base.console import IS_MAIN, print_on_main
+from samestep.base.errors import catch
 from samestep.checkpoint.optimizers import check_weights, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES, is_dtensor
-from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
+from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
 from samestep.step import deepspeed

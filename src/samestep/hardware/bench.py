@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.base.console import IS_MAIN, one_line
+from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
 from samestep.processes.device import allow_tf32
-from samestep.processes.ranks import catch
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Timer

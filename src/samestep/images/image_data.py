@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
+from samestep.base.errors import attempt
 from samestep.data import columns
 from samestep.images.images import resize, square
 from samestep.models import classification, pretrained
@@ -193,11 +194,9 @@ def pixel_values(rows: list[Row], cfg: Any, data: Any) -> torch.Tensor:
 
 def report(model: Any, sums: dict, output: Path, cfg: Any, data: Any) -> dict[str, Any]:
     """The scores of each class, a figure of the confusion, and some images with their answers."""
-    from samestep.base.pictures import try_picture
-
     names = data["train"].features["label"].names
     shown = classification.report_table(sums["table"], names, output)
-    drawn = try_picture(draw_samples, model, names, cfg, data, output / "samples.png")
+    drawn = attempt("no picture", draw_samples, model, names, cfg, data, output / "samples.png")
     return shown | {"samples": drawn}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
+from samestep.base.errors import attempt
 
 # scikit-learn and matplotlib take 1 s to import: they wait for the functions that need them.
 
@@ -66,8 +67,6 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     """The scores of each class as text, and, where a row has one class, confusion.png."""
     from sklearn.metrics import classification_report
 
-    from samestep.base.pictures import try_picture
-
     if table.ndim == 3:
         mistakes = table[:, 0, 1] + table[:, 1, 0]
     else:
@@ -88,7 +87,9 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
         title += f"; {note}" if note else ""
         path = folder / "confusion.png"
-        report["confusion"] = try_picture(draw_confusion, table.numpy(), shown, short, title, path)
+        report["confusion"] = attempt(
+            "no picture", draw_confusion, table.numpy(), shown, short, title, path
+        )
     return report
 
 

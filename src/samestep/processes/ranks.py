@@ -11,7 +11,7 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from samestep.base.console import one_line, print_on_main
 from samestep.base.files import comes_again
 from samestep.base.run_folder import REMOVED
 from samestep.processes.device import PROCESSES, use_cpu
@@ -90,22 +89,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = r"out of memory|not enough memory|allocate memory"
     full = isinstance(error, RuntimeError) and re.search(words, str(error))
     return bool(full) or isinstance(error, MemoryError)
-
-
-def catch(function: Callable, *arguments: Any) -> tuple[Any, Exception | None]:
-    """(result, None), or (None, the exception that the function raised)."""
-    try:
-        return function(*arguments), None
-    except Exception as error:
-        return None, error
-
-
-def attempt(failure: str, function: Callable, *arguments: Any) -> Any:
-    """What the function returns; None, and a line, if it fails: the run goes on without it."""
-    result, problem = catch(function, *arguments)
-    if problem:
-        print_on_main(f"{failure}: {type(problem).__name__}: {one_line(problem)}")
-    return result
 
 
 def some(names: list[str], most: int = 5) -> str:

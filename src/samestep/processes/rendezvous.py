@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.base.console import one_line
+from samestep.base.errors import catch
 from samestep.base.preflight import STOPPED
-from samestep.processes.ranks import PROCESSES, Failed, UserError, catch, restart_store, some
+from samestep.processes.ranks import PROCESSES, Failed, UserError, restart_store, some
 
 BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop

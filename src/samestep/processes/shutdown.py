@@ -24,6 +24,7 @@ import psutil
 
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
+from samestep.base.errors import catch
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.preflight import STOPPED, write_exit_code
 from samestep.processes import rendezvous
@@ -34,7 +35,6 @@ from samestep.processes.ranks import (
     Ranks,
     UserError,
     as_user_error,
-    catch,
     describe_os_error,
     is_out_of_memory,
 )

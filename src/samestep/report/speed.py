@@ -23,7 +23,8 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.base.console import IS_MAIN, one_line, print_on_main
-from samestep.processes.ranks import Ranks, catch
+from samestep.base.errors import catch
+from samestep.processes.ranks import Ranks
 from samestep.report.peaks import peaks_of
 from samestep.step.batches import Batch
 from samestep.step.stopwatch import Stopwatch

@@ -18,12 +18,13 @@ import torch
 
 from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
+from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
 from samestep.base.preflight import LAUNCHED
 from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
-from samestep.processes.ranks import as_user_error, attempt, catch
+from samestep.processes.ranks import as_user_error
 from samestep.processes.shutdown import STOPPED
 from samestep.report import model_card, tracking
 from samestep.training import from_outside
@@ -118,9 +119,10 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
             if size + total // 10 < free:  # the tenth is for what the report computes
                 full_model.to(device)
     shown = run.task.report(full_model.eval(), sums, output) or {}
+    shown = {name: value for name, value in shown.items() if value is not None}  # it failed
     for name, value in shown.items():
         print_on_main(f"{name}: {value}")
-    return dict(shown)
+    return shown
 
 
 # ---- The check of the export ---------------------------------------------------------------------

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
+from samestep.base.errors import catch
 from samestep.processes import device
-from samestep.processes.ranks import PendingSum, as_user_error, catch
+from samestep.processes.ranks import PendingSum, as_user_error
 from samestep.settings import contract
 from samestep.step import batches, sharding
 from samestep.step.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler

@@ -10,9 +10,10 @@ import torch
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
+from samestep.base.errors import catch
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
-from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
+from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
 from samestep.step import batches, deepspeed
 from samestep.training.log import RunLog
 from samestep.training.run import Run
