@@ -492,10 +492,13 @@ def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> to
 
 def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    dtypes = {n: v.dtype for n, v in built.items() if n.startswith("model.")}
     saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items()}
     built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
     for name in sorted({*saved, *built}):
         before, now = (each.get(name, "missing") for each in (saved, built))
+        if before == now and name in dtypes:  # moments would keep the dtype of the checkpoint
+            before, now = (str(each[name]) for each in (reader.dtypes, dtypes))
         if before != now and name.startswith(("model.", "registered.")):
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "

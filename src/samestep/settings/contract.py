@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from samestep.models import dtypes
+
 Batch = dict[str, Any]  # of tensors
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
 RESERVED = ("step", "samples", "eval_loss", "event")
@@ -54,6 +56,11 @@ class Task(Protocol):
     UNIT: str
     """Name of an item in the loss, in the plural. Throughput is logged as UNIT_per_second; without
     it, as samples_per_second."""
+
+    WEIGHTS: str
+    """Without it, weights that train are converted to float32, and frozen ones keep their dtype.
+    "as built": all keep the dtype that build_model gives them, for an optimizer that is made for
+    bfloat16 (8-bit, or with stochastic rounding)."""
 
     def check_config(self, cfg: Any) -> None:
         """Raises ValueError for fields that cannot work together. It is called at each start."""
@@ -171,8 +178,9 @@ def check_functions(task: Any) -> None:
 def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
     """The functions of task.py, with the arguments `cfg` and `data` of those that name them."""
     found = SimpleNamespace()
-    if hasattr(task, "UNIT"):
-        found.UNIT = task.UNIT
+    for name in ("UNIT", "WEIGHTS"):
+        if hasattr(task, name):
+            setattr(found, name, getattr(task, name))
     for name in [*REQUIRED, *OPTIONAL]:
         function = getattr(task, name, None)
         if name == "rows_depend" and isinstance(function, bool):  # a value will do
@@ -181,6 +189,8 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
             given = inspect.signature(function).parameters
             named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
             setattr(found, name, functools.partial(function, **named) if named else function)
+    if hasattr(found, "build_model"):
+        found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
     return found
 
 

@@ -23,6 +23,7 @@ from samestep.base.files import replace_text
 from samestep.base.preflight import LAUNCHED
 from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
+from samestep.models import dtypes
 from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error
 from samestep.processes.shutdown import STOPPED
@@ -61,7 +62,11 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
+                trained = dtypes.trained_weights(full_model).values()
+                in_float32 = any(each.dtype == torch.float32 for each in trained)
                 run.task.export(full_model.eval(), fresh)
+                if in_float32:
+                    dtypes.name_dtype(fresh)
                 model_card.write_card(fresh, folder, about)
     return full_model
 

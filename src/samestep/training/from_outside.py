@@ -5,6 +5,7 @@ prints what it returns, or why it failed, as JSON.
 """
 
 import contextlib
+import functools
 import json
 import pickle
 import sys
@@ -25,7 +26,9 @@ CLASSES = {
 @torch.no_grad()
 def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What a model makes of one row of inputs, (1, T): about a thousand of its logits."""
-    about: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    dtype = functools.reduce(torch.promote_types, kinds)  # frozen weights may be in half precision
+    about: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     if "input_ids" in inputs:
         about["tokens"] = inputs["input_ids"][0].tolist()
     if not model.can_generate():

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from samestep.base import files, run_folder
 from samestep.base.console import print_on_main
 from samestep.checkpoint import checkpoints, weights
+from samestep.models import dtypes
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
@@ -61,9 +62,10 @@ class Run:
         """Checks the accelerator, and prints what runs on what."""
         self.accelerator, cfg = accelerator, self.cfg
         device.check_accelerator(accelerator, cfg)
+        kept = f"weights {self.task.WEIGHTS}, " if hasattr(self.task, "WEIGHTS") else ""
         self.hardware = (
             f"{accelerator.num_processes} x {accelerator.device.type}, "
-            f"{accelerator.mixed_precision.replace('no', 'fp32')}, "
+            f"{accelerator.mixed_precision.replace('no', 'fp32')}, {kept}"
             f"distributed: {accelerator.distributed_type.value}; "
             f"a step of {self.plan.describe(self.ranks.layout.unit)}"
         )
@@ -123,6 +125,8 @@ class Run:
         """The task's model as the recipe and the YAML want it: before it is prepared."""
         accelerator, layout = self.accelerator, self.ranks.layout
         model = weights.build(self.new_model, accelerator, self.ranks)
+        if line := dtypes.describe(model):
+            print_on_main(line)
         with self.ranks.fail_together(), as_user_error():
             if self.cfg.gradient_checkpointing:
                 weights.enable_gradient_checkpointing(model)

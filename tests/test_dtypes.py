@@ -1,0 +1,127 @@
+"""Weights that train are float32, whatever their file says, unless WEIGHTS is "as built"."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from conftest import make_tiny
+from samestep.checkpoint.weights import form_of
+from samestep.models import dtypes
+from test_prepared import RECIPE, write_rows
+from test_probes import train
+
+HALF = torch.bfloat16
+BUILD = """
+def build_model(cfg, data):
+    model = AutoModelForCausalLM.from_pretrained("half")
+    {change}
+    return model
+"""
+OWN = BUILD.format(change="assert model.dtype == torch.bfloat16")
+FROZEN = BUILD.format(change="model.model.embed_tokens.requires_grad_(False)")
+FLAGS = ["--learning_rate", 1e-5, "--warmup_steps", 0, "--max_steps", 3, "--weight_decay", 0]
+
+
+def make(**options):
+    config = LlamaConfig(
+        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(HALF)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project with rows, and a model in bfloat16 that its task starts from."""
+    project = make_tiny(tmp_path_factory.mktemp("dtypes"))
+    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
+    write_rows(project.path)
+    make().save_pretrained(project.path / "half")
+    return project
+
+
+def exported(folder):
+    """The weights of an export, and the dtype that its config names."""
+    config = json.loads((folder / "model" / "config.json").read_text())
+    return load_file(folder / "model" / "model.safetensors"), config["dtype"]
+
+
+def kept(before, after):
+    """The share of the weights of the head that are what they were, bit for bit."""
+    return float((before["lm_head.weight"] == after["lm_head.weight"]).float().mean())
+
+
+def test_half_weights_of_a_file_train_and_are_exported_in_float32(project, tmp_path):
+    printed = train(project, tmp_path / "run", OWN, flags=FLAGS)
+    assert "12 weights of bfloat16 are float32 now, since they train: model.embed" in printed
+    assert "frozen" not in printed and "weights as built" not in printed
+    before = load_file(project.path / "half" / "model.safetensors")
+    after, dtype = exported(tmp_path / "run")
+    assert dtype == "float32" and {each.dtype for each in after.values()} == {torch.float32}
+    assert kept(before, after) < 0.01
+
+
+def test_weights_as_built_keep_their_dtype_and_the_first_line_says_so(project, tmp_path):
+    code = f'{OWN}\n\nWEIGHTS = "as built"\n'
+    printed = train(project, tmp_path / "run", code, flags=FLAGS)
+    assert "fp32, weights as built, distributed: NO" in printed
+    assert "12 weights of bfloat16 train as built: " in printed
+    after, dtype = exported(tmp_path / "run")
+    assert dtype == "bfloat16" and {each.dtype for each in after.values()} == {HALF}
+    assert kept(load_file(project.path / "half" / "model.safetensors"), after) > 0.8
+    more = [*FLAGS, "--max_steps", 4, "--accept_changes", "true"]
+    printed = train(project, tmp_path / "run", OWN, flags=more, codes=[2])
+    assert "is torch.bfloat16 in the checkpoint and torch.float32 in the model" in printed
+    printed = train(project, tmp_path / "x", OWN + '\n\nWEIGHTS = "bf16"\n', codes=[2])
+    assert "task.WEIGHTS is 'bf16'; write \"as built\", or leave it out" in printed
+
+
+def test_frozen_weights_keep_their_dtype_and_the_export_loads_unrounded(project, tmp_path):
+    """The first weight is frozen: transformers names its dtype, and would round all others."""
+    printed = train(project, tmp_path / "run", FROZEN, flags=FLAGS)
+    assert "11 weights of bfloat16 are float32 now" in printed
+    assert "; frozen weights keep their dtype" in printed
+    after, dtype = exported(tmp_path / "run")
+    halves = [name for name, values in after.items() if values.dtype == HALF]
+    assert halves == ["model.embed_tokens.weight"] and dtype == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert all(torch.equal(loaded[name], values.float()) for name, values in after.items())
+
+
+def test_tied_weights_buffers_and_models_without_values_are_converted_alike():
+    def build():
+        model = make(tie_word_embeddings=True)
+        model.norm = torch.nn.BatchNorm1d(4, dtype=HALF)
+        model.register_buffer("kernel", torch.ones(2, dtype=HALF))
+        return model
+
+    task = dtypes.building(build, None)
+    with torch.device("meta"):
+        empty = task()
+    model = task()
+    assert form_of(model) == form_of(empty)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {each.dtype for each in tensors} == {torch.float32, torch.int64}
+    assert model.config.dtype == torch.float32
+    assert dtypes.building(build, dtypes.AS_BUILT)().dtype == HALF
+
+
+def test_a_frozen_base_and_its_buffers_stay_beside_adapters():
+    def build():
+        base = make()
+        base.register_buffer("kernel", torch.ones(2, dtype=HALF))
+        return get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+
+    model = dtypes.building(build, None)()
+    for name, weight in model.named_parameters():
+        assert weight.dtype == (torch.float32 if weight.requires_grad else HALF), name
+    assert model.base_model.model.kernel.dtype == HALF
+    assert dtypes.describe(model) == ""  # peft has made them so
+    double = torch.nn.Linear(2, 2, dtype=torch.float64)
+    assert dtypes.building(lambda: double, None)().weight.dtype == torch.float64
