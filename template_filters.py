@@ -5,8 +5,10 @@ import json
 import keyword
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 from cookiecutter.exceptions import FailedHookException
@@ -48,7 +50,7 @@ def check_answers(answers):
     command = click.get_current_context(silent=True)  # none under cruft
     params = command.params if command else {}
     if params.get("skip_if_file_exists"):
-        refuse("Options", "-s", "does not keep an edited train.py", "Use `cruft update`.")
+        refuse("Options", "-s", "does not keep an edited train.py", "Use `make update`.")
     for question in params.get("extra_context") or ():  # cookiecutter ignores unknown ones
         if question not in QUESTIONS:
             refuse("Answers", question, "is not a question", choose(question, QUESTIONS))
@@ -107,6 +109,42 @@ def quoted(text):
     return json.dumps(text, ensure_ascii=False)
 
 
+def project_record(answers):
+    """Return what `make update` needs: the template's URL or null, its commit, the answers."""
+    template = None
+    # Of a template that was given as a folder, no path of this machine, and no other address.
+    if answers.get("_repo_dir") != answers["_template"]:
+        template = public_url(git("config", "--get", "remote.origin.url"))
+    at_top = git("rev-parse", "--show-prefix") == ""  # no folder in somebody's repository
+    commit = git("rev-parse", "--verify", "HEAD") if at_top else None
+    answered = {name: answers[name] for name in QUESTIONS}
+    record = {"template": template, "commit": commit, "answers": answered}
+    return json.dumps(record, indent=4, ensure_ascii=False)
+
+
+def git(*words):
+    """Return what git prints about the template; None if it fails, or is missing."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        result = subprocess.run(["git", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    except OSError:
+        return None
+    return None if result.returncode else result.stdout.strip()
+
+
+def public_url(url):
+    """Return a URL without its credentials; None for a path, also as file://."""
+    if re.match(r"[\w.-]+@[\w.-]+:", url or ""):  # git@github.com:owner/name.git
+        return url
+    parts = urlsplit(url or "")
+    if parts.scheme not in ("http", "https", "ssh", "git"):
+        return None
+    user, _, host = parts.netloc.rpartition("@")
+    if parts.scheme == "ssh" and user:
+        host = f"{user.partition(':')[0]}@{host}"
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
 def task_source(name):
     """Return a task's Python as it is: a Jinja `include` would render the braces in it."""
     path = ROOT / "templates" / "tasks" / f"{name}.py"
@@ -118,7 +156,7 @@ class TemplateFilters(Extension):
 
     def __init__(self, environment):
         super().__init__(environment)
-        for function in (check_answers, default_slug, quoted, task_source):
+        for function in (check_answers, default_slug, project_record, quoted, task_source):
             environment.filters[function.__name__] = function
         environment.globals["library_version"] = library_wheel.version()  # that is pinned
         # The hook finds there what writes the wheel; a path in hex digits runs no code.

@@ -33,7 +33,7 @@ def main():
     library_wheel.write(project / "vendor")
     start = Path(os.environ.get("PWD", project.parent))
     folder = project.relative_to(start) if start in project.parents else project
-    # `cruft update` bakes into a temporary folder only to compare: nobody will work there.
+    # An update bakes into a temporary folder only to compare: nobody will work there.
     if folder != project or Path(tempfile.gettempdir()).resolve() not in project.parents:
         with contextlib.suppress(OSError):  # nobody listens: cookiecutter would remove all
             os.write(1, f"{NEXT_STEPS.format(folder=folder)}\n".encode(errors="surrogateescape"))

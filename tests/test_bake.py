@@ -393,6 +393,6 @@ def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
     project.mkdir(parents=True)
     (project / "train.py").write_text("# mine\n")
     code, output, written = cook("--no-input", "-f", "-s")
-    assert code == 1 and output.count("\n") == 1 and "Use `cruft update`" in output
+    assert code == 1 and output.count("\n") == 1 and "Use `make update`" in output
     assert written == [Path(DEFAULT_SLUG, "train.py")]
     assert (project / "train.py").read_text() == "# mine\n"

@@ -50,7 +50,7 @@ def test_what_was_ejected_is_what_runs(ejected):
 
 @pytest.mark.slow
 def test_a_library_that_the_project_does_not_ask_for_is_refused(ejected, tmp_path):
-    """After git pull or cruft update, without make setup: before any import of it can fail."""
+    """After git pull or make update, without make setup: before any import of it can fail."""
     project = bake(tmp_path, tracker="none")
     (wheel,) = project.path.glob("vendor/*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "library")

@@ -2,7 +2,7 @@
 
     python -m samestep eject
 
-`cruft update` still brings new versions of the library, as wheels in vendor/; your copy stays what
+`make update` still brings new versions of the library, as wheels in vendor/; your copy stays what
 it is. To go back, remove the folder samestep/.
 """
 
