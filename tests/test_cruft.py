@@ -73,8 +73,12 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     changed = run(project, "git", "status", "--porcelain").split()[1::2]
     (wheel,) = project.glob("vendor/*")
     assert wheel.name.startswith("samestep-2.0.1+") and zipfile.is_zipfile(wheel)
-    assert {".cruft.json", ".gitignore", "train.py", "pyproject.toml"} <= {*changed}
+    expected = {".cruft.json", ".cookiecutter.json", ".gitignore", "train.py", "pyproject.toml"}
+    assert expected <= {*changed}
     paths = {f"vendor/{name}" for name in [*old, wheel.name]} | {"->"}
-    assert {*changed} - paths <= {".cruft.json", ".gitignore", "train.py", "pyproject.toml", "R"}
+    assert {*changed} - paths <= expected | {"R"}
+    record = json.loads((project / ".cookiecutter.json").read_text())  # of `make update`
+    assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
+    assert record["template"] is None
     version = wheel.name.removeprefix("samestep-").removesuffix("-py3-none-any.whl")
     assert f'"samestep=={version}"' in (project / "pyproject.toml").read_text()
