@@ -105,7 +105,7 @@ bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 
 figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py
 
-gpu: $(TESTS)  ## check what only a GPU can show, against stored figures: an hour at most
+gpu: $(TESTS)  ## check what only a GPU can show, in an hour at most (in ten minutes: ARGS="--minutes 10")
 	@$(SOURCES) $(VENV)/bin/python benchmarks/checklist.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.

@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 LARGE = Size(2048, 18, 16, context=2048, batch=0, vocabulary=24_576, data="stdlib")
 TINY = Size(64, 2, 4, context=64, batch=0, steps=3, rounds=2)
 WARM_UP, PROFILED = 8, 2  # steps before the timing, which compile; steps after it
+BATCH = 8  # samples in a step for which data is prepared: its order is long enough for all rows
 # Dense bf16 TFLOP/s, from NVIDIA's data sheets; the first name that matches counts.
 PEAKS = {
     "B200": 2250,
@@ -320,7 +321,6 @@ def environment(device: str, **extra: str) -> dict[str, str]:
 def run_row(row: Row, todo: Work, device: str) -> dict:
     """The numbers of a row, or {"failed": why}."""
     size, project, folder = todo.size, Path(todo.project), Path(todo.output)
-    folder.mkdir()
     hardware = row.hardware if device == "cuda" else "cpu"
     config = str(project / "configs" / "accelerate" / f"{hardware}.yaml")
     told = {"row": asdict(row), "report": str(folder / "report.json")}
@@ -388,9 +388,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--rows", nargs="+", default=[""], help="rows whose names contain these")
+    parser.add_argument("--rows", nargs="*", default=[""], help="rows whose names contain these")
     parser.add_argument("--steps", type=int, help="steps in a round")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("--folder", type=Path, help="keep the data here, for the next call")
     asked = parser.parse_args()
     gpu = asked.device == "cuda"
     if gpu and not torch.cuda.is_available():
@@ -408,27 +409,28 @@ def main() -> None:
     file = results_file(asked.output, device)
     if file.exists():
         report["rows"] = json.loads(file.read_text())["rows"]
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="bench"))
+    kept = folder / "work.json"
+    rows = {row.name: row for word in asked.rows for row in ROWS if word in row.name}
     try:
-        project, todo = compare.bake(folder), {}
-        for row in ROWS:
-            if any(word in row.name for word in asked.rows):
-                print(f"{row.name} ...", file=sys.stderr, flush=True)
-                batch = row.micro_batch * row.accumulation
-                if batch not in todo:
-                    sized = replace(size, batch=batch)
-                    todo[batch] = compare.prepare(project, sized, folder / str(batch))
-                output = str(folder / re.sub(r"\W+", "-", row.name))
-                report["rows"][row.name] = run_row(
-                    row, replace(todo[batch], output=output), asked.device
-                )
-                file.write_text(json.dumps(report, indent=1) + "\n")
+        if not kept.exists():
+            folder.mkdir(exist_ok=True)
+            new = Path(tempfile.mkdtemp(dir=folder))
+            todo = compare.prepare(compare.bake(new), replace(size, batch=BATCH), new / "data")
+            kept.write_text(todo.to_json())
+        todo = Work.from_json(kept.read_text())
+        for row in rows.values():
+            print(f"{row.name} ...", file=sys.stderr, flush=True)
+            sized = replace(size, batch=row.micro_batch * row.accumulation)
+            output = tempfile.mkdtemp(dir=folder)
+            found = run_row(row, replace(todo, size=sized, output=output), asked.device)
+            report["rows"][row.name] = found
+            file.write_text(json.dumps(report, indent=1) + "\n")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not asked.folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    from rich.console import Console
-
-    Console(width=200).print(table(report))
+    print(compare.markdown(table(report)))
     whole, half = (each / 1e9 for each in report["flops_a_token"])
     source = "data sheet" if known else "measured here"
     print(

@@ -96,7 +96,11 @@ class Work:
 
     @classmethod
     def read(cls) -> "Work":
-        values = json.loads(os.environ["BENCH_WORK"])
+        return cls.from_json(os.environ["BENCH_WORK"])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Work":
+        values = json.loads(text)
         return cls(**{**values, "size": Size(**values["size"])})
 
 

@@ -1,8 +1,10 @@
 """Benchmarks compare the same work, and one runs to its end. No test looks at a time."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -10,7 +12,7 @@ from conftest import ROOT
 
 # Of some it is only tested that they can be imported.
 sys.path.append(str(ROOT / "benchmarks"))
-import checklist  # noqa: E402, F401
+import checklist  # noqa: E402
 import compare  # noqa: E402
 import ddp  # noqa: E402, F401
 import gpu  # noqa: E402, F401
@@ -65,3 +67,60 @@ def test_scaling_compares_within_a_round():
     rows = scaling.rows_of(found)
     found = [(row["speed-up"], row["efficiency"]) for row in rows]
     assert found == [(1, 1), (1.5, 0.75), (1, 1), (2, 1)]
+
+
+SHORT = ["exact, bf16", "kills", "data", "goal"]
+
+
+@pytest.mark.slow
+def test_the_short_checklist_runs_on_a_cpu(tmp_path):
+    """Processes that share a device have the bytes of one, killed ones too; then a speed."""
+    command = [sys.executable, ROOT / "benchmarks" / "checklist.py", "--device", "cpu"]
+    command += ["--minutes", 9, "--output", tmp_path, "--rows", *SHORT]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (file,) = tmp_path.glob("gpu-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert list(rows) == ["exact, bf16", "kills, bf16", checklist.GOAL]
+    assert {row["result"] for row in rows.values()} == {"passed"}
+    for name in ("exact, bf16", "kills, bf16"):
+        one, other = re.findall(r"\b[0-9a-f]{12}\b", rows[name]["note"])
+        assert one == other
+    assert rows[checklist.GOAL]["figure"] > 0
+
+
+@pytest.mark.parametrize(
+    "minutes, seconds, result",
+    [(1, 2, "not run: no time was left"), (0.02, 600, "failed: RuntimeError: it took too long")],
+)
+def test_a_check_that_is_cut_off_has_failed_by_its_own_limit_alone(
+    monkeypatch, tmp_path, minutes, seconds, result
+):
+    def check(here):
+        yield checklist.Row("before", "passed")
+        raise RuntimeError(here.run("-c", "import time; time.sleep(600)", processes=2)[1])
+
+    monkeypatch.setitem(checklist.CHECKS, "sleep", (minutes, check))
+    here = checklist.Place("cpu", tmp_path)
+    before, row = checklist.run_check("sleep", here, time.monotonic() + seconds)
+    assert before == checklist.Row("before", "passed")
+    assert f"{row.result}: {row.note}" == result
+
+
+ALONE = "t.py::test_a PASSED [ 50%]\nt.py::test_b[x y] SKIPPED (two) [100%]\n"
+SHARED = "[gw1] [ 50%] PASSED t.py::test_a \n[gw0] [100%] SKIPPED t.py::test_b[x y] \n"
+
+
+@pytest.mark.parametrize("text, note", [(ALONE, "two"), (SHARED, "")])
+def test_outcomes_are_read_from_one_process_and_from_several(monkeypatch, tmp_path, text, note):
+    monkeypatch.setattr(checklist.Place, "run", lambda *_: (text, ""))
+    rows = [*checklist.tests(checklist.Place("cpu", tmp_path))]
+    assert rows == [checklist.Row("a", "passed"), checklist.Row("b[x y]", "skipped", note)]
+
+
+def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(checklist, "NEEDED", ["torch", "no_such_package"])
+    monkeypatch.setattr(sys, "argv", ["checklist.py"])
+    assert checklist.main() == 2
+    said = "not installed here: no_such_package; install them first\n"
+    assert capsys.readouterr().err == said
