@@ -40,7 +40,9 @@ TWO = "--config_file configs/accelerate/cpu_multi.yaml"
 
 FLAGS = {  # what is written, and what the line says
     "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
-    "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run, a URL; give a",
+    "--output_dir s3://bucket/run": "output_dir is s3://bucket/run, a URL; give a",
+    "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run with a password",
+    "--task.data https://host/a.txt?sig=secret": "task.data is https://host/a.txt with a passw",
     "--output_dir train.py": "give another",
     "--learning_rat 3": "no field learning_rat; did you mean learning_rate?",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
@@ -285,6 +287,21 @@ def test_the_password_of_a_url_is_in_no_line(tmp_path):
         with pytest.raises(ValueError) as error:
             parsed(tmp_path, text)
         assert "s3://b" in str(error.value) and "secret" not in str(error.value)
+
+
+def test_a_url_with_a_password_or_a_token_is_refused_in_any_field(tmp_path):
+    """Also in lists, in dicts and their keys; a version of a file and a container are no secret."""
+    address = "s3://me:secret/of/mine@b"
+    for name, text in [
+        ("source", f"[{{path: {address}}}]"), ("extra", f"{{{address}: 1}}"),
+        ("name", f"see {address}"), ("tags", "[a, 'https://b/c?token=secret']"),
+        ("name", "https://secret@b/c"),
+    ]:  # fmt: skip
+        for arguments in ([f"own.{name}: {text}"], ["", f"--own.{name}={text}"]):
+            with pytest.raises(ValueError, match=rf"own.{name} is .* with a password or a query"):
+                parsed(tmp_path, *arguments)
+    for text in ("abfs://container@account/a", "gs://b/c?generation=7", "hf://datasets/a/b@main"):
+        assert parsed(tmp_path, f"own.name: {text}").name == text
 
 
 def test_help_names_every_flag_and_no_other(project):

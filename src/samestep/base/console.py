@@ -67,13 +67,15 @@ def escaped(text: str, kept: str = "") -> str:
     )
 
 
-# Credentials of a URL: user:secret@ and the query, but for what names a version of a file. What
-# stands before an @ without a colon is a container in abfs://, github:// has owner:repository.
-USER = re.compile(
-    r"\b(?!github:)([a-z][\w+.-]*)://((?<=s3://)[^\s/?#@:]+:[^\s?#@]+|[^\s/?#@:]*:[^\s/?#]*|"
-    r"((?<=http://)|(?<=https://))[^\s/?#]*)@",
-    re.IGNORECASE,
+# Credentials of a URL: user:secret@ and the query, but for what names a version of a file.
+SECRETS = (
+    r"[^\s/?#@:]*:[^\s/?#]*",
+    r"(?<=s3://)[^\s/?#@:]+:[^\s?#@]+",  # may hold slashes
+    r"(?<=http://)[^\s/?#]*",  # elsewhere a text without a colon is a container, as in abfs://
+    r"(?<=https://)[^\s/?#]*",
 )
+# In github:// it is owner:repository.
+USER = re.compile(rf"\b(?!github:)([a-z][\w+.-]*)://({'|'.join(SECRETS)})@", re.IGNORECASE)
 QUERY = re.compile(r"(\b[a-z][\w+.-]*://[^\s?'\"<>]*)\?([^\s'\"<>)`]*[^\s'\"<>)`\].,:;])", re.I)
 VERSIONS = ("generation", "ref", "revision", "snapshot", "version", "versionid")
 

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from samestep.base import console
 from samestep.base.fields import flatten
@@ -366,16 +365,6 @@ def find_best(
 # ---- Settings of a checkpoint and of now ---------------------------------------------------------
 
 
-def without_credentials(settings: Any) -> Any:
-    """Settings without what URLs in them hold to open a door; text with spaces is no URL."""
-    if isinstance(settings, dict):
-        return {name: without_credentials(value) for name, value in settings.items()}
-    if isinstance(settings, list | tuple):
-        return [without_credentials(value) for value in settings]
-    plain = isinstance(settings, str) and not re.search(r"\s", settings)
-    return console.without_credentials(settings) if plain else settings
-
-
 def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
     """The settings whose change has one of these effects, as a manifest holds them.
 
@@ -389,7 +378,7 @@ def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`."""
     data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return without_credentials(settings_with(manifest, effects, "result")) | data
+    return settings_with(manifest, effects, "result") | data
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from samestep.base.console import one_line, without_credentials
+from samestep.base.console import one_line
 from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields
 from samestep.base.workers import count_cores
 from samestep.data import hub
@@ -128,10 +128,6 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
         ("data", "," not in cfg.data, "one folder or URL of shards"),
         ("group_column", not cfg.group_column, held),
     ]
-    for name in ("data", "validation_data"):  # URLs are stored and shown
-        url = getattr(cfg, name)
-        text = "a URL without credentials: give them as the package of the store takes them"
-        rules.append((name, without_credentials(url) == url, text))
     check_fields(cfg, rules)
     if cfg.data in bundled or hub.is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"

@@ -21,7 +21,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import LARGEST, NOTHING, NonNegativeInt, check_ignored_fields
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
@@ -220,6 +220,7 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
         recipe = convert_all(read_recipe(written, fields), fields)
     cfg = replace_fields(config_class(), recipe | flags)
+    check_credentials(cfg)
     if HELP & {*arguments}:
         show_help(cfg, path, (about or USAGE).split("\n\n")[:2][-1].strip())
         raise SystemExit(0)
@@ -231,6 +232,17 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
         read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
         check_ignored_fields(cfg, [(name, read, f"with {switch} {value}")], section="")
     return cfg, path
+
+
+def check_credentials(cfg: Any) -> None:
+    """Raises ValueError for a URL that holds a password or a token: fields are stored and shown."""
+    for name in fields_of(type(cfg)):
+        value = str(functools.reduce(getattr, name.split("."), cfg))  # also of lists and dicts
+        if without_credentials(value) != value:
+            raise ValueError(
+                f"{name} is {one_line(value, 100)} with a password or a query, which a run would "
+                "store; give them through the environment, as the package of the store takes them"
+            )
 
 
 # Fields that are read only with some values of another field.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from pydantic_core import to_jsonable_python
 
-from samestep.base import console, run_folder
+from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.base.files import read_json_object
 from samestep.checkpoint import checkpoints
@@ -232,7 +232,6 @@ def find_project() -> tuple[ModuleType, ModuleType]:
 def read_config(config_class: type, about: str | None) -> Any:
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, sys.argv[1:], about)
-    sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
@@ -471,7 +470,7 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
 
         identity = prepared.identity_of(data.folder)
     return {
-        "config": checkpoints.without_credentials(resolved_config(cfg)),
+        "config": resolved_config(cfg),
         "data": entries,
         "identity": identity,
         "prepared": getattr(getattr(data, "folder", None), "name", ""),
