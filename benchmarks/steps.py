@@ -228,7 +228,7 @@ def best_cut(count: int, alone: list[float]) -> tuple[float, list[int]]:
 def measure_shares(
     todo: Work, machine: str, exact: str, settled: int, rounds: int, steps: int
 ) -> list[dict]:
-    """Samples a second for each way to deal the steps, beside the best cut and the best list."""
+    """Samples a second for each way to assign the steps, beside the best cut and the best list."""
     say(f"{machine}, exact {exact}")
     _, times, sleeps = MACHINES[machine]
     count, last = todo.size.batch, settled + rounds * (1 + steps)
@@ -257,18 +257,17 @@ def measure_shares(
         digests = {name: run.weights()[0] for name, run in runs.items()}
     if exact == "true":
         one({*digests.values()})
-    dealt = [line for line in map(json.loads, text.splitlines()) if "shares" in line]
+    (assigned,) = (line for line in map(json.loads, text.splitlines()) if "shares" in line)
     seconds = {name: median(each["seconds"]) for name, each in found.items()}
     taken = [median(before[r]["seconds"] + after[r]["seconds"]) / count for r in alone]
     best = best_cut(count, taken)[0]
-    shares = {"list": " + ".join(map(str, listed)), "auto": dealt[-1]["shares"] if dealt else ""}
+    shares = {"list": " + ".join(map(str, listed)), "auto": assigned["shares"]}
     return [
         {
             "devices": machine,
             "`exact`": exact,
             "`device_shares`": name,
             "micro-batches": shares.get(name, ""),
-            "dealt after step": ", ".join(str(each["step"]) for each in dealt if name == "auto"),
             "samples/s": f"{count / seconds[name]:.1f}",
             "of the best cut": f"{best / seconds[name]:.2f}",
             "of the list": f"{seconds['list'] / seconds[name]:.2f}",
@@ -307,8 +306,7 @@ def main() -> None:
     parser.add_argument("--exact", nargs="+", choices=EXACT, default=[*EXACT], help="of machines")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps in a round")
-    # After 7 steps `auto` deals them, and after 20 more it looks at the speeds again.
-    parser.add_argument("--settled", type=int, default=30, help="steps before shares are timed")
+    parser.add_argument("--settled", type=int, default=3, help="steps before shares are timed")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="steps", help="name of the file of results")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/")

@@ -64,8 +64,8 @@ FLAGS = {  # what is written, and what the line says
     "--exact true --compile true --micro_batch_size 8": "exact does not go with compile",
     "--ddp.static_graph true --micro_batch_size 8": "ddp.static_graph: torch takes one",
     f"{TWO} --device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
-    f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be dealt to 2 processes"
-    "; give a micro_batch_size of 16 or 8 or 4, or start at most 1",
+    f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be assigned to 2 "
+    "processes; give a micro_batch_size of 16 or 8 or 4, or start at most 1",
     "--config_file configs/accelerate/single_gpu.yaml": "it needs 1 GPU on this machine, which has "
     + "0; "
     + ("use cpu.yaml" if torch.version.cuda else f"torch {torch.__version__} is built without CU"),

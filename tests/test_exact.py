@@ -1,4 +1,4 @@
-"""exact: the same bytes on any number of processes. And how a step is dealt, and added up."""
+"""exact: the same bytes on any number of processes. And how a step is assigned, and added up."""
 
 import itertools
 import json
@@ -256,7 +256,7 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     assert "micro_batch_size: 2 -> 1" in printed and printed.count("train.py: ") == 1
 
 
-# ---- Dealing -------------------------------------------------------------------------------------
+# ---- Shares --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +264,13 @@ def batches():
     return load_task("samestep.step.batches")
 
 
+def busiest(shares, speeds):
+    """The time of a step, in micro-batches of a rank with speed 1."""
+    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+
+
 def ways(count, ranks):
-    """All ways to deal so many micro-batches to so many ranks."""
+    """All ways to assign so many micro-batches to so many ranks."""
     if ranks == 1:
         return [(count,)]
     return [(n, *rest) for n in range(count + 1) for rest in ways(count - n, ranks - 1)]
@@ -273,36 +278,37 @@ def ways(count, ranks):
 
 @pytest.mark.parametrize("speeds", [(1, 1, 1), (2, 1), (1, 2, 4, 7)])
 @pytest.mark.parametrize("least", [0, 1])
-def test_no_way_to_deal_takes_less_time(batches, speeds, least):
+def test_no_way_to_assign_takes_less_time(batches, speeds, least):
     for count in range(least * len(speeds), 15):
         shares = batches.assign_micro_batches(count, speeds, least)
         assert sum(shares) == count and min(shares) >= least
-        best = min(
-            batches.busiest(way, speeds) for way in ways(count, len(speeds)) if min(way) >= least
-        )
-        assert batches.busiest(shares, speeds) == best
+        best = min(busiest(way, speeds) for way in ways(count, len(speeds)) if min(way) >= least)
+        assert busiest(shares, speeds) == best
         if len({*speeds}) == 1:
             assert max(shares) - min(shares) <= 1 and list(shares) == sorted(shares)[::-1]
 
 
-def test_a_plan_covers_the_step_within_the_limit(batches):
-    for samples, largest, ranks in itertools.product(
-        range(1, 49), (1, 2, 3, 5, 8, 50), range(1, 9)
+def test_a_plan_covers_the_step_in_near_equal_parts(batches):
+    """As few as fit the devices, and as many for each process, unless there are fewer samples."""
+    for samples, size, ranks, shares in itertools.product(
+        range(1, 49), (1, 2, 3, 5, 8, 50), range(1, 9), ("equal", "auto")
     ):
         if samples < ranks:
             with pytest.raises(ValueError, match=f"start at most {samples}$"):
-                batches.plan_step(samples, largest, ranks)
+                batches.plan_step(samples, size, ranks)
             continue
-        plan = batches.plan_step(samples, largest, ranks)
-        assert sum(plan.shares) * plan.micro_batch_size == samples and min(plan.shares) >= 1
-        assert plan.micro_batch_size <= largest
-        if samples % ranks == 0:
-            own = samples // ranks
-            fitting = max(n for n in range(1, own + 1) if own % n == 0 and n <= largest)
-            assert (plan.micro_batch_size, {*plan.shares}) == (fitting, {own // fitting})
-        else:  # a tenth above the least that any size makes the busiest rank do
-            least = math.ceil(samples / ranks)
-            assert plan.micro_batch_size * max(plan.shares) <= 1.1 * least
+        plan = batches.plan_step(samples, size, ranks, device_shares=shares)
+        parts = [plan.positions(range(samples), number) for number in range(plan.count)]
+        assert [*itertools.chain(*parts)] == [*range(samples)]
+        sizes = {len(part) for part in parts}
+        assert max(sizes) == plan.largest <= size and max(sizes) - min(sizes) <= 1 <= min(sizes)
+        least = ranks * math.ceil(samples / size / ranks)
+        if shares == "auto" and ranks > 1:
+            least = max(least, 4 * ranks)
+        assert sum(plan.shares) == plan.count == min(least, samples)
+        assert max(plan.shares) - min(plan.shares) <= 1 <= min(plan.shares)
+        if samples % (ranks * size) == 0 and shares == "equal":
+            assert sizes == {size}  # what choosing sizes so gives: the same masks everywhere
 
 
 def test_exact_fixes_the_micro_batches(batches):
@@ -314,7 +320,7 @@ def test_exact_fixes_the_micro_batches(batches):
                 batches.plan_step(samples, size, ranks, exact=True)
         else:
             plan = batches.plan_step(samples, size, ranks, exact=True)
-            assert plan.micro_batch_size == size and sum(plan.shares) == samples // size
+            assert plan.largest == size and plan.count == samples // size
 
 
 def test_neighbours_that_share_weights_take_turns(batches):

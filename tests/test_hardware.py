@@ -586,7 +586,7 @@ def test_one_command_checks_measures_and_compares(tiny, tmp_path):
 RAISES = "def loss_sum(model, batch):\n    raise RuntimeError('broken')\n"
 BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
 DOUBLED = BACKWARD.replace("(grad", "(2 * grad")
-BEGIN = "        gradients.start_step(train_loader.plan)\n"
+BEGIN = "        gradients.start_step(run.plan)\n"
 SAME = BEGIN + "        micro_batches[0] = micro_batches[ranks.layout.rank]\n"
 SHARE = "for number, batch in micro_batches:"
 LEFT = "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:"

@@ -18,9 +18,12 @@ def weights(output, step=12):
 
 
 def curve(output):
-    """The numbers of metrics.jsonl without times: {step: {name: number}}, of each step the last."""
+    """The numbers of metrics.jsonl without times, and without the shares that follow from them:
+    {step: {name: number}}, of each step the last."""
     found = {}
     for line in lines(output, "step"):
+        if "shares" in line:
+            continue
         kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
         found.setdefault(line["step"], {}).update(kept)
     return found
@@ -71,11 +74,13 @@ task.loss_sum = slow
 """
 
 
-def test_steps_that_are_dealt_anew_have_the_samples_of_one_process(tiny, tmp_path):
+def test_steps_that_are_assigned_at_the_start_have_the_samples_of_one_process(tiny, tmp_path):
     flags = ["--micro_batch_size", 1, "--max_steps", 16, "--num_workers", 1, "--output_dir"]
     tiny.train(1, *flags, tmp_path / "one")
     tiny.train(2, *flags, tmp_path / "two", "--device_shares", "auto", before=SLOW)
-    assert lines(tmp_path / "two", "shares")
+    (line,) = lines(tmp_path / "two", "shares")
+    first, second = map(int, line["shares"].split(" + "))
+    assert first + second == 8 and first > second
     check_same_curve(tmp_path / "one", tmp_path / "two", rel=1e-6)
 
 

@@ -253,9 +253,14 @@ def test_each_micro_batch_of_each_step_draws_other_numbers():
     assert drawn[1, 3, 2][0] == 16803123258551283528
 
 
-def test_a_process_that_is_twice_as_fast_gets_twice_as_much():
-    balancer = shares.ShareBalancer(batches.plan_step(12, 1, 2, device_shares="auto"), None)
-    found = [balancer.update([20, 10]) for _ in range(shares.WARM_UP + shares.FIRST)]
-    assert found[-1] == {"event": "shares", "shares": "4 + 8", "expected_gain": 1.5}
-    later = [balancer.update([20, 10]) for _ in range(3 * shares.WINDOW)]
-    assert not any(found[:-1] + later) and balancer.plan.shares == (4, 8)
+def test_a_micro_batch_is_measured_without_a_trace(monkeypatch):
+    """The first of four warms up; the median of the others counts."""
+    clock = iter([0.0, 9.0, 10.0, 12.0, 20.0, 23.0, 30.0, 37.0])
+    monkeypatch.setattr(shares.time, "perf_counter", lambda: next(clock))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    rows = torch.randn(5, 3)
+    assert shares.measure_micro_batch(model, lambda: model(rows).square().sum()) == 3.0
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert batches.assign_micro_batches(12, [1 / 20, 1 / 10], least=1) == (4, 8)

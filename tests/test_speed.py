@@ -57,7 +57,7 @@ def clock(monkeypatch):
 def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
     """A step that takes so many seconds."""
     meter.add(1000, 1, computed=3000)
-    stopwatch.start(4)
+    stopwatch.start()
     with stopwatch.micro_batch():
         clock(compute)
         stopwatch.stop()
@@ -81,7 +81,6 @@ def test_shares_are_those_of_the_clock(clock):
     assert line["computed_tokens_per_second"] == pytest.approx(6000 / 10)
     assert line["data_wait"] == pytest.approx(0.25) and line["compute"] == pytest.approx(0.6)
     assert line["peak_memory_gb"] > 0.05 and not {"mfu", "peer_wait"} & {*line}
-    assert stopwatch.read() == round(3e9 / 4) and stopwatch.read() == 0
     take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0, rest=1.0)
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 

@@ -423,7 +423,7 @@ task.loss_sum = slow
 
 
 @pytest.mark.slow
-def test_shares_that_are_assigned_anew_read_on_where_each_lane_stood(streamed, tmp_path):
+def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     flags = [*FLAGS, "--task.data", "texts", "--micro_batch_size", 1, "--max_steps", 16]
     flags += ["--save_every", 14, "--num_workers", 1]
     streamed.train(1, *flags, "--output_dir", tmp_path / "one")

@@ -37,11 +37,49 @@ def test_rows_keep_their_ids_and_filler_has_none():
     assert rows.__getitems__([3]) == [(-1, "a")]
 
 
-def test_the_cut_fits_the_device_and_uses_every_sample():
-    for ranks in (1, 2, 3, 4, 6, 8, 12, 24):
-        plan = batches.plan_step(24, 5, ranks)
-        assert plan.micro_batch_size <= 5
-        assert plan.micro_batch_size * sum(plan.shares) == 24 and len({*plan.shares}) == 1
-    assert batches.plan_step(24, 5, 5).shares == (5, 5, 5, 5, 4)
-    with pytest.raises(UserError, match="start at most 24$"):
-        batches.plan_step(24, 5, 25)
+@pytest.mark.parametrize(
+    "step, shares, text",
+    [
+        ((24, 5, 4), (2, 2, 2, 2), "24 samples = 4 x 2 x 3 ("),
+        ((24, 5, 5), (1,) * 5, "24 samples = 5 x 1 x (4 or 5) ("),
+        ((8, 1, 3), (3, 3, 2), "8 samples = (3 + 3 + 2) x 1 (micro-batches x samples)"),
+        ((10, 4, 2), (2, 2), "10 samples = 2 x 2 x (2 or 3) ("),
+        ((32, 32, 2, False, "auto"), (4, 4), "32 samples = 2 x 4 x 4 ("),
+        ((32, 32, 2, False, [3.0, 1.0]), (6, 2), "32 samples = (6 + 2) x 4 ("),
+        ((32, 32, 2, False, [1.0, 1.0]), (1, 1), "32 samples = 2 x 1 x 16 ("),
+        ((32, 32, 1, False, "auto"), (1,), "32 samples = 1 x 1 x 32 ("),
+        ((32, 8, 2, True, "auto"), (2, 2), "32 samples = 2 x 2 x 8 ("),
+    ],
+)
+def test_a_step_is_cut_by_one_formula(step, shares, text):
+    plan = batches.plan_step(*step)
+    assert plan.shares == shares and plan.describe().startswith(text)
+
+
+@pytest.mark.parametrize(
+    "step, said",
+    [
+        ({"ranks": 25}, "start at most 24$"),
+        ({"ranks": 2, "device_shares": [1.0]}, "device_shares has 1 numbers, and there are 2"),
+        ({"ranks": 5, "micro_batch_size": 1, "in_step": 5}, "a micro_batch_size of 5, or a .* 20$"),
+        ({"ranks": 2, "exact": True}, "to 2 processes; give a micro_batch_size of 4 or 6 or 3$"),
+        (
+            {"ranks": 4, "exact": True, "micro_batch_size": 8},
+            "to 4 processes; give a micro_batch_size of 6 or 4 or 3, or start at most 3$",
+        ),
+        (
+            {"ranks": 4, "exact": True, "micro_batch_size": 8, "in_step": 4},
+            "to 4 processes; give a micro_batch_size of 6 or 3 or 2$",
+        ),
+        ({"ranks": 5, "exact": True, "in_step": 5}, "give a global_batch_size of 20 or 25$"),
+    ],
+)
+def test_a_cut_that_is_impossible_is_one_line(step, said):
+    with pytest.raises(UserError, match=said):
+        batches.plan_step(24, **{"micro_batch_size": 5, **step})
+
+
+def test_processes_that_share_weights_have_as_many_micro_batches():
+    """Also where they do not divide the samples: the sizes differ by one."""
+    plan = batches.plan_step(10, 2, 4, in_step=4)
+    assert plan.shares == (2, 2, 2, 2) and plan.largest == 2

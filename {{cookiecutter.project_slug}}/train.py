@@ -206,9 +206,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, run.meter.stopwatch)
 
     # Build the loaders. Their samplers assign the batches to the processes.
-    train_data, eval_data = start.views
-    eval_loader = EvalLoader(run, eval_data)
-    train_loader = TrainLoader(run, train_data, eval_loader)
+    run.measure_shares(model)  # device_shares auto: by the speed of each device
+    train_loader, eval_loader = TrainLoader(run), EvalLoader(run, start.views[1])
 
     # Resume from a checkpoint, or start at step 0. A step without scores is yet to be evaluated.
     saver = Saver(run, model, optimizer)
@@ -243,7 +242,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         step, scores, sums = step + 1, None, None
         log.start_step(step)
         micro_batches, num_items = train_loader.next_step()
-        gradients.start_step(train_loader.plan)
+        gradients.start_step(run.plan)
         lr = lr_at(step, cfg, run.last_step)
         for group in optimizer.param_groups:
             group["lr"] = lr

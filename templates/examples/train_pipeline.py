@@ -162,7 +162,7 @@ class Pipeline(torch.nn.Module):
         # Stages exchange hidden states of one shape, in the type that next_token.py gives them.
         half = run.accelerator.mixed_precision == "bf16" and model.loss_plan.is_split
         self.dtype, self.width = torch.bfloat16 if half else torch.float32, model.config.hidden_size
-        ids = batch["input_ids"].expand(run.plan.micro_batch_size, -1).to("meta")
+        ids = batch["input_ids"].expand(run.plan.largest, -1).to("meta")
         states, turn = self.empty_states(ids).requires_grad_(), torch.nn.Module()
         turn.forward = self.take_turn
         ends = states if self.stage else ids, torch.empty(1) if self.last else states
@@ -208,7 +208,7 @@ class Pipeline(torch.nn.Module):
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         batch = send_to_device(batch, self.device, non_blocking=True)
         first = [] if self.stage else [batch["input_ids"]]
-        self.run.meter.stopwatch.start(len(batches))
+        self.run.meter.stopwatch.start()
         with self.run.meter.stopwatch.micro_batch():
             self.schedule.step(*first, target=batch["labels"], **batch)
         return self.losses or [torch.zeros((), device=self.device)] * len(batches)
@@ -258,8 +258,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     optimizer = train.build_optimizer(pipeline.model, cfg)
     with run.preparing(pipeline.model, optimizer):
         optimizer = accelerator.prepare(optimizer)
-    eval_loader = EvalLoader(run, start.views[1])
-    train_loader = TrainLoader(run, start.views[0], eval_loader)
+    train_loader, eval_loader = TrainLoader(run), EvalLoader(run, start.views[1])
     saver = Saver(run, pipeline, optimizer)
     (step, scores), sums, stopped = saver.load(), None, False
     log = RunLog(run, train_loader)
@@ -322,6 +321,11 @@ def prepare() -> RunStart:
     start = prepare_run(Config, task, __doc__)
     if cfg.check:
         del os.environ[STAGES]  # one process checks for all
+    if start.plan.samples % start.plan.count:
+        raise ValueError(
+            f"stages need micro-batches of one size, and a step has {start.plan.describe()}; give "
+            "a global_batch_size that micro_batch_size x replicas divides"
+        )
     most = start.plan.samples // len(start.plan.shares) // cfg.stages
     remedy = f"micro_batch_size of at most {most}" if most else "larger global_batch_size"
     if len(start.plan.run()) < cfg.stages:

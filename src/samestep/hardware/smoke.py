@@ -33,13 +33,14 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
     """Runs train.py, and adds what was compared to the section; raises Wrong."""
     cfg, size = project.cfg, min(SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
-    samples = size * TURNS * used.count
+    turns = TURNS if shares == "equal" else max(TURNS, 4)  # 4: see batches.count_micro_batches
+    samples = size * turns * used.count
     plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
     section.facts["YAML"] = os.path.relpath(used.yaml)
     section.facts |= {"precision": used.precision, "step": plan.describe()}
     short = dataclasses.replace(
         cfg, max_steps=STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
-        global_batch_size=samples, micro_batch_size=plan.micro_batch_size, device_shares=shares,
+        global_batch_size=samples, micro_batch_size=size, device_shares=shares,
         learning_rate=cfg.learning_rate or 1e-3, tracker="none", profile_steps=None,
         timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
     )  # fmt: skip

@@ -1,8 +1,11 @@
-"""Chooses the samples of each step, and deals its micro-batches to the processes.
+"""Chooses the samples of each step, and assigns its micro-batches to the processes.
 
 The samples of a run form one endless sequence (see order.py). Step s, counted from 1, takes the G
 samples of the global batch at the positions from (s - 1) * G up to s * G, whatever the micro-batch
 size and the number of processes. Epochs may end in the middle of a step: no sample is left over.
+
+A step is cut into V near-equal micro-batches, V = ceil(G / micro_batch_size) rounded up to a
+multiple of the processes. Micro-batch v has the samples from v * G // V up to (v + 1) * G // V.
 """
 
 import functools
@@ -33,15 +36,25 @@ FINGERPRINT_ROWS = 64  # of data whose rows are not all compared
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as a list of micro-batches, and how it is dealt: rank r computes `shares[r]` of them,
-    from where the run of rank r - 1 ends. Of `in_turn` neighbours, which have equal shares, each
-    computes every `in_turn`-th micro-batch of their runs."""
+    """A step as a list of micro-batches, and who computes them: rank r computes `shares[r]` of
+    them, from where the run of rank r - 1 ends. Of `in_turn` neighbors, which have equal shares,
+    each computes every `in_turn`-th micro-batch of their runs."""
 
     samples: int  # in a step: global_batch_size
-    micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
+    micro_batch_size: int  # maximum of samples that a device takes at once
     shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
     in_turn: int = 1
+
+    @property
+    def count(self) -> int:
+        """Micro-batches in a step, of all ranks."""
+        return sum(self.shares)
+
+    @property
+    def largest(self) -> int:
+        """Samples in the largest micro-batch; others may have one less."""
+        return -(-self.samples // self.count)
 
     def run(self, rank: int | None = None) -> range:
         """The numbers of the micro-batches that a rank computes; without one, this rank."""
@@ -52,8 +65,9 @@ class StepPlan:
 
     def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
         """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
-        first = number * self.micro_batch_size
-        return positions[first : first + self.micro_batch_size]
+        first = number * self.samples // self.count
+        end = (number + 1) * self.samples // self.count
+        return positions[first:end]
 
     def describe(self, ranks: str = "processes") -> str:
         """The samples of a step as a product, and what its factors count."""
@@ -61,14 +75,17 @@ class StepPlan:
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
             words = "micro-batches"
-        return f"{self.samples} samples = {shares} x {self.micro_batch_size} ({words} x samples)"
+        size = str(self.largest)
+        if self.samples % self.count:
+            size = f"({self.largest - 1} or {self.largest})"
+        return f"{self.samples} samples = {shares} x {size} ({words} x samples)"
 
 
 def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
-    """Deals `count` micro-batches to ranks of these speeds, so that the last is done early.
+    """Assigns `count` micro-batches to ranks of these speeds, so that the last is done early.
 
     Each goes to the rank that would complete it first, of several to the lowest; each rank gets
-    `least`. No other way to deal whole micro-batches takes less time.
+    `least`. No other way to assign whole micro-batches takes less time.
     """
     # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
     shares = [int(count * speed / math.fsum(speeds)) - 1 for speed in speeds]
@@ -83,63 +100,82 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
     return tuple(shares)
 
 
-def busiest(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """The time of a step, in micro-batches of a rank with speed 1."""
-    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+def count_micro_batches(samples: int, micro_batch_size: int, ranks: int, unequal: bool) -> int:
+    """The micro-batches of a step: as few as fit the devices, and as many on each rank. Where ranks
+    have unequal shares, at least four for each rank."""
+    count = -(-samples // micro_batch_size)
+    count = -(-count // ranks) * ranks
+    if unequal:
+        count = max(count, 4 * ranks)
+    return min(count, samples)
 
 
 def plan_step(
     global_batch_size: int,
-    largest: int,
+    micro_batch_size: int,
     ranks: int,
     exact: bool = False,
     device_shares: str | list[float] = "equal",
     rank: int = 0,
     in_step: int = 0,
 ) -> StepPlan:
-    """The plan with the largest micro-batches of at most `largest` samples (exact: of `largest`).
+    """Cuts a step into micro-batches of at most `micro_batch_size` samples (exact: of so many).
 
-    It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
-    shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
-    "auto" wants four micro-batches for each rank. `in_step`: so many neighbours share weights, so
-    all ranks compute the same number of micro-batches. Raises UserError if there is none.
+    `in_step`: so many neighbors share weights, so all ranks compute the same number of
+    micro-batches. Raises UserError for a cut that is impossible.
     """
-    samples, listed = global_batch_size, not isinstance(device_shares, str)
-    if listed and len(device_shares) != ranks:
+    speeds = [1.0] * ranks
+    if isinstance(device_shares, list):
+        speeds = device_shares
+    if len(speeds) != ranks:
         raise UserError(
-            f"device_shares has {len(device_shares)} numbers, and there are {ranks} processes; "
-            "give one number for each, or auto"
+            f"device_shares has {len(speeds)} numbers, and there are {ranks} processes; give one "
+            "number for each, or auto"
         )
-    speeds: Any = device_shares if listed else [1.0] * ranks
-    small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
-    divisors = sorted({*small, *(samples // n for n in small)})
-    suitable = [n for n in divisors if samples // n >= ranks]
-    if in_step:
-        suitable = [n for n in suitable if samples // n % ranks == 0]
+    if global_batch_size < ranks:
+        raise UserError(
+            f"global_batch_size is {global_batch_size}, fewer samples than the {ranks} processes; "
+            f"give at least {ranks}, or start at most {global_batch_size}"
+        )
+    if exact:
+        check_exact_cut(global_batch_size, micro_batch_size, ranks, bool(in_step))
+        count = global_batch_size // micro_batch_size
+    else:
+        unequal = ranks > 1 and (device_shares == "auto" or len({*speeds}) > 1)
+        count = count_micro_batches(global_batch_size, micro_batch_size, ranks, unequal)
+    if in_step and count % ranks:
+        raise UserError(
+            f"global_batch_size is {global_batch_size}, which {ranks} processes that share the "
+            f"weights of a model cannot divide into micro-batches of {micro_batch_size}; give a "
+            f"micro_batch_size of {-(-global_batch_size // ranks)}, or a global_batch_size of "
+            f"{global_batch_size // ranks * ranks}"
+        )
+    shares = assign_micro_batches(count, speeds, least=1)
+    in_turn = in_step if exact and in_step else 1
+    return StepPlan(global_batch_size, micro_batch_size, shares, rank, in_turn)
+
+
+def check_exact_cut(samples: int, size: int, ranks: int, sharded: bool) -> None:
+    """Raises UserError unless a step has whole micro-batches of this size, at least one for each
+    rank, and of a sharded model as many for each."""
+    suitable = []
+    for divisor in range(1, samples // ranks + 1):
+        if samples % divisor == 0 and not (sharded and samples // divisor % ranks):
+            suitable.append(divisor)
+    if size in suitable:
+        return
+    what = f"exact: {samples} samples in micro-batches of {size} cannot be assigned to {ranks} "
+    what += "process" if ranks == 1 else "processes"
     if not suitable:
-        problem = f"fewer samples than the {ranks} processes; give at least {ranks}, or start at "
-        problem += f"most {samples}"
-        if in_step:
-            near = sorted({max(samples // ranks, 1) * ranks, -(-samples // ranks) * ranks})
-            problem = f"which {ranks} processes that share the weights of a model cannot divide; "
-            problem += f"give {' or '.join(map(str, near))}, or another number of processes"
-        raise UserError(f"global_batch_size is {samples}, {problem}")
-    if exact and largest not in suitable:
-        near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fits = largest in divisors and not in_step
         raise UserError(
-            f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
-            f"process{'es' if ranks > 1 else ''}; give a micro_batch_size of "
-            f"{' or '.join(map(str, near))}{f', or start at most {samples // largest}' * fits}"
+            f"{what} that share the weights of a model; give a global_batch_size of "
+            f"{samples // ranks * ranks} or {-(-samples // ranks) * ranks}"
         )
-    sizes = [largest] if exact else [n for n in suitable if n <= largest]
-    cuts = {size: assign_micro_batches(samples // size, speeds, least=1) for size in sizes}
-    times = {size: size * busiest(shares, speeds) for size, shares in cuts.items()}
-    limit = min(times.values()) * (1.1 if listed or samples % ranks else 1)
-    size = max(n for n in sizes if times[n] <= limit)
-    if device_shares == "auto" and ranks > 1 and not exact:
-        size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
-    return StepPlan(samples, size, cuts[size], rank, in_step if exact and in_step else 1)
+    nearest = sorted(suitable, key=lambda divisor: abs(divisor - size))[:3]
+    remedy = f"give a micro_batch_size of {' or '.join(map(str, nearest))}"
+    if samples % size == 0 and not sharded:
+        remedy += f", or start at most {samples // size}"
+    raise UserError(f"{what}; {remedy}")
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
@@ -198,28 +234,23 @@ class StepBatchSampler:
 class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
-    No batch has rows of two sources. All ranks get as many as the busiest, since a sharded model
-    computes on all at once; what is added holds the position past the last row, without weight.
+    A batch has micro_batch_size rows, and none has rows of two sources. All ranks get as many as
+    the busiest, since a sharded model computes on all at once; what is added holds the position
+    past the last row, without weight.
     """
 
     def __init__(self, plan: StepPlan, rows: "SampleDataset"):
-        self.step_plan, self.rows = plan, rows
-
-    @property
-    def plans(self) -> list[StepPlan]:
-        """The evaluation of each source as one step, dealt as the training steps are now: all
-        batches at once, so some ranks may have none of a source."""
-        size = self.step_plan.micro_batch_size
-        counts = [-(-rows // size) for rows in self.rows.source_sizes]
-        shares = assign_micro_batches(sum(counts), self.step_plan.shares)
+        self.size, self.rows = plan.micro_batch_size, rows
+        counts = [-(-each // self.size) for each in rows.source_sizes]
+        # All batches at once, so some ranks may have none of a source.
+        shares = assign_micro_batches(sum(counts), plan.shares)
         ends = [*accumulate(shares, initial=0)]  # of the ranks' runs
-        plans, first = [], 0
-        for rows, count in zip(self.rows.source_sizes, counts, strict=True):
+        self.plans, first = [], 0  # the evaluation of each source as one step
+        for samples, count in zip(rows.source_sizes, counts, strict=True):
             cuts = [min(max(end - first, 0), count) for end in ends]
             shares = tuple(end - begin for begin, end in pairwise(cuts))
-            plans.append(StepPlan(rows, size, shares, self.step_plan.rank))
+            self.plans.append(StepPlan(samples, self.size, shares, plan.rank))
             first += count
-        return plans
 
     def __len__(self):
         return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
@@ -229,7 +260,8 @@ class EvaluationSampler:
         for plan in self.plans:
             run, positions = plan.run(), range(first, first + plan.samples)
             positions = self.rows.sort(positions) if run else positions
-            yield from (list(plan.positions(positions, number)) for number in run)
+            for number in run:
+                yield list(positions[number * self.size : (number + 1) * self.size])
             fillers, first = fillers - len(run), first + plan.samples
         yield from [[first]] * fillers
 

@@ -24,9 +24,9 @@ def configure(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None
     config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
     accelerator.gradient_accumulation_steps = turns
     config.update(
-        train_micro_batch_size_per_gpu=plan.micro_batch_size,
+        train_micro_batch_size_per_gpu=plan.largest,
         gradient_accumulation_steps=turns,
-        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
+        train_batch_size=plan.largest * turns * accelerator.num_processes,
         gradient_clipping=max_norm,
         # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
         zero_force_ds_cpu_optimizer=False,

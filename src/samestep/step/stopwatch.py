@@ -18,10 +18,9 @@ class Stopwatch:
     def __init__(self, device: torch.device):
         # Reading the events of an Apple GPU waits for all its work: there, the host's time counts.
         self.device = torch.device("cpu") if device.type == "mps" else device
-        # [begin, end, micro-batches] of steps that the device may not have computed yet
+        # [begin, end] of steps that the device may not have computed yet
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
-        self.newest = 0  # ns per micro-batch in the last of them, until `read`
 
     def mark(self) -> Any:
         """This moment: ns on a CPU, otherwise an event in the device's work."""
@@ -31,10 +30,10 @@ class Stopwatch:
         event.record()
         return event
 
-    def start(self, micro_batches: int) -> None:
+    def start(self) -> None:
         """Before the first micro-batch of a step."""
         self.collect()
-        self.running.append([self.mark(), None, micro_batches])
+        self.running.append([self.mark(), None])
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -52,19 +51,12 @@ class Stopwatch:
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
         while self.running:
-            begin, end, micro_batches = self.running[0]
+            begin, end = self.running[0]
             if end is None or not (isinstance(end, int) or end.query()):
                 break
             taken = end - begin if isinstance(end, int) else 1e6 * begin.elapsed_time(end)
-            self.newest = max(round(taken / micro_batches), 1)
             self.seconds.append(taken / 1e9)
             del self.running[0]
-
-    def read(self) -> int:
-        """Nanoseconds per micro-batch in the newest step that is complete; 0 without a new one."""
-        self.collect()
-        newest, self.newest = self.newest, 0
-        return newest
 
     def take(self) -> list[float]:
         """Seconds of each step since the last call; waits until the device has computed them."""

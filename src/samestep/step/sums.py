@@ -72,7 +72,7 @@ class StepGradients:
         if self.checking and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
-        self.stopwatch.start(turns)
+        self.stopwatch.start()
         self.divisor = 1
         if not self.exact:
             accelerator.gradient_accumulation_steps, accelerator.step = turns, 0

@@ -1,7 +1,7 @@
 """The data of the loop: micro-batches of the training steps, and batches of evaluations."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,64 +13,51 @@ from samestep.processes.ranks import PendingSum, as_user_error
 from samestep.settings import contract
 from samestep.step import batches, sharding
 from samestep.step.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler
-from samestep.step.shares import ShareBalancer
 from samestep.step.sums import EvaluationSums
 from samestep.training.run import Run
+
+
+class Agreed(NamedTuple):
+    """What all processes must know before a step, as sums over them."""
+
+    num_items: int  # in the loss of the step
+    ids_hash: int  # of its sample ids
+    stop: int  # processes that were asked to stop
 
 
 class TrainLoader:
     """Gives the steps of a run, and fetches the next one while the device computes.
 
-    The processes exchange what all must know before a step: its items in the loss, the hash of its
-    sample ids, requests to stop, the speeds of their devices, and errors.
+    The processes communicate what all must know before a step, and errors.
     """
 
-    def __init__(self, run: Run, data: Any, eval_loader: "EvalLoader"):
-        self.run, self.eval_loader, self.plan = run, eval_loader, run.plan
-        self.rows = SampleDataset(data, run.task, run.cfg.seed, run.resume_point.mixture)
-        if self.rows.is_stream:
-            lanes = run.resume_point.saved.get("lanes")
-            data.begin(run.cfg.seed, run.plan.samples, run.first_sample, lanes)
+    def __init__(self, run: Run):
+        self.run, self.rows = run, run.train_rows()
         end = run.samples(run.last_step)
-        self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
-        self.batches = self.iterate()
-        automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
-        self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
-        self.reassigned: dict = {}  # for the log, if later steps are assigned anew
+        sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
+        options = run.cfg.num_workers, run.accelerator.device
+        loader = batches.make_loader(self.rows, sampler, run.task, *options)
+        self.batches = batches.iterate(loader)
         self.left = run.last_step - run.first_step  # steps to fetch
         self.window: list[tuple] = []  # this process's part of the next step
-        self.exchange: PendingSum | None = None
-
-    def iterate(self) -> Iterator[tuple]:
-        """The micro-batches of this process from sampler.first on."""
-        options = self.run.cfg.num_workers, self.run.accelerator.device
-        loader = batches.make_loader(self.rows, self.sampler, self.run.task, *options)
-        return batches.iterate(loader)
+        self.pending: PendingSum | None = None  # its `Agreed`
 
     def prefetch(self) -> None:
-        """Fetches the next step, if there is one, and starts the exchange."""
+        """Fetches the next step, if there is one, and starts the communication about it."""
         if not self.left:
             return
         self.left -= 1
         with self.run.meter.waiting():
             window, problem = catch(self.read_window)
             self.window = window or []
-            self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
             counts = np.sum([numbers for _, numbers, _ in self.window] or [(0, 0)], axis=0)
             counts *= self.run.ranks.layout.leads  # its replica counts once
-            times = self.balancer.own_time() if self.balancer else []
-            stop, problem = self.run.stop.requested(), problem or self.run.problem
-            self.exchange = PendingSum(self.run.ranks, [*counts, stop, *times], problem)
+            own = Agreed(*counts, stop=self.run.stop.requested())
+            self.pending = PendingSum(self.run.ranks, own, problem or self.run.problem)
 
     def read_window(self) -> list[tuple]:
         """This process's micro-batches of the next step."""
-        if self.reassigned:  # drops what worker processes have read ahead
-            self.sampler.plan = self.balancer.plan
-            if self.rows.is_stream:
-                place, lanes = self.sampler.first, self.run.gather_lanes()
-                self.rows.dataset.begin(self.run.cfg.seed, self.plan.samples, place, lanes)
-            self.batches = self.iterate()
-        return [next(self.batches) for _ in self.sampler.plan.run()]
+        return [next(self.batches) for _ in self.run.plan.run()]
 
     def next_step(self) -> tuple[list[tuple[int, Batch]], int]:
         """This process's micro-batches of the step that was fetched, each with its number in the
@@ -78,33 +65,32 @@ class TrainLoader:
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
-        exchange, self.exchange = self.exchange, None
-        num_items, ids_hash, _, *times = exchange.result()
-        self.plan, window = self.sampler.plan, [batch for batch, *_ in self.window]
+        pending, self.pending = self.pending, None
+        agreed = Agreed(*pending.result())
+        window = [batch for batch, *_ in self.window]
         if self.rows.is_stream:
             self.run.lanes = self.last_of_lanes()
         inputs = [each.get("input_ids") for each in window if isinstance(each, dict)]
         tokens = sum(each.numel() for each in inputs if each is not None)
-        self.run.meter.add(num_items, ids_hash, tokens * self.run.ranks.layout.leads)
-        self.reassigned = self.balancer.update(times) if self.balancer else {}
-        if self.reassigned:  # new shares, used from the next step on
-            self.eval_loader.sampler.step_plan = self.balancer.plan
-        return list(zip(self.plan.run(), window, strict=True)), num_items
+        tokens *= self.run.ranks.layout.leads
+        self.run.meter.add(agreed.num_items, agreed.ids_hash, tokens)
+        return list(zip(self.run.plan.run(), window, strict=True)), agreed.num_items
 
     def last_of_lanes(self) -> dict[int, tuple[int, int]]:
         """Of each lane of a stream that this process has read: the last sample of the step, as its
         place in the step and its id."""
         found = {}
-        share = self.plan.samples // self.rows.dataset.lanes
-        for number, (*_, ids) in zip(self.plan.run(), self.window, strict=True):
-            places = self.plan.positions(range(self.plan.samples), number)
+        plan = self.run.plan
+        share = plan.samples // self.rows.dataset.lanes
+        for number, (*_, ids) in zip(plan.run(), self.window, strict=True):
+            places = plan.positions(range(plan.samples), number)
             for place, sample in zip(places, ids.tolist(), strict=True):
                 found[place // share] = (place, sample)
         return found
 
     def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.exchange and self.exchange.peek()[2])
+        return bool(self.pending and Agreed(*self.pending.peek()).stop)
 
 
 class EvalLoader:

@@ -26,6 +26,8 @@ class RunLog:
         self.profiler = speed.Profiler(run.meter, run.cfg.profile_steps, run.output)
         if run.resume_point.changed:
             self.note(event="changed", changes="; ".join(run.resume_point.changed))
+        if run.shares:
+            self.note(event="shares", shares=run.shares)
 
     def note(self, **entries: Any) -> None:
         """Writes a line about the newest step."""
@@ -45,11 +47,9 @@ class RunLog:
         """
         self.lr = lr
         self.profiler.end_step(self.step)
-        self.monitor.add(self.step, num_items, self.loader.plan.run(), losses, norm)
+        self.monitor.add(self.step, num_items, self.run.plan.run(), losses, norm)
         about = f"{self.run.parameters:,} parameters to train; {num_items:,} {self.run.unit} a step"
         self.lines.advance(self.step, about)
-        if self.loader.reassigned:
-            self.note(**self.loader.reassigned)
 
     def write_means(self) -> None:
         """Writes a line about the steps since the last one. Waits for the device.

@@ -1,12 +1,14 @@
 """A run before its loop: where it starts and ends, and the model that it trains."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 
 from samestep.base import files, run_folder
 from samestep.base.console import print_on_main
@@ -17,7 +19,7 @@ from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start import hardware_file
 from samestep.start.startup import IDENTITY, RunStart, agree_on_start
-from samestep.step import batches, deepspeed, exact, sharding
+from samestep.step import batches, deepspeed, exact, sharding, shares
 
 
 class Run:
@@ -37,6 +39,7 @@ class Run:
         self.problem: Exception | None = None  # of work in the background
         self.lanes: dict[int, tuple[int, int]] = {}  # of a stream: see TrainLoader.last_of_lanes
         self.asked: Any = []  # what the trained model answered: see ending.py
+        self.shares = ""  # micro-batches of each process, where they were measured
 
     def samples(self, step: int) -> int:
         """Samples of the run up to the end of this step."""
@@ -45,6 +48,38 @@ class Run:
     def epochs(self, step: int) -> int:
         """Passes over the training data that are complete at the end of this step."""
         return self.samples(step) // self.start.manifest["data"]["samples"]
+
+    def train_rows(self) -> batches.SampleDataset:
+        """The rows to train on, by their positions in the run. A stream begins where the run
+        starts."""
+        view = self.start.views[0]
+        rows = batches.SampleDataset(view, self.task, self.cfg.seed, self.resume_point.mixture)
+        if rows.is_stream:
+            lanes = self.resume_point.saved.get("lanes")
+            view.begin(self.cfg.seed, self.plan.samples, self.first_sample, lanes)
+        return rows
+
+    def measure_shares(self, model: torch.nn.Module) -> None:
+        """With device_shares auto, assigns the micro-batches by the speed of each device: once, and
+        again at the next start. Call it with the prepared model, before the loaders are made."""
+        cfg, plan = self.cfg, self.plan
+        if cfg.device_shares != "auto" or len(plan.shares) == 1 or cfg.eval_only:
+            return
+        with self.ranks.fail_together(), as_user_error():
+            rows = self.train_rows()
+            first = rows.sort(range(self.first_sample, self.first_sample + plan.samples))
+            samples = rows.__getitems__(list(first[: plan.largest]))
+            batch, *_ = batches.collate(self.task, samples)
+            batch = send_to_device(batch, self.accelerator.device)
+        with self.ranks.fail_together(), as_user_error():
+            model.train()
+            batches.seed_everything(cfg.seed)
+            seconds = shares.measure_micro_batch(model, lambda: model(self.task.loss_sum, batch))
+        speeds = [1 / each for each in self.ranks.gather(seconds)]
+        assigned = batches.assign_micro_batches(plan.count, speeds, least=1)
+        self.plan = dataclasses.replace(plan, shares=assigned)
+        self.shares = " + ".join(map(str, assigned))
+        print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
 
     def gather_lanes(self) -> list[int]:
         """Of a stream: the last sample of each lane in the newest step, over all processes."""
