@@ -47,7 +47,7 @@ from samestep.step.order import sample_ids
 from samestep.start.startup import read_config, read_data
 from train import Config
 cfg = read_config(Config, "\\n\\n")
-_, bound, (rows, _) = read_data(cfg, task)
+_, bound, (rows, _), _ = read_data(cfg, task)
 torch.save(bound.collate([rows[i] for i in range(len(rows))]), cfg.output_dir + "/rows.pt")
 steps = min(4000, 20 * len(rows) // cfg.global_batch_size)
 positions = np.arange(steps * cfg.global_batch_size)

@@ -88,7 +88,7 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
     found: dict[str, Callable] = {}
     for name, limit in ((KEPT, 100), (DECODED, 0)):
         own = task.TaskConfig(data=str(data), image_size=SIDE, decoded_gb=limit)
-        _, bound, (train, _) = read_data(SimpleNamespace(task=own), task)
+        _, bound, (train, _), _ = read_data(SimpleNamespace(task=own), task)
         rows = batches.SampleDataset(train, bound, seed=0)
         sampler = batches.StepBatchSampler(batches.StepPlan(BATCH, BATCH), 0, BATCH * 100_000)
         found[name] = iter(batches.make_loader(rows, sampler, bound, workers, torch.device("cpu")))

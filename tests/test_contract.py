@@ -66,22 +66,22 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
     (
         "Numbers.__getitem__",
         lambda *_: CHANGING | {"x": torch.rand(8)},
-        "task.views: rows of the same 37 samples changes the second time",
+        "the same samples are another batch the second time",
     ),
     (  # of a few rows, and each but sometimes, as a crop of long images and a flip do
         "Numbers.__getitem__",
         lambda _, i: CHANGING | {"x": torch.rand(8) > 0.5 if i % 9 == 8 else torch.ones(8)},
-        "task.views: rows of the same",
+        "the same samples are another batch",
     ),
     (  # one row alone stays the same
         "collate",
         lambda rows: {"x": torch.randperm(len(rows)), "counted": torch.ones(len(rows))},
-        "task.collate: a batch of the same",
+        "collate or augment draws anew",
     ),
     (
         "augment",
         lambda row, _: row | {"x": row["x"] + torch.rand(8)},
-        "task.augment gives another row for the same row and generator",
+        "Draw random numbers in augment, from its generator alone",
     ),
 ]
 
@@ -99,6 +99,13 @@ def test_what_the_check_finds(tmp_path, monkeypatch, name, value, said):
             train.prepare()
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_with_lanes_is_no_stream(quick, tmp_path):
+    """Those of roads, say: its rows are compared, and epochs are counted."""
+    flags = ["--output_dir", tmp_path / "run", "--num_epochs", 1, "--max_steps", 0]
+    quick(*flags, "--warmup_steps", 0, before="import task; task.Numbers.lanes = 3")
+    assert lines(tmp_path / "run", "epoch")[-1]["epoch"] >= 1
 
 
 WARNED = [  # a loss_sum in bf16, and what is said

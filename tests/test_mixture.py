@@ -11,13 +11,11 @@ FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
 # 60 rows to train on in three sources; 11 rows to evaluate on.
 SOURCES = """
 import task
-from types import SimpleNamespace
+from samestep.settings.contract import Source
 def sources_of(dataset):
-    def source(name, rows, weight):
-        return SimpleNamespace(name=name, rows=rows, weight=weight)
     if len(dataset) == 11:
-        return [source("a", 5, 1), source("none", 0, 1), source("b/c", 6, 1)]
-    return [source("a", 7, WEIGHT), source("d", 13, 1), source("b/c", 40, 5)]
+        return [Source("a", 5, 1), Source("none", 0, 1), Source("b/c", 6, 1)]
+    return [Source("a", 7, WEIGHT), Source("d", 13, 1), Source("b/c", 40, 5)]
 views = task.views
 def with_sources(cfg):
     found = views(cfg)

@@ -9,7 +9,6 @@ import random
 import tracemalloc
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,10 +18,8 @@ from samestep.settings import contract
 from samestep.step import batches, order, shares
 
 
-class Source(NamedTuple):
-    name: str
-    rows: int
-    weight: int = 1
+def Source(name, rows, weight=1):  # noqa: N802
+    return contract.Source(name, rows, weight)
 
 
 MIXED = [
@@ -173,7 +170,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     task, data = SimpleNamespace(count=lambda batch: len(batch["x"])), View(rows, half, lengths)
     task.collate = lambda rows: {"x": torch.stack([tensor["x"] for _ in rows])}
     tracemalloc.start()
-    batches.read_few(data, task, training=False)
+    batches.hash_batch(data, task, batches.read_samples(data, task))
     train = batches.SampleDataset(data, task, seed=0)
     assert np.shares_memory(train.sizes, lengths)
     sampler = batches.StepBatchSampler(batches.StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
@@ -192,9 +189,21 @@ def test_wrong_sources_are_one_line():
     for sources, said in (
         ([Source("a", 10)], "they have 10 rows together, but the dataset has 12"),
         ([Source("a", 6), Source("a", 6)], "of task.views: 2 are called 'a'; give each another"),
+        # Their weights would not count.
+        ([SimpleNamespace(name="a", rows=12, weight=1)], "is no Source; give a list of samestep."),
+        ([Source("a", 6), "b"], "of task.views: 'b' is no Source"),
     ):
         with pytest.raises(ValueError, match=said):
             contract.list_sources(View(12, sources), training=True)
+
+
+def test_attributes_of_another_meaning_are_left_alone():
+    """As a dataset of roads, which has lanes."""
+    view = View(12, ["left", "right"])
+    view.lanes = 3
+    assert contract.list_sources(view, training=True) == []
+    rows = batches.SampleDataset(view, SimpleNamespace(), seed=0)
+    assert not rows.is_stream and sorted(rows.ids(range(12))) == [*range(12)]
 
 
 def test_scores_that_a_source_has_too_few_rows_for_are_nan():

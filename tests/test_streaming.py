@@ -67,7 +67,7 @@ def write_samples(path, texts):
                 archive.addfile(member, io.BytesIO(content))
 
 
-class Numbers(lanes.Stream):
+class Numbers(lanes.ShardStream):
     """Samples that are numbers: shard s has 10 s + i for i below s + 3, three to a block."""
 
     def blocks(self, shard):

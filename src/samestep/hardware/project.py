@@ -64,6 +64,6 @@ def read_project(flags: list[str], about: str | None = None) -> Project:
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")
-    data, bound, views = startup.read_data(cfg, task)
+    data, bound, views, _ = startup.read_data(cfg, task)
     rows = batches.SampleDataset(views[0], bound, cfg.seed)
     return Project(cfg, recipe, bound, data, views, rows)

@@ -6,14 +6,14 @@ would train something else.
 
 import hashlib
 import os
-import secrets
 import socket
 import time
 from pathlib import Path
 
-from samestep.base.console import IS_MAIN, one_line
+from samestep.base.console import one_line
 from samestep.base.fields import flatten
-from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error, some
+from samestep.base.files import read_json_object
+from samestep.processes.ranks import PROCESSES, Ranks, UserError, some
 
 LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.
@@ -75,22 +75,17 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
 
 
 def check_shared(processes: Ranks, output: Path) -> None:
-    """Raises UserError on all processes if one of them does not see the main one's run folder."""
+    """Raises UserError on all processes if one of them does not see the main one's run folder: each
+    must read the holder of its lock, which is the main one."""
     if PROCESSES == 1:
         return
-    file = output / processes.from_main(f".shared-{secrets.token_hex(8)}")
+    holder = processes.from_main(read_json_object(output / "lock"))
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while read_json_object(output / "lock") != holder and time.monotonic() < deadline:
+        time.sleep(0.2)
+    is_shared = bool(holder) and read_json_object(output / "lock") == holder
     place = os.path.join(os.getcwd(), output)
-    try:
-        with processes.fail_together(), as_user_error():
-            if IS_MAIN:
-                file.touch()
-        deadline = time.monotonic() + FOLDER_SECONDS
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        seen = processes.gather((socket.gethostname(), place, file.exists()))
-    finally:
-        if IS_MAIN:
-            file.unlink(missing_ok=True)
+    seen = processes.gather((socket.gethostname(), place, is_shared))
     main, shared, _ = seen[0]
     without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
     if without:

@@ -27,7 +27,7 @@ LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their tab
 
 
 class Source(NamedTuple):
-    """A part of a dataset, rows that follow each other; any object with these attributes."""
+    """A part of a dataset: rows that follow each other."""
 
     name: str
     """Its name in metrics.jsonl."""
@@ -37,6 +37,19 @@ class Source(NamedTuple):
 
     weight: int
     """Its share of the training samples is weight / the sum of all weights."""
+
+
+class Stream(torch.utils.data.Dataset):
+    """A view to train on whose samples are read from shards while the model trains, in the order of
+    their positions in the run, without an end: see streaming/lanes.py, which implements it."""
+
+    lanes: int
+    """Each supplies the same contiguous part of every step."""
+
+    def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
+        """Sets the seed, the samples of a step, and the position from which the run resumes, where
+        each lane has given the sample `last`."""
+        raise NotImplementedError
 
 
 class Task(Protocol):
@@ -237,9 +250,16 @@ def list_sources(dataset: Any, training: bool) -> list[Source]:
     rows are left out.
     """
     sources = getattr(dataset, "sources", None)
-    known = isinstance(sources, list | tuple) and len(sources)
-    if not known or not all(hasattr(each, name) for each in sources for name in Source._fields):
+    if not isinstance(sources, list | tuple) or not sources:
+        return []
+    others = [each for each in sources if not isinstance(each, Source)]
+    if others and len(others) == len(sources) and not hasattr(others[0], "weight"):
         return []  # an attribute with another meaning
+    if others:
+        raise ValueError(
+            f"sources of task.views: {others[0]!r:.60} is no Source; give a list of "
+            "samestep.settings.contract.Source(name, rows, weight)"
+        )
     for each in sources:
         numbers = np.array([each.rows, each.weight - 1])
         if numbers.dtype.kind not in "iu" or numbers.min() < 0:

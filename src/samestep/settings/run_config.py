@@ -61,8 +61,8 @@ class RunConfig:
         default="equal", metadata=NOTHING
     )
     """How the micro-batches of a step are assigned to the processes: equal; a list with the speed
-    of each, such as [2, 1]; or auto, by speeds that are measured at each start. Results stay the same to rounding,
-    with exact to the last bit."""
+    of each, such as [2, 1]; or auto, by speeds that are measured at each start. Results stay the
+    same to rounding, with exact to the last bit."""
     num_workers: Workers | None = field(default=None, metadata=NOTHING)
     """Worker processes that load data for each training process; 0: it loads its own data; null: up
     to 4 on a GPU for a task that augments its rows, otherwise 0."""

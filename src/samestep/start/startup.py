@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,7 +192,7 @@ class RunStart:
     data: Any  # what task.prepare_data returned
     task: Any  # the functions of task.py, see contract.bind
     views: tuple  # the rows to train and to evaluate on
-    few: list[list[tuple]]  # samples of each, to try the task on
+    probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
     resume_point: ResumePoint  # on the main process
 
@@ -211,7 +211,7 @@ class RunStart:
         elif resume_point.checkpoint:
             start = f"goes on from {resume_point.checkpoint}"
         samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
-        if batches.is_stream(self.views[0]):
+        if isinstance(self.views[0], contract.Stream):
             samples = f"{self.cfg.global_batch_size} samples of a stream"
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
         remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
@@ -354,7 +354,7 @@ def check_rows(rows: Any, task: Any, parts: int) -> None:
     task.check_context_parallel()
 
 
-def check_stream(cfg: Any, rows: Any, layout: Layout) -> None:
+def check_stream(cfg: Any, layout: Layout) -> None:
     """Raises ValueError for fields and layouts that do not go with a stream."""
     rules = [("num_epochs", cfg.num_epochs, "max_steps in its place")]
     rules += [(n, getattr(cfg, n) == "epoch", "steps") for n in ("eval_every", "save_every")]
@@ -364,17 +364,27 @@ def check_stream(cfg: Any, rows: Any, layout: Layout) -> None:
             raise ValueError(f"{name} is {value}; a stream has no end that is known: give {wanted}")
     if layout.cp > 1:
         raise ValueError("context parallelism cuts prepared rows; leave task.streaming out")
-    rows.begin(cfg.seed, cfg.global_batch_size)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, tuple]:
-    """The prepared data, the functions of task.py with it, and the views of its rows.
+class Samples(NamedTuple):
+    """Of the views to train and to evaluate on."""
+
+    fingerprints: list[str]  # of a batch of 64 samples
+    probes: list[list[tuple]]  # samples to try the task on
+
+
+def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, tuple, Samples]:
+    """The prepared data, the functions of task.py with it, the views of its rows, and samples of
+    them.
 
     `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
     data would give another one, which the weights do not know.
+
+    The way from task.views to a batch is built twice; raises ValueError unless the same 64 samples
+    are the same bytes.
     """
     contract.check_functions(task)
     if hasattr(task, "check_config"):
@@ -386,21 +396,30 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None)
     if hasattr(task, "check_config"):  # with the fields that prepare_data has set
         task.check_config(cfg.task)
-    digests: list[str] = []
-    for given in (copy.copy(data), data):  # the first call may change the splits that it gets
+    built = []
+    # The first call may change the splits that it gets.
+    for number, given in enumerate((copy.copy(data), data)):
         views: Any = None  # its rows are not kept
         bound = contract.bind(task, cfg.task, given)
         batches.seed_everything(0)  # an unseeded split is the same in every process and run
         views = contract.read_views(bound, given)
-        digests += [batches.hash_eight(each, bound) for each in views]
-    if digests[:2] != digests[2:]:
-        for each in views:  # rows that change when they are read are named as that
-            batches.read_few(each, bound, training=False)
+        if isinstance(views[0], contract.Stream):
+            views[0].begin(cfg.seed, cfg.global_batch_size)
+        batches.seed_everything(1 + number)  # a row that draws by itself is another one
+        train, validation = (batches.read_samples(each, bound) for each in views)
+        fingerprints = [batches.hash_batch(views[0], bound, train)]
+        fingerprints += [batches.hash_batch(views[1], bound, validation)]
+        drawn = batches.augmented(train, bound)
+        built.append([*fingerprints, batches.hash_batch(views[0], bound, drawn)])
+    if built[0] != built[1]:
         raise ValueError(
-            "task.views gives other rows the second time; draw with torch, numpy's np.random or "
-            "random, which are seeded for it, or make the rows in prepare_data, which runs once"
+            "the same samples are another batch the second time: task.views, a row, collate or "
+            "augment draws anew. Draw random numbers in augment, from its generator alone; in "
+            "views from torch, np.random or random, which are seeded for it; or make the rows in "
+            "prepare_data, which runs once"
         )
-    return data, bound, views
+    probes = [batches.choose_probes(each, bound) for each in (drawn, validation)]
+    return data, bound, views, Samples(fingerprints, probes)
 
 
 def run_of(cfg: Any) -> Path | None:
@@ -451,16 +470,16 @@ def versions() -> dict[str, str]:
     return numbers
 
 
-def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
+def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions.
 
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
-    digests = [digest_view(each) for each in views]
-    samples = 0 if batches.is_stream(views[0]) else len(views[0])
-    entries = {"samples": samples, "fingerprint": digests[0] or fingerprints[0]}
-    entries["validation"] = digests[1] or fingerprints[1]
-    sources = contract.list_sources(views[0], training=True)
+    train, validation = views
+    samples = 0 if isinstance(train, contract.Stream) else len(train)
+    entries = {"samples": samples, "fingerprint": digest_view(train) or fingerprints[0]}
+    entries["validation"] = digest_view(validation) or fingerprints[1]
+    sources = contract.list_sources(train, training=True)
     if len(sources) > 1:
         texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
         entries["sources"] = "; ".join(texts)
@@ -482,8 +501,8 @@ def collect_manifest(cfg: Any, task: Any, data: Any, views: tuple, fingerprints:
 def remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
     """A line if a resumed run cannot see a change of each row."""
     counted = {"fingerprint": "train on", "validation": "evaluate on"}
-    for name, view, few in zip(counted, views, fingerprints, strict=True):
-        known = manifest["data"][name] != few or len(view) <= batches.FINGERPRINT_ROWS
+    for name, view, fingerprint in zip(counted, views, fingerprints, strict=True):
+        known = manifest["data"][name] != fingerprint or len(view) <= batches.FINGERPRINT_ROWS
         if known or name == "validation" and not hasattr(data, "folder"):
             continue
         return [
@@ -526,19 +545,18 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
                 run_folder.check_progress(output)
             if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
-        data, bound, views = read_data(cfg, task, run_of(cfg))
-        if batches.is_stream(views[0]):
-            check_stream(cfg, views[0], layout)
+        data, bound, views, samples = read_data(cfg, task, run_of(cfg))
+        if isinstance(views[0], contract.Stream):
+            check_stream(cfg, layout)
         if layout.cp > 1:  # each process takes a part from the front and one from the back
             check_rows(views[0], bound, 2 * layout.cp)
-        # Even if all rows count: reading a few finds rows that cannot be read.
-        read = [batches.read_few(each, bound, each is views[0]) for each in views]
-        fingerprints, few = map(list, zip(*read, strict=True))
-        manifest = collect_manifest(cfg, bound, data, views, fingerprints)
-        resume_point.remarks += remarks_on_rows(manifest, data, views, fingerprints)
+        manifest = collect_manifest(cfg, data, views, samples.fingerprints)
+        resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
         if IS_MAIN:
             resume_point.find_start(cfg, manifest)
-        return RunStart(cfg, output, lock, plan, data, bound, views, few, manifest, resume_point)
+        return RunStart(
+            cfg, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
+        )
     except BaseException:
         if lock:
             lock.release()

@@ -29,7 +29,7 @@ from samestep.settings import contract
 from samestep.step.order import SampleOrder, hash64
 
 Batch = dict[str, torch.Tensor]
-FINGERPRINT_ROWS = 64  # of data whose rows are not all compared
+FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
 
 # ---- The step ------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class SampleDataset(torch.utils.data.Dataset):
         self.dataset, self.seed = dataset, seed
         self.sources = contract.list_sources(dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
-        self.order, self.is_stream = None, is_stream(dataset)
+        self.order, self.is_stream = None, isinstance(dataset, contract.Stream)
         if seed is not None and not self.is_stream:
             self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
         sizes = getattr(dataset, "sizes", None)
@@ -338,11 +338,6 @@ class SampleDataset(torch.utils.data.Dataset):
         return list(zip(ids, rows, strict=True))
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether rows are read from shards while the model trains."""
-    return hasattr(dataset, "lanes")
-
-
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
     """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
     batch = contract.plain_batch(task.collate([row for _, row in samples]))
@@ -392,54 +387,26 @@ def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     return digest.hexdigest()[:16]
 
 
-def hash_eight(dataset: Any, task: Any) -> str:
-    """`hash_batch` of eight evenly spread rows of a view; empty for a stream."""
-    if is_stream(dataset):
-        return ""
-    ids = sorted({i * (len(dataset) - 1) // 7 for i in range(8)})
-    return hash_batch(dataset, task, SampleDataset(dataset).__getitems__(ids))
-
-
-def read_few(dataset: Any, task: Any, training: bool) -> tuple[str, list[tuple]]:
-    """`hash_batch` of 64 evenly spread rows; and samples of these to try the task on, see
-    `choose_few`.
-
-    Raises ValueError if a row, or what `augment` makes of one for training, is another the next
-    time.
-    """
-    digest_of = functools.partial(hash_batch, dataset, task)
+def read_samples(dataset: Any, task: Any) -> list[tuple]:
+    """64 evenly spread samples of a view; a stream gives the first ones."""
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
-    last = 63 if rows.is_stream else len(dataset) - 1
-    ids = sorted({i * last // 63 for i in range(64)})
-    samples = rows.__getitems__(ids)
-    digest = digest_of(samples)
-    again = {"task.collate: a batch": samples, "task.views: rows": rows.__getitems__(ids)}
-    for what, same in again.items():
-        if digest_of(same) != digest:
-            raise ValueError(
-                f"{what} of the same {len(ids)} samples changes the second time; draw random "
-                "numbers in augment(row, generator), so that runs can resume"
-            )
-    if augment := training and getattr(task, "augment", None):
-        few = [rows.__getitems__(ids[:8]) for _ in range(2)]
-        drawn = [
-            [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in each] for each in few
-        ]
-        if digest_of(drawn[0]) != digest_of(drawn[1]):
-            raise ValueError(
-                "task.augment gives another row for the same row and generator; draw random "
-                "numbers from the generator alone, and leave the row that it gets as it is"
-            )
-    chosen = choose_few(samples, task)
-    if augment:
-        draws = [torch.Generator().manual_seed(i) for i, _ in chosen]
-        rows_drawn = [augment(row, draw) for (_, row), draw in zip(chosen, draws, strict=True)]
-        chosen = [(i, row) for (i, _), row in zip(chosen, rows_drawn, strict=True)]
-    return digest, chosen
+    last = FINGERPRINT_ROWS - 1
+    if not rows.is_stream:
+        last = len(dataset) - 1
+    ids = {i * last // (FINGERPRINT_ROWS - 1) for i in range(FINGERPRINT_ROWS)}
+    return rows.__getitems__(sorted(ids))
 
 
-def choose_few(samples: list[tuple], task: Any) -> list[tuple]:
-    """The shortest of these samples with items in the loss, two others, and the longest."""
+def augmented(samples: list[tuple], task: Any) -> list[tuple]:
+    """What `augment`, if the task has it, makes of samples, each with a generator of its own."""
+    if not hasattr(task, "augment"):
+        return samples
+    return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+
+
+def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
+    """Samples to try the task on: the shortest of these with items in the loss, two others, and the
+    longest."""
     sized = []
     for sample in samples:
         batch, (items, _), _ = collate(task, [sample])

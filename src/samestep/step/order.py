@@ -7,6 +7,7 @@ own.
 Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -174,7 +175,6 @@ class SampleOrder:
         self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
         self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
-        self.blocks: dict[int, np.ndarray] = {}  # the ids of the newest two
 
     def passes(self, positions: Any) -> np.ndarray:
         """How often the source of each position has given all of its rows before: uint64 (N,)."""
@@ -192,12 +192,10 @@ class SampleOrder:
         ids = np.empty(len(positions), np.int64)
         for number in np.unique(numbers).tolist() if len(positions) else ():
             own = numbers == number
-            if number not in self.blocks:
-                newest = list(self.blocks)[-1:]
-                self.blocks = {n: self.blocks[n] for n in newest} | {number: self.compute(number)}
-            ids[own] = self.blocks[number][places[own]]
+            ids[own] = self.compute(number)[places[own]]
         return ids
 
+    @functools.lru_cache(2)  # noqa: B019  a run has one order
     def compute(self, number: int) -> np.ndarray:
         """The ids of a block; blocks count from the beginning of the mixture."""
         positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from samestep.settings.contract import Stream
 from samestep.step.order import hash64, sample_ids
 
 # Bits of an id, an int64: what it says, the highest first.
@@ -41,7 +41,7 @@ def unpack_id(sample: int) -> list[int]:
     return parts[::-1]
 
 
-class Stream(abc.ABC, torch.utils.data.Dataset):
+class ShardStream(abc.ABC, Stream):
     """Samples of shards, by their positions in the run.
 
     `lanes`: at most as many as shards; they divide the global batch size. Positions are to be read

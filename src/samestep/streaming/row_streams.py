@@ -7,7 +7,7 @@ import numpy as np
 
 from samestep.data.folders import Shard, describe_shards, split_shards
 from samestep.data.rows import Input, RowFormat, RowMaker
-from samestep.streaming.lanes import Stream
+from samestep.streaming.lanes import ShardStream
 
 BLOCK = 500_000  # bytes of the rows of a block, about
 MAXIMUM_ROWS = 50_000  # of a block
@@ -15,7 +15,7 @@ MAXIMUM_ROWS = 50_000  # of a block
 Block = dict[str, list]  # the columns of stored rows, with their places
 
 
-class RowStream(Stream):
+class RowStream(ShardStream):
     """Samples of the shards of cfg.data.
 
     `form`     how rows are read: those that are prepared to evaluate on are read so, too.

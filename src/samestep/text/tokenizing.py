@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from samestep.base.fields import check_fields
-from samestep.base.workers import run_in_child
 from samestep.data.columns import ListColumn
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
@@ -172,30 +171,26 @@ def learn_vocabulary(
 
     `size` is the number of tokens, special ones included: those in `first` get the lowest ids,
     those in `last` the highest. The tokenizer puts the special tokens `begin` before and `end`
-    after a text, and `end` between the texts of a pair too. Raises ValueError where it fails.
+    after a text, and `end` between the texts of a pair too.
     """
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import BertProcessing, TemplateProcessing
 
-    def train_and_save() -> None:
-        tokenizer = ByteLevelBPETokenizer()
-        tokenizer.train_from_iterator(
-            break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
+    )
+    tokenizer.add_special_tokens([*last])
+    if begin:  # what checkpoints know as the identity of their data: do not change it
+        pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
+        tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
+    elif end:
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {end}",
+            pair=f"$A {end} $B:1 {end}:1",
+            special_tokens=[(end, tokenizer.token_to_id(end))],
         )
-        tokenizer.add_special_tokens([*last])
-        if begin:  # what checkpoints know as the identity of their data: do not change it
-            pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
-            tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
-        elif end:
-            tokenizer._tokenizer.post_processor = TemplateProcessing(
-                single=f"$A {end}",
-                pair=f"$A {end} $B:1 {end}:1",
-                special_tokens=[(end, tokenizer.token_to_id(end))],
-            )
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-
-    # The library does not return to Python for seconds, and a signal would wait for it.
-    run_in_child(train_and_save)
+    (folder / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 # ---- Tokens and loss masks -----------------------------------------------------------------------

@@ -38,11 +38,11 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     model.eval()
     with run.ranks.fail_together(), as_user_error(), device.eager(model):
         probe = Probe(run, model)
-        batch = probe.check("loss_sum", run.start.few[0])
-        probe.check("eval_sums", run.start.few[1])
+        batch = probe.check("loss_sum", run.start.probes[0])
+        probe.check("eval_sums", run.start.probes[1])
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
-            whole = probe.batch(run.start.few[1])
+            whole = probe.batch(run.start.probes[1])
             sharding.check_parts(run.accelerator, model, functions, whole)
     with device.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
@@ -60,13 +60,12 @@ class Probe:
         self.exact = not rounds and not run.first_step
         self.limit = LIMIT if self.exact else LIMIT_BELOW
 
-    def check(self, name: str, few: list[tuple]) -> Batch:
-        """Checks the sums of a function on a few samples; the batch of all of them."""
-        most = max(2, self.run.plan.micro_batch_size)
-        chosen = [*few[: most - 1], *few[most - 1 :][-1:]]
-        together = self.batch(chosen)
+    def check(self, name: str, samples: list[tuple]) -> Batch:
+        """Checks the sums of a function on samples; the batch of as many as a device takes."""
+        maximum = max(2, self.run.plan.largest)
+        chosen = [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
         before = random_state(self.run.accelerator.device)
-        sums = self.sums(name, together)
+        sums = self.sums(name, self.batch(chosen))
         if not all(map(torch.equal, before, random_state(self.run.accelerator.device))):
             remark = "it is not checked that rows are independent"
             print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")

@@ -14,7 +14,8 @@ from samestep.base.errors import catch
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
-from samestep.step import batches, deepspeed
+from samestep.settings.contract import Stream
+from samestep.step import deepspeed
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 
@@ -71,7 +72,7 @@ class Saver:
             self.add_scores(found)
             return
         numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
-        if batches.is_stream(run.start.views[0]):
+        if isinstance(run.start.views[0], Stream):
             numbers["lanes"] = run.gather_lanes()
         began = time.perf_counter()
         with run.meter.paused():
