@@ -190,6 +190,32 @@ def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
     assert status(tmp_path / "run")["exit_code"] == 1
 
 
+WAITS = """
+import os, time, task
+from samestep.processes import rendezvous
+rendezvous.BEAT, rendezvous.HANGS = 0.2, 1
+plain, calls = task.loss_sum, []
+def loss_sum(*given):
+    calls.append(0)
+    if len(calls) == 8 and os.environ["RANK"] == "1":
+        raise TypeError("on this process alone")
+    if len(calls) == 8:
+        time.sleep(1000)
+    return plain(*given)
+task.loss_sum = loss_sum
+"""
+
+
+def test_an_error_reaches_a_process_that_waits_for_its_device(tiny, tmp_path):
+    """As one that reads a number of its GPU does, where NCCL waits for the process that failed."""
+    output = tmp_path / "run"
+    printed = tiny.train(2, "--output_dir", output, before=WAITS, codes=[1])
+    assert printed.count("TypeError: on this process alone") == 2 and "Traceback" not in printed
+    assert printed.count("train.py: process 1 on ") == 1
+    assert "the same command continues from the newest checkpoint" in printed
+    assert status(output)["state"] == "failed" and status(output)["exit_code"] == 1
+
+
 def test_a_checkpoint_that_one_process_cannot_write_ends_all_and_keeps_the_old(tiny, tmp_path):
     """Process 1 may write no file above 4 kB: its random state is larger, the log lines are not."""
     output = tmp_path / "run"

@@ -1,9 +1,11 @@
 """Several machines in one run: two network namespaces, each with a host name of its own."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -47,6 +49,39 @@ def test_devices_may_differ_but_not_with_exact():
     assert facts == {"python": "3.11", "torch": "2.13.0", "seed": "0", "data fingerprint": "1"}
     facts = consistency.collect_facts(manifest, True, ROOT / SOURCE)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
+
+
+def test_the_program_and_modules_beside_it_are_compared(tmp_path):
+    """Of another program than train.py too; what one process alone has loaded is no difference."""
+    from samestep.processes import consistency, ranks
+
+    manifest = {"versions": {"python": "3.11.7"}, "data": {}, "config": {}}
+    program = "import helper, json, sys; from pathlib import Path\n"
+    program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.processes import consistency\n"
+    program += f"facts = consistency.collect_facts({manifest}, False, Path.cwd())\n"
+    program += "print(json.dumps({n: f for n, f in facts.items() if not n.startswith('code s')}))\n"
+    found = []
+    for number in "112":
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        for name in ("train.py", "task.py", "unused.py"):
+            (folder / name).write_text(number if name == "unused.py" else "")
+        (folder / "helper.py").write_text("" if len(found) else "import json")
+        (folder / "train_pipeline.py").write_text(program + f"'{number}'")
+        command = [sys.executable, "train_pipeline.py"]
+        ran = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        found.append(json.loads(ran.stdout))
+    assert {"code task.py", "module helper.py", "module train_pipeline.py"} <= {*found[0]}
+    assert "module unused.py" not in found[0]
+    names = ["module train_pipeline.py", "module helper.py"]
+    for pair, differ in (((1, 2), names[:1]), ((0, 1), names[1:])):
+        given = [found[i] for i in pair]
+        processes = SimpleNamespace(gather=lambda _, given=given: [*zip("ab", given, strict=True)])
+        with pytest.raises(ranks.UserError) as error:
+            consistency.check_same(processes, {})
+        assert [name for name in names if f"{name} is " in str(error.value)] == differ
+    del given[0]["module helper.py"]
+    consistency.check_same(processes, {})
 
 
 def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
@@ -249,7 +284,6 @@ def test_two_machines_train_as_two_processes(tiny, machines, copy, tmp_path):
     trained = [lines(tmp_path / name, "loss") for name in ("run", "processes")]
     losses = [[line["loss"] for line in run] for run in trained]
     assert losses[0] == losses[1] and len(losses[0]) == 12
-    assert not [*(tmp_path / "run").glob(".shared-*")]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import psutil
@@ -206,14 +207,17 @@ def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path):
 
 
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
+    """Nor does the first one after another signal: it may come in the middle of the save."""
     program = """
 import os, signal, time
 from samestep.processes import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
+os.kill(os.getpid(), signal.SIGTERM)
+assert stop.requested()
+time.sleep(1.1)
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGINT)
-assert stop.requested()
 print("asked", flush=True)
 time.sleep(1.1)
 os.kill(os.getpid(), signal.SIGINT)
@@ -221,6 +225,60 @@ print("not reached", flush=True)
 """
     result = project.run("python", "-c", program, check=False)
     assert result.returncode == 130 and result.stdout == "asked\n"
+
+
+PREPARING = """
+
+
+def prepare_data(cfg, folder):
+    import datasets
+
+    def wait(row):
+        open(f"at-{os.getpid()}", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+        return row
+
+    rows = datasets.Dataset.from_dict({"row": range(8)})
+    try:
+        return datasets.DatasetDict(train=rows.map(wait, num_proc=2), validation=rows)
+    finally:
+        open("cleaned", "w").close()
+"""
+
+
+def test_a_signal_while_workers_prepare_leaves_none_behind(tiny, tmp_path):
+    """Twice, to the whole group: one line, code 75, and what a kill -9 leaves: the next start waits
+    for no lock, and removes the rest of the preparation."""
+    project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
+    with open(project.path / "task.py", "a") as file:
+        file.write(PREPARING)
+    flags = ["--output_dir", "run", "--max_steps", 2]
+    run = subprocess.Popen(
+        ["python", "train.py", *map(str, flags)],
+        cwd=project.path,
+        env=project.env(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: len([*project.path.glob("at-*")]) == 2 or run.poll() is not None)
+    processes = family(run)
+    assert len(processes) >= 3
+    for _ in range(2):
+        os.killpg(run.pid, signal.SIGTERM)
+    said = run.communicate(timeout=60)[1]
+    alive = psutil.wait_procs(processes, timeout=10)[1]
+    assert not alive and run.returncode == 75, said
+    assert said.endswith("train.py: stopped before the first step; the same command starts again\n")
+    assert said.count("train.py: ") == 1 and "Traceback" not in said
+    assert not (project.path / "cleaned").exists()
+    assert [*project.path.glob(".cache/*/*.partial")]
+    (project.path / "go").touch()
+    project.train(1, *flags)
+    assert not [*project.path.glob(".cache/*/*.partial")]
 
 
 def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):

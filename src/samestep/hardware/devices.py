@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -115,7 +114,6 @@ def run(command: Sequence[object], seconds: float = 60 * MINUTES) -> tuple[int |
             with contextlib.suppress(psutil.TimeoutExpired):
                 code = child.wait(seconds)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
             if child.is_running():
                 # Workers of torchelastic have sessions of their own.
                 family = [*child.children(recursive=True), child]

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -47,6 +48,8 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
     limits = ROUNDING.get(used.precision, ROUNDING["bf16"])
     if used.precision == "no" and cfg.tf32:
         limits = ROUNDING["tf32"]
+    for left in folder.glob(".smoke-*"):  # of one that was stopped
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".smoke-", dir=folder) as name:
         place = Path(name)
         text = yaml.safe_dump(resolved_config(short), sort_keys=False, allow_unicode=True)

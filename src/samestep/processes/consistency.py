@@ -7,6 +7,7 @@ would train something else.
 import hashlib
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -21,13 +22,15 @@ VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
 HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
+LOADED = "module "  # begins the name of a fact that some processes may lack
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
 def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
     """What must be the same on all processes, by names that a person understands.
 
-    `project`: the folder of train.py and task.py.
+    `project`: the folder of train.py and task.py. The program and modules that lie there count,
+    too, on the processes that have loaded them.
     """
     versions = manifest["versions"]
     if not exact:
@@ -37,11 +40,32 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
     code = {name: project / name for name in ("train.py", "task.py")}
     code |= {str(p.relative_to(LIBRARY.parent)): p for p in sorted(LIBRARY.rglob("*.py"))}
     for name, path in code.items():
-        facts[f"code {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        facts[f"code {name}"] = hash_file(path)
+    for name, path in loaded_modules(project).items():
+        if name not in code:
+            facts[f"{LOADED}{name}"] = hash_file(path)
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
     facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
     return {name: str(value) for name, value in facts.items()}
+
+
+def loaded_modules(project: Path) -> dict[str, Path]:
+    """The files of modules below the project's folder, by their names there; no environment's."""
+    found = {}
+    for module in [*sys.modules.values()]:
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        if path.suffix != ".py" or not path.is_relative_to(project.resolve()):
+            continue
+        name = path.relative_to(project.resolve())
+        foreign = any(part.startswith(".") or part == "site-packages" for part in name.parts)
+        if not foreign and not path.is_relative_to(LIBRARY):
+            found[str(name)] = path
+    return found
+
+
+def hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def check_same(processes: Ranks, facts: dict[str, str]) -> None:
@@ -51,7 +75,8 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
     for name in dict.fromkeys(name for _, each in everywhere for name in each):
         hosts: dict[str, dict[str, None]] = {}  # by value
         for host, each in everywhere:
-            hosts.setdefault(each.get(name, "missing"), {})[host] = None
+            if name in each or not name.startswith(LOADED):
+                hosts.setdefault(each.get(name, "missing"), {})[host] = None
         if len(hosts) > 1:
             longest = 20 if name.startswith("data ") else 300  # 20: of a digest
             places = [

@@ -6,9 +6,11 @@ lives, that it is ready, or why it failed. The checks of `samestep launch` on se
 in the same way.
 """
 
+import contextlib
 import datetime
 import json
 import os
+import queue
 import signal
 import socket
 import threading
@@ -22,10 +24,18 @@ import torch.distributed as dist
 from samestep.base.console import one_line
 from samestep.base.errors import catch
 from samestep.base.preflight import STOPPED
-from samestep.processes.ranks import PROCESSES, Failed, UserError, restart_store, some
+from samestep.processes.ranks import (
+    PROCESSES,
+    SAVE_THREAD,
+    Failed,
+    UserError,
+    restart_store,
+    some,
+)
 
 BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop
+HANGS = 30  # seconds after which a process that trains, and has not found it, waits for a device
 LINGER = 60  # seconds for which a process that failed tries to tell the others
 FIRST_LINE, NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
 OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
@@ -35,16 +45,19 @@ OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
-def join() -> "Rendezvous | None":
-    """Joins the other processes of the run; None if there are none."""
+def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | None":
+    """Joins the other processes of the run; None if there are none.
+
+    `end` ends this process for an error of another one, from a thread.
+    """
     if PROCESSES > 1:
         restart_store()  # raises what the user must correct
         place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Rendezvous("process", place, place[0] == "0" and not shared)
+        return Rendezvous("process", place, place[0] == "0" and not shared, end)
     if "LAUNCH_RENDEZVOUS" in os.environ:  # a check of samestep launch, on one of several machines
         place = os.environ["LAUNCH_RENDEZVOUS"].split()
-        return Rendezvous("machine", place, place[0] == "0")
+        return Rendezvous("machine", place, place[0] == "0", end)
     return None
 
 
@@ -57,7 +70,7 @@ class Rendezvous:
     store lies in this process.
     """
 
-    def __init__(self, unit: str, place: list[str], serves: bool):
+    def __init__(self, unit: str, place: list[str], serves: bool, end: Callable | None = None):
         rank, size, host, port = place
         self.unit, self.rank, self.size, self.serves = unit, int(rank), int(size), serves
         self.address, self.place = (host, int(port)), f"{host}:{port}"
@@ -67,7 +80,9 @@ class Rendezvous:
         self.heard: dict[int, tuple[int, float]] = {}  # the newest sign of life, and when it came
         self.lost = ""  # why there is no connection any more
         self.preparing, self.interrupted, self.over = True, False, False
-        self.news = threading.Event()  # something to say, or to learn soon
+        self.end_process, self.ending = end, False  # ending: the main thread knows of an error
+        self.store: Any = None
+        self.news: queue.SimpleQueue = queue.SimpleQueue()  # something to say, or to learn soon
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
@@ -84,21 +99,26 @@ class Rendezvous:
             self.store = self.open_store(OPERATION)
             while not self.over:
                 self.exchange()
-                if self.preparing and self.all["problems"]:
+                if self.all["problems"]:
                     known_at = known_at or time.monotonic()
+                    known_for = time.monotonic() - known_at
                     stops = all(each["kind"] == "stop" for each in self.all["problems"])
-                    if stops or time.monotonic() - known_at > GRACE:
+                    if self.preparing and (stops or known_for > GRACE):
                         self.interrupt()
+                    elif known_for > HANGS:
+                        self.end_if_hanging()
                 waits = self.own["address"] and not self.all["met"]
                 soon = waits or self.own["left"] or self.all["problems"]
                 pause = min(2 * pause, 1) if soon else BEAT
-                if self.news.wait(pause):
-                    self.news.clear()
+                with contextlib.suppress(queue.Empty):
+                    self.news.get(timeout=pause)
                     pause = 0.01
         except Exception as error:  # of the network, or of the store
             self.lost = str(error).partition("\n")[0]
             if not self.wait_while(lambda: self.preparing, GRACE):
                 self.interrupt()
+            self.wait_while(lambda: not self.ending, HANGS)
+            self.end_if_hanging()
 
     def open_store(self, timeout: datetime.timedelta) -> dist.Store:
         """A connection of its own: one that waits lets no other thread call it."""
@@ -153,12 +173,23 @@ class Rendezvous:
         self.interrupted, self.preparing = True, False
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
+    def end_if_hanging(self) -> None:
+        """Ends this process, in which another one's error has not arrived: the main thread waits
+        for a device, which waits for the other process. NCCL would do so after the timeout."""
+        if self.ending or not self.all["problems"] or not dist.is_initialized():
+            return
+        for thread in threading.enumerate():
+            if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
+                thread.join()
+        if self.end_process:
+            self.end_process(self.told())
+
     # The main thread
 
     def post(self, **entries: Any) -> None:
         """Tells the others something of this process."""
         self.own |= entries
-        self.news.set()
+        self.news.put(None)  # a SimpleQueue, since a signal handler may interrupt this
 
     @staticmethod
     def wait_while(condition: Callable[[], Any], seconds: float) -> bool:
@@ -235,7 +266,7 @@ class Rendezvous:
     def end(self) -> None:
         """Ends the thread, unless it is connecting."""
         self.over = True
-        self.news.set()
+        self.news.put(None)
         self.thread.join(1)
 
     # Errors
@@ -290,6 +321,8 @@ class Rendezvous:
         problem = {"kind": kind, "who": f"{self.unit} {self.rank} on {self.own['host']}"}
         stopped = bool(stop())
         patience = LINGER if self.preparing and not stopped else GRACE
+        if stopped and not self.store:  # nobody to tell
+            patience = 0
         self.preparing = False
         told = self.all["problems"] or self.lost
         self.post(left=True, problem=None if told else {**problem, "text": text})

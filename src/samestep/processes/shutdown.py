@@ -1,6 +1,7 @@
 """Handles signals and errors, and ends each process with the right exit code.
 
-A signal sets a flag. The ranks agree on it between two steps, save a checkpoint, and exit.
+Before the loop a signal ends the process there and then. In the loop it sets a flag: the ranks
+agree on it between two steps, save a checkpoint, and exit.
 """
 
 import argparse
@@ -72,13 +73,14 @@ def launcher_yaml() -> Path | None:
 class StopRequest:
     """Records that this process was asked to stop, by a signal or by the death of its launcher.
 
-    Until `training` is set there is nothing to save, and a signal ends the process: it raises
-    SystemExit, each second, since a compilation or a destructor may lose it. A second Ctrl-C, more
-    than a second after the first, ends the process at once.
+    Until `training` is set there is nothing to save, and a signal ends the process: see `leave`. A
+    second Ctrl-C, more than a second after the first, ends it at once, whatever it does.
     """
 
-    def __init__(self):
-        self.training, self.since = False, None
+    def __init__(self, program: str = "train.py"):
+        self.program, self.training, self.leaving = program, False, False
+        self.others: rendezvous.Rendezvous | None = None
+        self.received: dict[int, float] = {}  # when each signal came first
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self.handle)
@@ -89,26 +91,24 @@ class StopRequest:
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal. One Ctrl-C may come twice, from the terminal and from torchelastic."""
-        if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
+        before = self.received.setdefault(number, time.monotonic())
+        if number == signal.SIGINT and time.monotonic() - before > 1:
             os._exit(128 + number)
-        self.since = self.since or time.monotonic()
-        if not self.training:
-            signal.signal(signal.SIGALRM, self.handle)
-            signal.setitimer(signal.ITIMER_REAL, 1)
-            sys.exit(STOPPED)
+        if not self.training and not self.leaving:
+            self.leaving = True
+            error = self.tell_others()
+            code, line = exit_code_for(error)
+            leave(code, f"{self.program}: {one_line(line, 1000)}" if speaks_for(error) else "")
 
-    def settle(self, error: BaseException) -> BaseException:
-        """What an error means, once no signal raises another. Before training: a stop, if one was
-        asked for, since a module in C makes an ImportError of a signal; or a mistake of the user.
-        """
-        before, self.training = not self.training, True
-        if before and self.since:
-            return SystemExit(STOPPED)
-        try:
-            with as_user_error() if before else contextlib.nullcontext():
-                raise error
-        except BaseException as meant:
-            return meant
+    def tell_others(self) -> BaseException:
+        """Why this process ends before training: it was asked to stop, or another one has failed.
+        The others learn of a stop."""
+        error: BaseException = SystemExit(STOPPED)
+        if self.others:
+            if self.others.interrupted or self.others.all["problems"]:
+                error = self.others.told()
+            self.others.leave(error, lambda: 1)
+        return error
 
     def obey(self) -> None:
         """In a process that is forked, as by a Pool: SIGTERM ends it. A handler in Python would not
@@ -121,7 +121,28 @@ class StopRequest:
     def requested(self) -> int:
         """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
         orphaned = LAUNCHER_PID is not None and os.getppid() != LAUNCHER_PID
-        return int(orphaned or self.since is not None)
+        return int(orphaned or bool(self.received))
+
+
+def leave(code: int, line: str = "") -> NoReturn:
+    """Ends this process without its `finally` blocks: kills all that it has started, and prints a
+    line. What is left on the disk is what a kill -9 leaves."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
+    for _ in range(2):  # a Pool starts another worker for one that has ended
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+    if line:
+        with contextlib.suppress(OSError):  # nobody listens
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+    write_exit_code(code)
+    os._exit(code)
+
+
+def speaks_for(error: BaseException) -> bool:
+    """Whether this process prints the line about an error: the main one, unless that is gone."""
+    return PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
 
 
 def run(main: Callable, prepare: Callable) -> None:
@@ -136,16 +157,18 @@ def run(main: Callable, prepare: Callable) -> None:
     error = None
     try:
         raise_open_files_limit()
-        others = rendezvous.join()
+        # The main thread may wait for a device, which waits for a process that has failed.
+        hangs = lambda error: leave(report(error, "train.py", start and start.output))  # noqa: E731
+        stop.others = others = rendezvous.join(hangs)
         start = prepare()
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
-        error = stop.settle(caught)  # the launcher sends a signal when a process has failed
-        if others and others.interrupted and isinstance(error, SystemExit):
-            error = others.told()
-        if ranks and others:
-            error = others.explain(error, ranks.timeout)
+        error = caught if stop.training else of_the_user(caught)
+        stop.training = True  # the launcher sends a signal when a process has failed
+        if others:
+            others.ending = True
+            error = others.explain(error, ranks.timeout) if ranks else error
         code = report(error, "train.py", start and start.output)
     stop.training = True  # from here on a signal is only recorded
     if error and others:
@@ -164,14 +187,24 @@ def run_alone(main: Callable) -> None:
     Where several processes run it, all raise an error of one; the main process prints the line.
     """
     protect_output()
-    stop = StopRequest()
+    stop = StopRequest(Path(sys.argv[0]).name)
     try:
         raise_open_files_limit()
         code = main() or 0
         stop.training = True
     except BaseException as error:
-        code = report(stop.settle(error), Path(sys.argv[0]).name)
+        stop.training = True
+        code = report(of_the_user(error), stop.program)
     exit_process(code)
+
+
+def of_the_user(error: BaseException) -> BaseException:
+    """What an error means before training: a mistake of the user, where it may be one."""
+    try:
+        with as_user_error():
+            raise error
+    except BaseException as meant:
+        return meant
 
 
 def report(error: BaseException, program: str, output: Path | None = None) -> int:
@@ -182,7 +215,7 @@ def report(error: BaseException, program: str, output: Path | None = None) -> in
     file of the run folder; without a folder, or with SAMESTEP_TRACEBACK=1, to the screen.
     """
     code, line = exit_code_for(error)
-    speaks = PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
+    speaks = speaks_for(error)
     if speaks and output:
         state = "stopped" if code == STOPPED else "failed"
         reason = one_line(line or repr(error), 1000)
@@ -262,16 +295,12 @@ def kill_workers() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exits with this code. One of several processes skips the interpreter's finalisation.
+    """Exits with this code, without the interpreter's finalisation.
 
     A thread of gloo that frees a tensor during it would abort the process (pytorch #190489), so
-    that a finished run would exit with 1. So would a module in C whose import a signal has
-    interrupted. What comes before finalisation is done here.
+    that a finished run would exit with 1. What comes before finalisation is done here.
     """
-    signal.setitimer(signal.ITIMER_REAL, 0)  # finalisation takes the handlers away
     write_exit_code(code)
-    if PROCESSES == 1 and code != STOPPED:
-        sys.exit(code)
     with contextlib.suppress(SystemExit):
         sys.exit(code)  # W&B reads the code here: it replaces sys.exit
     threading._shutdown()  # type: ignore[attr-defined]
