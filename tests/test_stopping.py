@@ -249,7 +249,7 @@ def prepare_data(cfg, folder):
 
 def test_a_signal_while_workers_prepare_leaves_none_behind(tiny, tmp_path):
     """Twice, to the whole group: one line, code 75, and what a kill -9 leaves: the next start waits
-    for no lock, and removes the rest of the preparation."""
+    for no lock, and removes the rest of the preparation, also where it prepares something else."""
     project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
     with open(project.path / "task.py", "a") as file:
         file.write(PREPARING)
@@ -277,7 +277,7 @@ def test_a_signal_while_workers_prepare_leaves_none_behind(tiny, tmp_path):
     assert not (project.path / "cleaned").exists()
     assert [*project.path.glob(".cache/*/*.partial")]
     (project.path / "go").touch()
-    project.train(1, *flags)
+    project.train(1, *flags, "--task.seed", 1)
     assert not [*project.path.glob(".cache/*/*.partial")]
 
 

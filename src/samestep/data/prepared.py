@@ -169,9 +169,9 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
     folder = folder_for(cache, key, stamps)
     host = platform.node()[:60]  # another may prepare the same, where disks have no locks
     with writes_to(cache):
-        for pattern in (f"{key}-*.{host}.partial", f".{key}-*.trash"):  # of killed processes
-            for left in cache.glob(pattern):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in cache.glob(f".{key}-*.trash"):
+            shutil.rmtree(left, ignore_errors=True)
+        remove_partial(cache, key, host)
         if read_index(folder):
             print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
         remove(folder)
@@ -217,6 +217,17 @@ def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path |
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def remove_partial(cache: Path, key: str, host: str) -> None:
+    """Removes what processes of this host that were killed have left: of this key, and of others
+    that nobody prepares now."""
+    for left in cache.glob(f"*.{host}.partial"):
+        other = left.name.partition("-")[0]
+        held = filelock.FileLock(cache / f"{other}.lock", timeout=0)
+        own = contextlib.nullcontext() if other == key else held
+        with contextlib.suppress(filelock.Timeout, OSError, NotImplementedError), own:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
