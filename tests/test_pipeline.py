@@ -130,6 +130,7 @@ REFUSED = [
     ([*TWO, "--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
     (["--check", "--config_file", "configs/accelerate/hsdp.yaml"], "shards nothing"),
     ([*TWO, "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
+    ([*TWO, "--micro_batch_size", "3"], "a step has 8 samples = 1 x 3 x (2 or 3) ("),
 ]
 
 

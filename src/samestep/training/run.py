@@ -67,9 +67,9 @@ class Run:
             return
         with self.ranks.fail_together(), as_user_error():
             rows = self.train_rows()
-            first = rows.sort(range(self.first_sample, self.first_sample + plan.samples))
-            samples = rows.__getitems__(list(first[: plan.largest]))
-            batch, *_ = batches.collate(self.task, samples)
+            step = rows.sort(range(self.first_sample, self.first_sample + plan.samples))
+            middle = plan.positions(step, plan.count // 2)  # of rows that are sorted by size
+            batch, *_ = batches.collate(self.task, rows.__getitems__(list(middle)))
             batch = send_to_device(batch, self.accelerator.device)
         with self.ranks.fail_together(), as_user_error():
             model.train()
