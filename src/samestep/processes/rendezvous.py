@@ -182,7 +182,7 @@ class Rendezvous:
             if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
                 thread.join()
         if self.end_process:
-            self.end_process(self.told())
+            self.end_process(self.error_of_others())
 
     # The main thread
 
@@ -212,7 +212,7 @@ class Rendezvous:
         line_due = began + FIRST_LINE
         while not self.all["met"]:
             if self.all["problems"] or self.lost:
-                raise self.told()
+                raise self.error_of_others()
             now = time.monotonic()
             for rank in [0] if self.rank else range(1, self.size):
                 if now - max(began, self.heard.get(rank, (0, 0.0))[1]) > timeout + 2 * BEAT:
@@ -278,7 +278,7 @@ class Rendezvous:
             said = f"a sign of life from {self.unit} {rank} on {host}"
         return Failed(f"waited {timeout} s for {said}", missing=[rank])
 
-    def told(self) -> BaseException:
+    def error_of_others(self) -> BaseException:
         """The error for what other processes have told, or for a lost connection."""
         failed = [each for each in self.all["problems"] if each["kind"] != "stop"]
         if self.all["problems"] and not failed:
@@ -301,7 +301,7 @@ class Rendezvous:
         # A process that fails tells why before its connections close. It takes a moment to arrive.
         self.wait_while(lambda: not (self.all["problems"] or self.lost), 2 * BEAT)
         if self.all["problems"]:
-            return self.told()
+            return self.error_of_others()
         if "Timed out" not in text and not behind:
             return Failed("lost the connection to another process, which has died")
         main = self.rank and (self.lost or time.monotonic() - self.heard[0][1] > 3 * BEAT)
@@ -324,8 +324,10 @@ class Rendezvous:
         if stopped and not self.store:  # nobody to tell
             patience = 0
         self.preparing = False
-        told = self.all["problems"] or self.lost
-        self.post(left=True, problem=None if told else {**problem, "text": text})
+        if self.all["problems"] or self.lost:
+            self.post(left=True)
+        else:
+            self.post(left=True, problem={**problem, "text": text})
         self.wait_while(
             lambda: not (self.all["left"] or self.lost) and (stopped or not stop()), patience
         )

@@ -106,7 +106,7 @@ class StopRequest:
         error: BaseException = SystemExit(STOPPED)
         if self.others:
             if self.others.interrupted or self.others.all["problems"]:
-                error = self.others.told()
+                error = self.others.error_of_others()
             self.others.leave(error, lambda: 1)
         return error
 
@@ -231,8 +231,8 @@ def report(error: BaseException, program: str, output: Path | None = None) -> in
         frames = traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if "site-packages" not in each.filename] or frames
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
-        told = one_line(error, 300)
-        line, speaks = f"{type(error).__name__}: {told} ({place}); traceback: {file}", True
+        words = one_line(error, 300)
+        line, speaks = f"{type(error).__name__}: {words} ({place}); traceback: {file}", True
     if isinstance(error, Failed) and program == "train.py":
         line = f"{error}; the same command continues from the newest checkpoint"
     if line and speaks:

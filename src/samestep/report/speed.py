@@ -66,7 +66,7 @@ class SpeedMeter:
             precision = "tf32"
         peaks = self.ranks.gather(peaks_of(self.accelerator.device).get(precision))
         # Processes of a tensor- or context-parallel group compute parts of one batch.
-        if not all(peaks) or self.ranks.layout.together > 1:
+        if not all(peaks) or self.ranks.layout.replica_size > 1:
             return
         with self.ranks.fail_together(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()  # in training mode, BatchNorm would change

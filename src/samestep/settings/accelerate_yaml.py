@@ -206,7 +206,7 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object) -> N
     # The scaling of the loss for fp16 is not to be relied on where weights are sharded.
     if precision == "fp16" and layout.sharded:
         raise ValueError("mixed_precision fp16 does not go with sharded weights; write bf16")
-    if precision == "fp8" and (layout.deepspeed or layout.together > 1):
+    if precision == "fp8" and (layout.deepspeed or layout.replica_size > 1):
         raise ValueError("mixed_precision fp8 goes with DDP and FSDP alone; write bf16")
     if layout.sp > 1:
         raise ValueError("parallelism_config: Ulysses brings a loader of its own; use cp_size")

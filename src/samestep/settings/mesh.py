@@ -36,29 +36,29 @@ class Layout:
     stages: int = 1  # of a pipeline: neighbours, too
 
     @property
-    def together(self) -> int:
+    def replica_size(self) -> int:
         """Processes that compute the same micro-batch: one replica."""
         return self.tp * self.cp * self.sp * self.stages
 
     @property
     def replicas(self) -> int:
         """Replicas that compute micro-batches of their own."""
-        return self.processes // self.together
+        return self.processes // self.replica_size
 
     @property
     def replica(self) -> int:
         """The number of this process's replica."""
-        return self.rank // self.together
+        return self.rank // self.replica_size
 
     @property
-    def unit(self) -> str:
+    def replica_name(self) -> str:
         """What a replica is called."""
-        return "processes" if self.together == 1 else f"groups of {self.together} processes"
+        return "processes" if self.replica_size == 1 else f"groups of {self.replica_size} processes"
 
     @property
     def leads(self) -> bool:
         """Whether this process counts for its replica, in sums over all processes."""
-        return self.rank % self.together == 0
+        return self.rank % self.replica_size == 0
 
     @property
     def adds(self) -> bool:

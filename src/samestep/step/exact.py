@@ -172,8 +172,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class TreeReduceScatter:
     """FSDP's reduce-scatter of one block: this process adds up its shard of all gradients.
 
-    The processes of its group compute neighbouring micro-batches at the same time. It keeps their
-    sums, and gives them to FSDP in the last turn: before, -0.0, since x + -0.0 is x, even for 0.0.
+    The processes of its group compute neighboring micro-batches at the same time. It keeps their
+    sums, and gives them to FSDP in the last turn. FSDP adds each output to what it has: before, it
+    gets -0.0, since x + -0.0 is x bit for bit, and x + 0.0 is not for x = -0.0.
     Then the copies of an HSDP model, in the group `across`, exchange theirs. A turn needs twice the
     memory of the gradients of a block, and computation waits for it.
     """
@@ -228,8 +229,9 @@ def reduce_in_tree(
     return found
 
 
-class Together(torch.autograd.Function):
-    """Gives its inputs back: their gradients are complete before any of them goes on."""
+class WaitForAllGradients(torch.autograd.Function):
+    """Gives its inputs back: in the backward pass none of their gradients goes on before all of
+    them are complete."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -249,7 +251,8 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
         values = [*positional, *named.values()]
         places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
         if places:
-            for i, value in zip(places, Together.apply(*(values[i] for i in places)), strict=True):
+            same = WaitForAllGradients.apply(*(values[i] for i in places))
+            for i, value in zip(places, same, strict=True):
                 values[i] = value
         count = len(positional)
         return tuple(values[:count]), dict(zip(named, values[count:], strict=True))

@@ -84,7 +84,7 @@ class StepGradients:
             self.guarded = True
             with self.ranks.fail_together(), as_user_error():
                 contract.check_loss(loss)
-        # A process knows only its own loss; through the gradients all see the NaN.
+        # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
         return loss * (1 + 0 * loss.detach())
 
     @contextlib.contextmanager
@@ -254,12 +254,14 @@ class EvaluationSums:
             nodes = [sums for _, _, (sums,) in tree.nodes]
             total = nodes[-1] if nodes else torch.zeros_like(self.values)
             runs = [plan.run(rank) for rank in range(len(plan.shares))]
-            if len(runs) > 1 and ranks.layout.together == 1:
+            if len(runs) > 1 and ranks.layout.replica_size == 1:
                 for _ in exchange(total, nodes, runs):
                     pass
             elif nodes:
                 (total,) = tree.total()
-            if ranks.layout.together > 1:  # each has the sums of its parts of the rows, or zeros
+            if (
+                ranks.layout.replica_size > 1
+            ):  # each has the sums of its parts of the rows, or zeros
                 adds = ranks.layout.adds
                 total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * adds))
             parts = total.cpu().split([math.prod(shape) for shape in first.values()])

@@ -102,7 +102,7 @@ class Run:
             f"{accelerator.num_processes} x {accelerator.device.type}, "
             f"{accelerator.mixed_precision.replace('no', 'fp32')}, {kept}"
             f"distributed: {accelerator.distributed_type.value}; "
-            f"a step of {self.plan.describe(self.ranks.layout.unit)}"
+            f"a step of {self.plan.describe(self.ranks.layout.replica_name)}"
         )
         print_on_main(f"{self.output}: {self.hardware}")
         for remark in self.resume_point.remarks:
