@@ -54,12 +54,15 @@ def loaded_modules(project: Path) -> dict[str, Path]:
     """The files of modules below the project's folder, by their names there; no environment's."""
     found = {}
     for module in [*sys.modules.values()]:
-        path = Path(getattr(module, "__file__", None) or "").resolve()
-        if path.suffix != ".py" or not path.is_relative_to(project.resolve()):
+        file = getattr(module, "__file__", None) or ""
+        is_file = file.endswith(".py") and os.path.isabs(file) and os.path.isfile(file)
+        if not is_file:  # torch.ops says _ops.py; a module may lie in a .zip
+            continue
+        path = Path(file).resolve()
+        if not path.is_relative_to(project.resolve()) or path.is_relative_to(LIBRARY):
             continue
         name = path.relative_to(project.resolve())
-        foreign = any(part.startswith(".") or part == "site-packages" for part in name.parts)
-        if not foreign and not path.is_relative_to(LIBRARY):
+        if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
             found[str(name)] = path
     return found
 
