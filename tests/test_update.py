@@ -241,13 +241,19 @@ def test_without_cookiecutter_a_line_says_how_to_get_it(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_url_is_recorded_without_credentials(both, tmp_path):
     """git is told that the address leads to a folder here."""
-    url = "https://me:secret@example.org/template.git"
-    both.git("config", "--global", f"url.{both.template}.insteadOf", url)
-    both.git(
-        "config", "--global", f"url.{both.template}.insteadOf", "https://example.org/", "--add"
-    )
+    url, public = (f"https://{user}example.org/template.git" for user in ("me:secret@", ""))
+    for address in (url, public):
+        both.git("config", "--global", "--add", f"url.{both.template}.insteadOf", address)
     both.project = both.bake(tmp_path / "by_url", url)
-    assert both.record()["template"] == "https://example.org/template.git"
+    assert both.record()["template"] == public
+    both.commit(both.project)
+    for words in (["--template", url], []):
+        (both.template / SOURCE / "notes.txt").write_text(f"{len(words)}\n")
+        new = both.commit(both.template)
+        both.run(sys.executable, "-m", "samestep", "update", *words)
+        assert both.record()["template"] == public and both.record()["commit"] == new
+    files = [path for path in both.project.rglob("*") if path.is_file()]
+    assert len(files) > 100 and not [path for path in files if b"secret" in path.read_bytes()]
 
 
 @pytest.mark.slow

@@ -218,8 +218,11 @@ def merge(commit: str) -> int:
     """Merges this commit's difference and says what is next; the exit code."""
     try:
         git("cherry-pick", commit)
-    except ValueError:
+    except ValueError as error:
         places = git("diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
+        if not places and find_commit("CHERRY_PICK_HEAD"):  # a hook, or no key to sign with
+            undo = "git commit completes the update, git cherry-pick --abort undoes it"
+            raise ValueError(f"{error}; {undo}") from None
         if not places:
             raise
         print(f"conflicts in {', '.join(places)}")
