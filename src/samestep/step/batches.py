@@ -100,14 +100,23 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
     return tuple(shares)
 
 
-def count_micro_batches(samples: int, micro_batch_size: int, ranks: int, unequal: bool) -> int:
-    """The micro-batches of a step: as few as fit the devices, and as many on each rank. Where ranks
-    have unequal shares, at least four for each rank."""
-    count = -(-samples // micro_batch_size)
-    count = -(-count // ranks) * ranks
-    if unequal:
-        count = max(count, 4 * ranks)
-    return min(count, samples)
+def count_micro_batches(
+    samples: int, size: int, ranks: int, exact: bool, unequal: bool, sharded: bool
+) -> int:
+    """The micro-batches of a step: as few of at most `size` samples as there can be, and as many on
+    each rank; where ranks have unequal shares, at least four for each. exact: all of `size`.
+
+    0 if there is no such cut. Of a sharded model all ranks must compute as many.
+    """
+    count = -(-samples // size)
+    if not exact:
+        count = -(-count // ranks) * ranks
+        if unequal:
+            count = max(count, 4 * ranks)
+        count = min(count, samples)
+    if count < ranks or (exact and samples % size) or (sharded and count % ranks):
+        return 0
+    return count
 
 
 def plan_step(
@@ -124,6 +133,7 @@ def plan_step(
     `in_step`: so many neighbors share weights, so all ranks compute the same number of
     micro-batches. Raises UserError for a cut that is impossible.
     """
+    samples, size = global_batch_size, micro_batch_size
     speeds = [1.0] * ranks
     if isinstance(device_shares, list):
         speeds = device_shares
@@ -132,50 +142,29 @@ def plan_step(
             f"device_shares has {len(speeds)} numbers, and there are {ranks} processes; give one "
             "number for each, or auto"
         )
-    if global_batch_size < ranks:
+    if samples < ranks:
         raise UserError(
-            f"global_batch_size is {global_batch_size}, fewer samples than the {ranks} processes; "
-            f"give at least {ranks}, or start at most {global_batch_size}"
+            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
+            f"least {ranks}, or start at most {samples}"
         )
-    if exact:
-        check_exact_cut(global_batch_size, micro_batch_size, ranks, bool(in_step))
-        count = global_batch_size // micro_batch_size
-    else:
-        unequal = ranks > 1 and (device_shares == "auto" or len({*speeds}) > 1)
-        count = count_micro_batches(global_batch_size, micro_batch_size, ranks, unequal)
-    if in_step and count % ranks:
+    unequal = ranks > 1 and (device_shares == "auto" or len({*speeds}) > 1)
+    kind = (exact, unequal, in_step > 0)
+    count = count_micro_batches(samples, size, ranks, *kind)
+    if not count:
+        sizes = range(1, -(-samples // ranks) + 1)
+        fitting = [n for n in sizes if count_micro_batches(samples, n, ranks, *kind)]
+        nearest = sorted(fitting, key=lambda n: abs(n - size))[:3]
+        remedy = f"give a global_batch_size that {ranks} divides"
+        if nearest:
+            remedy = f"give a micro_batch_size of {' or '.join(map(str, nearest))}"
+        if samples % size == 0 and not in_step:
+            remedy += f", or start at most {samples // size}"
         raise UserError(
-            f"global_batch_size is {global_batch_size}, which {ranks} processes that share the "
-            f"weights of a model cannot divide into micro-batches of {micro_batch_size}; give a "
-            f"micro_batch_size of {-(-global_batch_size // ranks)}, or a global_batch_size of "
-            f"{global_batch_size // ranks * ranks}"
+            f"{'exact: ' if exact else ''}{samples} samples in micro-batches of {size} cannot be "
+            f"assigned to {ranks} process{'es' if ranks > 1 else ''}; {remedy}"
         )
     shares = assign_micro_batches(count, speeds, least=1)
-    in_turn = in_step if exact and in_step else 1
-    return StepPlan(global_batch_size, micro_batch_size, shares, rank, in_turn)
-
-
-def check_exact_cut(samples: int, size: int, ranks: int, sharded: bool) -> None:
-    """Raises UserError unless a step has whole micro-batches of this size, at least one for each
-    rank, and of a sharded model as many for each."""
-    suitable = []
-    for divisor in range(1, samples // ranks + 1):
-        if samples % divisor == 0 and not (sharded and samples // divisor % ranks):
-            suitable.append(divisor)
-    if size in suitable:
-        return
-    what = f"exact: {samples} samples in micro-batches of {size} cannot be assigned to {ranks} "
-    what += "process" if ranks == 1 else "processes"
-    if not suitable:
-        raise UserError(
-            f"{what} that share the weights of a model; give a global_batch_size of "
-            f"{samples // ranks * ranks} or {-(-samples // ranks) * ranks}"
-        )
-    nearest = sorted(suitable, key=lambda divisor: abs(divisor - size))[:3]
-    remedy = f"give a micro_batch_size of {' or '.join(map(str, nearest))}"
-    if samples % size == 0 and not sharded:
-        remedy += f", or start at most {samples // size}"
-    raise UserError(f"{what}; {remedy}")
+    return StepPlan(samples, size, shares, rank, in_step if exact and in_step else 1)
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
