@@ -25,17 +25,15 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 import samestep.processes.device
-import samestep.settings.accelerate_yaml
+import samestep.settings.launcher
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
 samestep.processes.device.use_cpu = lambda: False
-samestep.processes.device.check_device = lambda _: None
-torch.accelerator.device_count = lambda: 8  # for the check of the YAML
+samestep.processes.device.check_devices = lambda: None
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-see_gpu = see_gpu(samestep.settings.accelerate_yaml.check_parallelism)
-samestep.settings.accelerate_yaml.check_parallelism = see_gpu
+samestep.settings.launcher.check_launched = see_gpu(samestep.settings.launcher.check_launched)
 attention = F.scaled_dot_product_attention
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-import torch
 import yaml
 from pydantic import AfterValidator, BaseModel
 
@@ -29,14 +28,7 @@ def data(content, name="data.txt"):
     return ["--task.data", name], {name: content}
 
 
-def hardware(text):
-    """Flags for an accelerate YAML with this text, and what writes it."""
-    return ["--config_file", "hardware.yaml"], {"hardware.yaml": text}
-
-
-ON_CPU = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
-MANY = "distributed_type: MULTI_GPU\nnum_processes: "
-TWO = "--config_file configs/accelerate/cpu_multi.yaml"
+TWO = "two processes:"  # and not flags alone
 
 FLAGS = {  # what is written, and what the line says
     "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
@@ -66,9 +58,7 @@ FLAGS = {  # what is written, and what the line says
     f"{TWO} --device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
     f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be assigned to 2 "
     "processes; give a micro_batch_size of 16 or 8 or 4, or start at most 1",
-    "--config_file configs/accelerate/single_gpu.yaml": "it needs 1 GPU on this machine, which has "
-    + "0; "
-    + ("use cpu.yaml" if torch.version.cuda else f"torch {torch.__version__} is built without CU"),
+    "--config_file configs/accelerate/cpu.yaml": "it goes before train.py: accelerate launch --con",
 }
 RECIPES = {
     "learning_rat: 3\n": "bad.yaml: there is no field learning_rat",
@@ -82,26 +72,10 @@ RECIPES = {
     "seed: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
     "check: true\n": "give it as a flag, --check",
 }
-YAMLS = {
-    "": "expected lines of the form 'key: value'",
-    ON_CPU + "num_process: 2\n": "hardware.yaml had unknown keys (['num_process']), please try",
-    ON_CPU + "num_processes: 2\n": "is given twice",
-    "distributed_type: NO\nnum_processes: 2\n": "distributed_type NO starts 1 process, not 2",
-    ON_CPU + "mixed_precision: fp16\n": "fp16 needs a GPU; write 'no'",
-    MANY + "2\nuse_cpu: true\n": "use_cpu does not go with MULTI_GPU",
-    MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
-    MANY + "\n": "num_processes is None; give a whole number",
-    MANY + "'2'\n": "num_processes is '2'; give a whole number",
-    MANY + "2\nuse_cpu:\n": "use_cpu is None; give true or false",
-    MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
-    MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
-    "distributed_type: MULTI_CPU\nnum_processes: 1\n": "MULTI_CPU is not supported; see cpu_multi",
-}
 # Name: (flags, files to write), what the line says.
 CASES = {
     **{flags: (flags.split(), said) for flags, said in FLAGS.items()},
     **{f"recipe {text[:50]!r}": (recipe(text), said) for text, said in RECIPES.items()},
-    **{f"YAML {text!r}": (hardware(text), said) for text, said in YAMLS.items()},
     "recipe that is not UTF-8": (recipe(b"seed: \xff\n"), "bad.yaml: "),
     "data in an unknown format": (data(b"a", "data.docx"), "nothing to read at data.docx"),
     "empty data": (data(b""), "data.txt: the text is empty; --task.incomplete_rows skip leaves"),
@@ -116,7 +90,6 @@ CASES = {
 REAL = [  # cases that are run by train.py itself, with --check and without
     "--learning_rat 3",
     "bad JSON",
-    f"YAML {ON_CPU + 'mixed_precision: fp16' + chr(10)!r}",
 ]
 
 
@@ -129,12 +102,12 @@ def place(project, tmp_path_factory):
 
     def flags(name):
         words, number = CASES[name][0], [*CASES].index(name)
+        words = words[2:] if name.startswith(TWO) else words
         words, written = words if isinstance(words, tuple) else (words, {})
         for file, content in written.items():
             content = content if isinstance(content, bytes) else content.encode()
             (copied.path / file).write_bytes(content)
         words = [*words, "--task.cache_dir", f"cache/{number}"]
-        words += ["--check"] if "--config_file" in words else []
         words += [] if "--tracker" in words else ["--tracker", "none"]
         return words + ([] if "--output_dir" in words else ["--output_dir", f"runs/{number}"])
 
@@ -155,6 +128,13 @@ def test_bad_input_is_one_line(place, train, monkeypatch, capsys, name):
     monkeypatch.chdir(project.path)
     monkeypatch.setenv("HOME", str(project.path))
     monkeypatch.setattr(sys, "argv", ["train.py", *flags(name)])
+    if name.startswith(TWO):
+        for variable, text in {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "ACCELERATE_USE_CPU": "true",
+        }.items():
+            monkeypatch.setenv(variable, text)
     if "trackio" in name:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
@@ -166,9 +146,8 @@ def test_bad_input_is_one_line(place, train, monkeypatch, capsys, name):
 @pytest.mark.parametrize("name", REAL)
 def test_the_line_is_all_that_is_printed_and_the_exit_code_is_2(place, name):
     project, flags = place
-    flags = [word for word in flags(name) if word != "--check"]
-    ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
-    for code, printed, errors in project.forked({"flags": [*flags, *way]} for way in ways):
+    ways = [["--check"], []]
+    for code, printed, errors in project.forked({"flags": [*flags(name), *way]} for way in ways):
         assert code == 2, printed + errors
         assert errors.startswith("train.py: ") and errors.count("\n") == 1, errors
         assert CASES[name][1] in errors and len(errors) < 500
@@ -313,7 +292,7 @@ def test_help_names_every_flag_and_no_other(project):
 
 def test_good_input_is_one_line_too_and_a_check_trains_nothing(tiny, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--check"]
-    ((code, printed, errors),) = tiny.forked([{"flags": [*flags, *TWO.split()]}])
+    ((code, printed, errors),) = tiny.forked([{"flags": flags}])
     assert code == 0 and errors == "" and printed.endswith("\n")
     assert "starts from the beginning; 12 steps" in printed.splitlines()[-1]
     assert not (tmp_path / "run").exists()
@@ -356,7 +335,6 @@ LAUNCHED = [  # words after `samestep launch`, the environment, what is said
     (NO_CHECK, {}, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
     (["--config_file", "train.py"], {}, "samestep launch: argument --config_file/--config-file:"),
     ([], {}, "samestep launch: name a program, such as train.py; see --help"),
-    (["train.py"], {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
 ]
 
 

@@ -1,11 +1,14 @@
 """How a device is told to compute, and what happens while it does."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conftest import bake, lines
+from samestep.processes import device
 
 
 @pytest.mark.slow
@@ -145,3 +148,37 @@ def test_batch_norm_is_synchronized_over_gpus_with_equal_shares(monkeypatch):
     for shares, wanted in (((3, 1), "equal"), ((2, 2), "auto")):  # some would wait for ever
         with pytest.raises(ranks.UserError, match="BatchNorm needs equal shares"):
             weights.sync_batch_norms(model, gpu, batches.StepPlan(8, 2, shares, 0), wanted)
+
+
+NONE = {"ACCELERATE_MIXED_PRECISION": "no"}
+DEVICES = [  # GPUs that torch sees, processes, what the launcher has set, and what is said
+    (0, 1, {}, ""),
+    (0, 2, {}, ""),  # torchrun alone
+    (0, 2, NONE | {"CUDA_VISIBLE_DEVICES": "-1,-1"}, ""),  # cpu_multi.yaml
+    (0, 2, NONE | {"ACCELERATE_USE_CPU": "True"}, ""),
+    (0, 2, NONE, "the launcher was told to use a GPU, but there is none: "),
+    (0, 1, NONE | {"ACCELERATE_USE_CPU": "False"}, "was told to use a GPU, but there is none: "),
+    (0, 1, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16 needs a GPU; write 'no' in the"),
+    (0, 2, {"ACCELERATE_USE_FSDP": "true"}, "accelerate shards models on GPUs only, here is none"),
+    (2, 2, NONE, ""),
+    (2, 1, NONE | {"ACCELERATE_USE_CPU": "False"}, ""),
+    (2, 4, NONE, "4 processes on this machine, which has 2 GPUs; start 2"),
+    (2, 4, {}, "4 processes on this machine, which has 2 GPUs; start 2"),
+    (2, 4, NONE | {"ACCELERATE_USE_CPU": "True"}, ""),
+]
+
+
+@pytest.mark.parametrize("gpus, processes, variables, said", DEVICES)
+def test_the_devices_are_those_that_the_launcher_asks_for(
+    monkeypatch, gpus, processes, variables, said
+):
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    several = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "RANK": 0}
+    for name, text in ((several if processes > 1 else {}) | variables).items():
+        monkeypatch.setenv(name, str(text))
+    monkeypatch.setattr(device, "PROCESSES", processes)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        device.check_devices()

@@ -178,6 +178,10 @@ class Checker:
             self.make(rest)
         elif words[:2] == ["accelerate", "launch"]:
             self.launched(split_launch(rest[1:]))
+        elif program == "eval":  # of what a program prints
+            self.check(shlex.split(rest[0].removeprefix("$(").removesuffix(")")))
+        elif program == "torchrun" and "train.py" in rest:
+            self.given.append(rest[rest.index("train.py") + 1 :])
         elif program in PYTHON and rest[0] == "train.py":
             self.given.append(rest[1:])
         elif program in PYTHON and rest[0] == "-m" and rest[1].partition(".")[0] == "samestep":

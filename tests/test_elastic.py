@@ -199,13 +199,15 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
 @pytest.mark.parametrize(
     "nodes, expected", [("2:4", ""), ("2:5", "10 processes; give at least 10, or start at most 8")]
 )
-def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, expected):
-    """So that a machine too many does not come, and end the run of the others."""
-    flags = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--output_dir", tmp_path]
-    flags += ["--check", "--micro_batch_size", 1, "--exact", "true"]
-    before = f"import os; os.environ['PET_NNODES'] = '{nodes}'"
-    printed = quick(*flags, codes=[2 if expected else 0], before=before)
-    assert (expected or "checked: ") in printed and printed.count("\n") == 1
+def test_the_processes_of_all_machines_are_counted(quick, tmp_path, nodes, expected):
+    """So that a machine too many does not come, and end the run of the others. This one has two
+    processes as others would, and is the only one that is left."""
+    env = ELASTIC | {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "PET_NNODES": nodes}
+    env |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "0"}
+    flags = ["--output_dir", tmp_path, "--max_steps", 2, "--warmup_steps", 0]
+    flags += ["--micro_batch_size", 1, "--exact", "true"]
+    printed = quick(*flags, codes=[2 if expected else 0], env=env)
+    assert (expected or "step 2/2") in printed and (not expected or printed.count("\n") == 1)
 
 
 def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):

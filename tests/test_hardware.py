@@ -19,7 +19,7 @@ from conftest import ROOT, SOURCE
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.programs import hardware as hardware_program
-from samestep.settings import accelerate_yaml
+from samestep.settings import launcher
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
 from samestep.start import startup
@@ -94,26 +94,29 @@ def launched(path, *options):
 # ---- The YAMLs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_check_and_launcher_agree_on_the_layout(machine, name):
-    processes, precision, sizes, told = EXPECTED[name]
-    told = told | ({"ACCELERATE_MIXED_PRECISION": precision} if precision else {})
-    machine.setenv("LAUNCH_MAIN_PROCESS_IP", "10.0.0.1")
-    checked = accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
-    assert checked.processes == processes
-    assert {
-        axis: getattr(checked, axis) for axis in layout.AXES if getattr(checked, axis) > 1
-    } == sizes
-    # Machine 1, since machine 0 would try the port.
-    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    env = launched(FOLDER / f"{name}.yaml", *(machines if name.startswith("multi_node") else []))
-    assert {key: env.get(key) for key in told} == told
+def set_up(machine, processes, env):
+    """Makes this process one of so many that a launcher has started with this environment."""
     for key, value in env.items():
         machine.setenv(key, value)
     if processes > 1:
         machine.setenv("WORLD_SIZE", str(processes))
-    assert layout.this_layout() == checked
-    accelerate_yaml.check_launched(checked, FOLDER / f"{name}.yaml")
+        machine.setenv("RANK", "0")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
+    processes, precision, sizes, told = EXPECTED[name]
+    told = told | ({"ACCELERATE_MIXED_PRECISION": precision} if precision else {})
+    # Machine 1, since machine 0 would try the port.
+    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    env = launched(FOLDER / f"{name}.yaml", *(machines if name.startswith("multi_node") else []))
+    assert {key: env.get(key) for key in told} == told
+    set_up(machine, processes, env)
+    found = layout.this_layout()
+    assert found.processes == processes
+    assert {axis: getattr(found, axis) for axis in layout.AXES if getattr(found, axis) > 1} == sizes
+    launcher.check_launched(found)
+    launcher.check_words(["--config_file", str(FOLDER / f"{name}.yaml"), "--num_processes", "1"])
     # One place for each number: the recipe has these.
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in env
     assert "ACCELERATE_GRADIENT_CLIPPING" not in env
@@ -163,8 +166,8 @@ REFUSED = [  # a YAML, and what is said
     (ZERO.replace("bf16", "fp8"), "fp8 goes with DDP and FSDP alone; write bf16"),
     (DDP + sizes(dp_replicate=2, tp=2), "parallelism_config shards nothing without FSDP; use hsdp"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
-    (V2 + sizes(dp_replicate="two"), "parallelism_config_dp_replicate_size is 'two'; give a whole"),
-    (V2 + sizes(dp_shard=2.5), "parallelism_config_dp_shard_size is 2.5; give a whole number"),
+    (V2 + sizes(dp_replicate="two"), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE is 'two'; give a whole"),
+    (V2 + sizes(dp_shard=2.5), "PARALLELISM_CONFIG_DP_SHARD_SIZE is '2.5'; give a whole number"),
     (V2 + sizes(dp_shard=-4), "needs -4 processes (dp_shard -4), and num_processes is 4"),
     (DDP + TWO + "machine_rank:", "machine_rank is None; give a whole number"),
     (V2 + sizes(dp_replicate=2), "needs 2 processes (dp_replicate 2), and num_processes is 4"),
@@ -173,29 +176,36 @@ REFUSED = [  # a YAML, and what is said
     (DDP + SHARDED, "fsdp_config has no effect here: write distributed_type: FSDP, or remove fs"),
     (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
     (zero("zero_stage: 1"), "zero_stage is 1; give 2 or 3"),
-    (zero("zero_stage: '3'") + "gpu_ids: '-1'\n", "accelerate shards models on GPUs only"),
     (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
     (zero("zero_stage: 2") + TWO, "write deepspeed_multinode_launcher: standard"),
-    (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
 ]
 
 
 @pytest.mark.parametrize("text, said", REFUSED)
 def test_refused_in_a_yaml(machine, tmp_path, text, said):
+    """Before a launch, or in the launched processes."""
     path = tmp_path / "hardware.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        accelerate_yaml.read_hardware(path)
+        start(machine, path)
     line = str(error.value)
-    assert line.startswith(f"{path}: ") and said in line and "\n" not in line
+    assert said in line and "\n" not in line
+
+
+def start(machine, path, *options):
+    """What samestep launch checks, and then each process that it starts."""
+    arguments, env = launcher.read(["--config_file", str(path), *options, "train.py"])
+    launcher.check_machines(arguments)
+    set_up(machine, arguments.num_processes, env)
+    launcher.check_launched(layout.this_layout())
+    return layout.this_layout()
 
 
 def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
     """--num_processes 8 of the launcher overrides the YAML, but not its parallelism_config."""
-    machine.setenv("LAUNCH_PROCESSES", "8")
-    assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 8
-    with pytest.raises(ValueError, match="hsdp.yaml: parallelism_config needs 4 processes"):
-        accelerate_yaml.read_hardware(FOLDER / "hsdp.yaml")
+    assert start(machine, FOLDER / "fsdp2.yaml", "--num_processes", "8").replicas == 8
+    with pytest.raises(ValueError, match="parallelism_config needs 4 processes"):
+        start(machine, FOLDER / "hsdp.yaml", "--num_processes", "8")
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
@@ -251,15 +261,31 @@ def test_rows_that_context_parallelism_cannot_cut(row, said):
         startup.check_rows(rows, SimpleNamespace(), 4)
 
 
-def test_a_section_without_effect_is_told_under_accelerates_own_launcher(tiny, tmp_path):
-    """Nothing has checked the YAML before; it would train unsharded, without a word."""
+NAMED = "from samestep.processes import shutdown; shutdown.LAUNCHER_WORDS = "
+NAMED += "['accelerate', 'launch', '--config_file', {path!r}]"
+DEFAULT = "from accelerate.commands.config import config_args; "
+DEFAULT += "config_args.default_config_file = {path!r}; from samestep.processes import shutdown; "
+DEFAULT += "shutdown.LAUNCHER_WORDS = ['accelerate', 'launch']"
+MISTAKES = [  # a YAML, and what is said in a single process
+    (
+        (FOLDER / "cpu.yaml").read_text() + SHARDED,
+        "fsdp_config has no effect here",
+    ),
+    (DDP, "accelerate starts 1 process for this distributed_type, not 4; see cpu_multi.yaml"),
+]
+
+
+@pytest.mark.parametrize("text, said", MISTAKES)
+@pytest.mark.parametrize("before", [NAMED, DEFAULT])
+def test_the_yaml_of_accelerates_own_launcher_is_looked_at(tiny, tmp_path, before, text, said):
+    """Nothing has checked it before: it would train unsharded, or alone, without a word. Without
+    --config_file it is that of `accelerate config`."""
     path = tmp_path / "mine.yaml"
-    path.write_text((FOLDER / "cpu.yaml").read_text() + SHARDED)
-    before = "from samestep.processes import shutdown; "
-    before += f"shutdown.LAUNCHER_WORDS = ['accelerate', '--config_file', '{path}']"
-    printed = tiny.train(1, "--output_dir", tmp_path / "run", before=before, codes=[1, 2])
-    assert printed.startswith(f"train.py: {path}: fsdp_config has no effect here"), printed
-    assert printed.count("\n") == 1 and not (tmp_path / "run").exists()
+    path.write_text(text)
+    flags, before = ["--output_dir", tmp_path / "run"], before.format(path=str(path))
+    printed = tiny.train(1, *flags, before=before, codes=[2])
+    assert printed.startswith("train.py: ") and said in printed and printed.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):

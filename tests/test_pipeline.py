@@ -11,6 +11,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaFo
 
 from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, train_module
 from samestep.models import next_token
+from samestep.settings import mesh
 from test_exact import with_task
 from test_sharding import CONSTANT, SPOIL, agree, make_small, train
 
@@ -123,24 +124,30 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_stages(small, tmp_path):
     assert math.isfinite(lines(output, "eval_loss")[-1]["eval_loss"])
 
 
-TWO = ["--check", "--config_file", "configs/accelerate/cpu_multi.yaml"]
 REFUSED = [
-    (["--exact", "true"], "exact does not go with stages; use train.py"),
-    (["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
-    ([*TWO, "--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
-    (["--check", "--config_file", "configs/accelerate/hsdp.yaml"], "shards nothing"),
-    ([*TWO, "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
-    ([*TWO, "--micro_batch_size", "3"], "a step has 8 samples = 1 x 3 x (2 or 3) ("),
+    (1, ["--exact", "true"], "exact does not go with stages; use train.py"),
+    (1, ["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
+    (2, ["--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
+    (1, ["--check", "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
+    (1, ["--check", "--micro_batch_size", "3"], "a step has 8 samples = 1 x 3 x (2 or 3) ("),
 ]
 
 
 @pytest.mark.slow
 def test_settings_that_do_not_fit_are_one_line(small):
-    for flags, words in REFUSED:
-        ((code, _, errors),) = run(small, 1, *flags)
-        assert code == 2 and words in errors and errors.count("\n") == 1, errors
-    ((code, printed, _),) = run(small, 1, *TWO)
+    for processes, flags, words in REFUSED:
+        ended = run(small, processes, *flags)
+        errors = "".join(each[2] for each in ended)
+        assert {each[0] for each in ended} == {2}
+        assert words in errors and errors.count("\n") == 1, errors
+    ((code, printed, _),) = run(small, 1, "--check")
     assert code == 0 and "checked: runs/default starts from the beginning; 6 steps" in printed
+
+
+def test_stages_need_a_yaml_that_shards_nothing(monkeypatch):
+    monkeypatch.setenv(mesh.STAGES, "2")
+    with pytest.raises(ValueError, match="2 stages need a YAML that shards nothing"):
+        mesh.layout_of(4, 0, ("FSDP",), {})
 
 
 def models():

@@ -75,7 +75,7 @@ def test_the_committed_schema_is_that_of_the_fields_and_recipes_follow_it(schema
     names = {name.rpartition(".")[2] for name in fields if "ddp" not in name}
     flags = {n for n, (_, field) in fields.items() if "one_command" in field.metadata}
     assert {*described} - sections == names - flags and flags == {
-        "accept_changes", "check", "config_file", "eval_only",
+        "accept_changes", "check", "eval_only",
     }  # fmt: skip
 
 

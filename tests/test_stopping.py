@@ -340,21 +340,3 @@ for number in range(40):
 print("ended")
 """
     assert project.run("python", "-c", program, timeout=100).stdout == "ended\n"
-
-
-def test_ctrl_c_while_a_program_imports_is_one_line(tiny):
-    """Slow imports come from a folder that is found first; `begin` is through when they begin."""
-    slow = tiny.path / "slow"
-    slow.mkdir(exist_ok=True)
-    for module in ("torch", "yaml", "psutil", "json"):
-        (slow / f"{module}.py").write_text(
-            "print('now', flush=True)\nimport time; time.sleep(900)\n"
-        )
-    env = {"PYTHONPATH": str(slow)}
-
-    (run,) = tiny.start(1, **env)
-    assert run.stdout.readline() == "now\n"
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=300)
-    assert run.returncode == 75 and out == ""
-    assert err == "train.py: stopped before it began; the same command starts again\n"

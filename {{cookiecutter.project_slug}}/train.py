@@ -4,6 +4,7 @@
     accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml train.py
     accelerate launch --config_file configs/accelerate/cpu.yaml train.py \\
         --config configs/train/smoke.yaml --learning_rate 1e-3 --output_dir runs/mine
+    torchrun --nproc-per-node 2 train.py
     python train.py --help
 
 The YAML after --config_file owns the hardware: processes, devices, precision. The recipe after
@@ -32,7 +33,6 @@ from samestep.settings.run_config import EXPORT, NOTHING, ROUNDING, RunConfig
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.batches import seed_micro_batch
 from samestep.step.monitor import skip_unless_finite
-from samestep.step.sharding import split_by_kind
 from samestep.step.sums import EvaluationSums, StepGradients
 from samestep.training.ending import export, finish
 from samestep.training.loading import EvalLoader, TrainLoader
@@ -131,7 +131,6 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = split_by_kind(groups)
     return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"  # works before the process group exists
+
+def read_place() -> tuple[int, int]:
+    """The rank of this process and the number of processes, as a launcher sets them: both."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+RANK, PROCESSES = read_place()  # works before the process group exists
+IS_MAIN = RANK == 0
 
 
 class Output(io.FileIO):

@@ -10,16 +10,15 @@ not written by its HuggingFaceStorageWriter: that keeps two more copies of a fil
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from samestep.base.console import RANK
 from samestep.processes.ranks import Ranks
 
-RANK = int(os.environ.get("RANK", 0))
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
 
 

@@ -16,7 +16,7 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.processes.ranks import UserError
-from samestep.settings import accelerate_yaml, config
+from samestep.settings import config, launcher
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(
@@ -69,12 +69,11 @@ def choose(config_file: Path | None, processes: int | None) -> Devices:
     on_cpu, precision = False, None
     if config_file:
         with config.naming(config_file):
-            values = accelerate_yaml.read_yaml(config_file)
+            values = launcher.read_yaml(str(config_file))
             # cpu_multi.yaml hides GPUs by gpu_ids.
             on_cpu = values.use_cpu or str(values.gpu_ids).startswith("-1")
             precision = values.mixed_precision
-            if not count:
-                _, count, _ = accelerate_yaml.count_processes(values)
+            count = count or values.num_processes // values.num_machines
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator and not on_cpu else "cpu"
     there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
@@ -173,7 +172,7 @@ def look_at_nvidia_smi(section: Section) -> None:
         if seen:
             section.lines.append(text)
         else:
-            section.failures.append(f"{text}: {accelerate_yaml.without_gpu()}")
+            section.failures.append(f"{text}: {launcher.without_gpu()}")
     if code != 0:
         return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]

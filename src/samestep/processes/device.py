@@ -19,15 +19,13 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from samestep.base.console import print_on_main
+from samestep.base.console import PROCESSES, print_on_main
 from samestep.base.workers import count_cores
-from samestep.settings.accelerate_yaml import without_gpu
+from samestep.settings.launcher import without_gpu
 from samestep.settings.mesh import this_layout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
@@ -77,13 +75,12 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
 
 
 def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
-    """Raises ValueError if the device is not that of the YAML, or does not go with the recipe.
+    """Raises ValueError if the device does not go with the recipe.
 
     Warns of the rest, and sets torch's precision and threads.
     """
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     allow_tf32(cfg.tf32)
-    check_device(accelerator)
     if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
         raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
     if cfg.exact and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
@@ -133,17 +130,35 @@ def use_cpu() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
 
 
-def check_device(accelerator: Any) -> None:
-    """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
-    if accelerator.device.type != "cpu":
-        return
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "")
-    # For YAMLs with GPUs the launcher sets "False", or nothing.
-    unsaid = PROCESSES > 1 and not cpu and not os.environ.get("CUDA_VISIBLE_DEVICES")
-    if cpu == "False" or unsaid:
+def check_devices() -> None:
+    """Raises ValueError unless this machine has the devices that the launcher was told to use.
+
+    Warns of a precision that they only emulate.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    gpus, here = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_cpu = use_cpu() or not gpus
+    if on_cpu and wants_gpu():
         raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
-    if accelerator.mixed_precision == "fp16":
+    if on_cpu and precision == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
+    if on_cpu and this_layout().kinds:
+        raise ValueError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
+    if not on_cpu and here > gpus:
+        raise ValueError(f"{here} processes on this machine, which has {gpus} GPUs; start {gpus}")
+    if not on_cpu and precision == "bf16" and (torch.version.cuda or torch.version.hip):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            faster = "single_gpu_fp16.yaml" if PROCESSES == 1 else "multi_gpu_fp16.yaml"
+            name = torch.cuda.get_device_name()
+            print_on_main(f"{name} only emulates bf16, slowly; faster is {faster}")
+
+
+def wants_gpu() -> bool:
+    """Whether a YAML asks for GPUs: of one process it says so, of several it hides none."""
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "")
+    by_yaml = "ACCELERATE_MIXED_PRECISION" in os.environ  # not by torchrun alone
+    hides_none = not cpu and not os.environ.get("CUDA_VISIBLE_DEVICES")
+    return cpu == "False" or (by_yaml and PROCESSES > 1 and hides_none)
 
 
 def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:

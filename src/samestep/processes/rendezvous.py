@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from samestep.base.console import one_line
 from samestep.base.errors import catch
-from samestep.base.preflight import STOPPED
+from samestep.base.launching import STOPPED
 from samestep.processes.ranks import (
     PROCESSES,
     SAVE_THREAD,
@@ -52,7 +52,10 @@ def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | Non
     """
     if PROCESSES > 1:
         restart_store()  # raises what the user must correct
-        place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in names if name not in os.environ]:
+            raise UserError(f"RANK and WORLD_SIZE are set, and {missing[0]} is not: use a launcher")
+        place = [os.environ[name] for name in names]
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Rendezvous("process", place, place[0] == "0" and not shared, end)
     if "LAUNCH_RENDEZVOUS" in os.environ:  # a check of samestep launch, on one of several machines

@@ -4,7 +4,6 @@ Before the loop a signal ends the process there and then. In the loop it sets a 
 agree on it between two steps, save a checkpoint, and exit.
 """
 
-import argparse
 import atexit
 import contextlib
 import errno
@@ -27,7 +26,7 @@ from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.errors import catch
 from samestep.base.files import DISK_FULL, replace_text
-from samestep.base.preflight import STOPPED, write_exit_code
+from samestep.base.launching import STOPPED, write_exit_code
 from samestep.processes import rendezvous
 from samestep.processes.ranks import (
     PROCESSES,
@@ -59,15 +58,6 @@ def find_launcher() -> tuple[int | None, list[str]]:
 
 # Now, since the launcher may die before training begins.
 LAUNCHER_PID, LAUNCHER_WORDS = find_launcher()
-
-
-def launcher_yaml() -> Path | None:
-    """The YAML of accelerate's launcher; None: unknown, or samestep launch has checked it."""
-    if "LAUNCHING" in os.environ:
-        return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file", type=Path)
-    return parser.parse_known_args(LAUNCHER_WORDS)[0].config_file
 
 
 class StopRequest:

@@ -25,6 +25,7 @@ from samestep.hardware.project import read_project
 from samestep.processes import shutdown
 from samestep.processes.ranks import UserError, as_user_error
 from samestep.programs import make_parser
+from samestep.settings import launcher
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
@@ -48,7 +49,9 @@ def measure() -> int:
         raise UserError(f"--processes is {options.processes}; give 1 or more")
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
-    yaml = options.config_file or shutdown.launcher_yaml()
+    words = shutdown.LAUNCHER_WORDS
+    found = launcher.find_yaml(words) if words else ""
+    yaml = options.config_file or (Path(found) if found else None)
     used = devices.choose(None if options.verb == "recommend" else yaml, options.processes)
     project = None if options.verb == "check" else read_project(flags)
     FOLDER.mkdir(parents=True, exist_ok=True)

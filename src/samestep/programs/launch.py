@@ -32,21 +32,24 @@ from typing import Any
 import psutil
 import yaml
 
-from samestep.base import preflight
+from samestep.base import launching
+from samestep.base.console import one_line
+from samestep.base.launching import STOPPED
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
+MISTAKES = (ValueError, TypeError, AttributeError, ImportError, AssertionError)
 # A preexec_fn: the check is stopped by this process alone.
 IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
-def read_options(launcher: list[str]) -> argparse.Namespace:
+def read_options(words: list[str]) -> argparse.Namespace:
     """The launcher's options that matter here; None for those that are not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda problem: parser.exit(2, f"samestep launch: {problem}\n")
     for name in ("config_file", "rdzv_backend", "num_processes", "max_restarts", *PLACE):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    return parser.parse_known_args(launcher)[0]
+    return parser.parse_known_args(words)[0]
 
 
 def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
@@ -66,24 +69,11 @@ def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
     return {}
 
 
-def start_check(known: argparse.Namespace, program: list[str], env: dict) -> subprocess.Popen:
-    """Starts the program with --check.
-
-    What the launcher would tell the program of the machines is passed on, since it is not there to
-    do it.
-    """
+def start_check(program: list[str], env: dict) -> subprocess.Popen:
+    """Starts the program with --check, by itself: it knows nothing of other processes."""
     given = {word.partition("=")[0] for word in program}
     command = [sys.executable, *program]
     command += ["--check"] if "--check" not in given else []
-    if known.config_file and "--config_file" not in given:
-        command += ["--config_file", known.config_file]
-    passed = {
-        "LAUNCH_PROCESSES": known.num_processes,
-        "LAUNCH_MACHINES": known.num_machines,
-        "LAUNCH_MACHINE_RANK": known.machine_rank,
-        "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
-    }
-    env = env | {name: value for name, value in passed.items() if value is not None}
     return subprocess.Popen(command, env=os.environ | env, preexec_fn=IGNORE_CTRL_C)
 
 
@@ -133,36 +123,44 @@ def main() -> int:
     """Checks, launches, and waits until all processes have ended; returns the exit code."""
     words = sys.argv[1:]
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    launcher, program = words[:start], words[start:]
+    options, program = words[:start], words[start:]
     if not program and {"--help", "-h"} & {*words}:
         print(__doc__ or "samestep launch OPTIONS_OF_ACCELERATE train.py FLAGS")
         return 0
     if not program:
         print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
         return 2
-    known, signals = read_options(launcher), Signals(program[0])
+    known, signals = read_options(options), Signals(program[0])
+    if {launching.EXPORTED, launching.FAILED} & {*os.environ}:  # the YAML of this command counts
+        clean = launching.without_yaml(os.environ)
+        os.environ.clear()
+        os.environ.update(clean)
     if {"--help", "-h"} & {*program}:
-        return start_check(known, program, {}).wait()
+        return start_check(program, {}).wait()
     only = "--check" in program
     if not only:
         os.environ["LAUNCHING"] = "1"  # the run prints what the check would
-    check = start_check(known, program, {} if only else find_rendezvous(known))
+    check = start_check(program, {} if only else find_rendezvous(known))
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
-    with contextlib.redirect_stderr(report):
-        # The imports of the launcher take as long as those of the check.
-        from accelerate.commands.launch import launch_command, launch_command_parser
+    try:
+        with contextlib.redirect_stderr(report):
+            # The imports of the launcher take as long as those of the check.
+            from accelerate.commands.launch import launch_command
 
-        try:
-            arguments = launch_command_parser().parse_args(words)
-        except SystemExit:  # a wrong one
-            check.kill()
-            sys.__stderr__.write(describe(report.getvalue()))
-            return 2
+            from samestep.settings import launcher
+
+            launcher.check_machines(launcher.read(words)[0])
+            arguments = launcher.parse(words)
+    except ValueError as error:
+        check.kill()
+        print(f"samestep launch: {error}", file=sys.stderr)
+        return 2
     code = check.wait()
     if signals.received and code < 0:  # before it could say so itself
-        print(f"samestep launch: {preflight.BEFORE}", file=sys.stderr)
+        again = "stopped before it began; the same command starts again"
+        print(f"samestep launch: {again}", file=sys.stderr)
     if code or only or signals.received:
-        return preflight.STOPPED if signals.received else code
+        return STOPPED if signals.received else code
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder, "exit_code")
         os.environ["EXIT_CODE_FILE"] = str(code_file)
@@ -181,13 +179,16 @@ def main() -> int:
             code = 1
             signals.received |= type(error).__name__ == "SignalException"  # its own handler had it
             report.write(traceback.format_exc())
+            if isinstance(error, MISTAKES) and not code_file.exists():  # no process has started
+                print(f"samestep launch: {one_line(error, 500)}", file=sys.stderr)
+                return 2
         ended = "2" if signals.refused else read(code_file)
-    if ended not in ("0", "2", str(preflight.STOPPED)) and not signals.received:
+    if ended not in ("0", "2", str(STOPPED)) and not signals.received:
         sys.stderr.write(describe(report.getvalue()) or ("" if ended else report.getvalue()))
     elif signals.received and not ended:
         advice = "the same command continues from the newest checkpoint, if there is one"
         print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
-    return int(ended) if ended else preflight.STOPPED if signals.received else code
+    return int(ended) if ended else STOPPED if signals.received else code
 
 
 def describe(report: str) -> str:
@@ -205,9 +206,7 @@ def describe(report: str) -> str:
         if number == signal.SIGKILL:
             line += ", as the kernel does when the memory is full"
         lines.append(line)
-    if found := re.search(r"^usage:.* error: (.+)", report, re.DOTALL):  # of its arguments
-        lines = [f"{found[1].strip()}; see accelerate launch --help"]
-    elif not lines and (found := re.search(r"Dist(?:Network|Store)Error: (.+)", report)):
+    if not lines and (found := re.search(r"Dist(?:Network|Store)Error: (.+)", report)):
         lines = [
             f"the launchers of the machines did not meet: {found[1].strip()} Start all of them "
             "with one main_process_ip and main_process_port, and open that port on machine 0"

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,8 +35,6 @@ PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 def main() -> int:
     """Runs the program; bad input is one line and exit code 2, conflicts are exit code 1."""
     protect_output()
-    # The handler of the preflight would leave the temporary folder behind.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = make_parser("update", __doc__)
     parser.add_argument("--template", help="a git repository, in place of the recorded one")
     parser.add_argument("answers", nargs="*", metavar="NAME=ANSWER", type=read_answer)

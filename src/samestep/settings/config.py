@@ -286,6 +286,7 @@ OTHER_NAMES = {
     ),
     "bf16 fp16 fp32 amp precision mixed_precision": f"{HARDWARE} mixed_precision",
     "gpus num_gpus devices num_processes world_size": f"{HARDWARE} num_processes",
+    "config_file": "it goes before train.py: accelerate launch --config_file FILE train.py",
     "fsdp deepspeed": f"{HARDWARE} configs/accelerate/fsdp2.yaml",
     "max_length max_seq_length max_seq_len seq_len block_size": "task.context_length",
     "dataset dataset_name train_file data_path": "task.data",

@@ -8,11 +8,14 @@ on these numbers reads them here.
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
+
+from samestep.base.console import read_place
 
 # The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
@@ -120,11 +123,19 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
     return Layout(processes, rank, kinds, **sizes, stages=stages)
 
 
+def read_size(name: str) -> int:
+    """The whole number in a variable; 1 where it is not set. Raises ValueError for another text."""
+    text = os.environ.get(name) or "1"
+    if not re.fullmatch(r"-?\d+", text):
+        raise ValueError(f"{name} is {text!r}; give a whole number")
+    return int(text)
+
+
 def this_layout() -> Layout:
     """The layout that the launcher has set up for this process."""
     kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
     axes: Mapping[str, Any] = {}
     if "PARALLELISM_CONFIG" in kinds:
-        axes = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
-    processes, rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0)))
+        axes = {name: read_size(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
+    rank, processes = read_place()
     return layout_of(processes, rank, kinds, axes)

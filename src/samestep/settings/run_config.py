@@ -49,8 +49,6 @@ class RunConfig:
     """Continue from a checkpoint although data or settings that affect the result have changed."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
     """Check everything that needs no model, print the result in one line, and stop."""
-    config_file: str = field(default="", metadata=ONE_COMMAND)
-    """With check: the accelerate YAML to check as well."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
     """Evaluate the newest checkpoint (with export best: the best), or the one that resume names."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)

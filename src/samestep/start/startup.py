@@ -30,16 +30,16 @@ from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.base.files import read_json_object
 from samestep.checkpoint import checkpoints
 from samestep.processes import consistency, ranks, shutdown
-from samestep.processes.device import use_cpu
+from samestep.processes.device import check_devices, use_cpu
 from samestep.processes.ranks import UserError
 from samestep.report import tracking
-from samestep.settings import accelerate_yaml, config, contract
-from samestep.settings.mesh import Layout, layout_of, this_layout
+from samestep.settings import config, contract, launcher
+from samestep.settings.mesh import Layout, this_layout
 from samestep.settings.run_config import DDPConfig
 from samestep.step import batches
 from samestep.step.order import first_mixture, next_mixture
 
-PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
+PATHS = ("output_dir", "resume")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
@@ -252,11 +252,6 @@ def read_config(config_class: type, about: str | None) -> Any:
             f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
             "[10, 13], or [10, 13, 1000] for the same every 1000 steps"
         )
-    if cfg.config_file and not cfg.check:
-        raise ValueError(
-            "only --check reads config_file; to train, give it to the launcher: "
-            "accelerate launch --config_file FILE train.py"
-        )
     return cfg
 
 
@@ -298,18 +293,18 @@ def change_effects(cfg: Any) -> dict[str, str]:
 
 
 def read_layout(cfg: Any) -> Layout:
-    """The layout of the run: that of the launched processes or, to check, that of the YAML.
+    """The layout that the launcher has set up; a check knows no other processes.
 
-    Raises ValueError for a layout that the libraries, train.py or this machine cannot do.
+    Raises ValueError for one that the libraries, train.py or this machine cannot do.
     """
-    if cfg.config_file:
-        return accelerate_yaml.read_hardware(Path(cfg.config_file))
-    if cfg.check:  # samestep launch without a YAML
-        return layout_of(int(os.environ.get("LAUNCH_PROCESSES", 1)), 0, (), {})
+    if cfg.check:
+        return Layout()
+    launcher.check_started()
     layout = this_layout()
-    accelerate_yaml.check_launched(layout, shutdown.launcher_yaml())
-    if layout.kinds and use_cpu():
-        raise UserError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
+    launcher.check_launched(layout)
+    if shutdown.LAUNCHER_WORDS and "LAUNCHING" not in os.environ:  # samestep launch has checked
+        launcher.check_words(shutdown.LAUNCHER_WORDS)
+    check_devices()
     return layout
 
 
@@ -524,6 +519,10 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     check_sharing(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
     plan = batches.plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
+    if most := launcher.most_processes():  # a machine too many would end the run of the others
+        replicas = most // layout.replica_size
+        in_step = replicas if layout.in_step else 0
+        batches.plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     if cfg.ddp.static_graph and (max(plan.shares) > 1 or cfg.device_shares == "auto"):
         raise ValueError(
             "ddp.static_graph: torch takes one micro-batch of a process in a step, and equal "

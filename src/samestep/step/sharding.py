@@ -71,17 +71,17 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
     model._tp_size = layout.tp  # accelerate asks for it
 
 
-def split_by_kind(groups: list[dict]) -> list[dict]:
-    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it:
+def split_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps DTensors and other tensors in parameter groups apart, as fused optimizers need it:
     tensor parallelism splits some weights of a group, and not others. See full_groups."""
     split = []
-    for group in groups:
+    for group in optimizer.param_groups:
         sharded = [p for p in group["params"] if is_dtensor(p)]
         others = [p for p in group["params"] if not is_dtensor(p)]
         split.append({**group, "params": others or sharded})
         if others and sharded:
             split.append({**group, "params": sharded, "continues": True})
-    return split
+    optimizer.param_groups[:] = split
 
 
 def full_groups(groups: list[dict]) -> list[list[dict]]:

@@ -20,7 +20,6 @@ from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
-from samestep.base.preflight import LAUNCHED
 from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
 from samestep.models import dtypes
@@ -35,7 +34,8 @@ from samestep.training.saving import Saver
 
 ASKED = 4  # rows of the validation data that the task makes test inputs of
 # Left out of the check's environment: what makes a process one of several, and its share of cores.
-OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "TORCHELASTIC_", "OMP_NUM_", *LAUNCHED)
+OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "TORCHELASTIC_", "OMP_NUM_")
+OF_LAUNCHERS += ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_")
 
 
 def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:

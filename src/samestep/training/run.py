@@ -180,6 +180,8 @@ class Run:
     @contextlib.contextmanager
     def preparing(self, model: torch.nn.Module, optimizer: Any) -> Iterator[weights.TaskModule]:
         """Gives the module to prepare in its body: `module(function, batch)`, see TaskModule."""
+        if self.ranks.layout.tp > 1:
+            sharding.split_by_kind(optimizer)
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
         with self.ranks.fail_together(), as_user_error():

@@ -1,0 +1,297 @@
+"""Any launcher: what samestep env prints for a YAML, and a process that no launcher has started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from conftest import ROOT, SOURCE, digest, status
+from samestep.base import launching
+from samestep.programs import env
+from samestep.settings import launcher, mesh
+from test_hardware import SHIPPED, launched
+from test_hardware import machine as machine  # the fixture
+from test_invariance import curve
+from test_sharding import ON_CPU, make_small, model_digest
+
+FOLDER = ROOT / SOURCE / "configs" / "accelerate"
+NOT_OURS = {"MASTER_ADDR", "MASTER_PORT", "_", "PWD", "OLDPWD", "SHLVL"}
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """samestep env replaces the environment of its process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def environment(lines, shell="sh", **before):
+    """The environment after a shell has read these lines."""
+    before = {"PATH": os.environ["PATH"], **before}
+    command = [shell, "-c", f"eval \"$1\" && exec {sys.executable} -c '{SHOW}'", shell, lines]
+    ended = subprocess.run(command, env=before, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return yaml.safe_load(ended.stdout)
+
+
+SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_lines_are_what_accelerate_launch_sets(machine, restored, name):
+    path = FOLDER / f"{name}.yaml"
+    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    expected = launched(path, *(machines if name.startswith("multi_node") else []))
+    options = ["--config_file", str(path), "--num_cpu_threads_per_process", "1"]
+    found = environment("\n".join(env.shell_lines(options)), **os.environ)
+    expected = {n: text for n, text in expected.items() if n not in NOT_OURS}
+    if "deepspeed" in name:  # `launched` leaves it empty
+        expected["ACCELERATE_CONFIG_DS_FIELDS"] = found["ACCELERATE_CONFIG_DS_FIELDS"]
+    assert {n: found.get(n) for n in expected} == expected
+    assert {*found} - {*expected} <= {launching.EXPORTED, "LC_CTYPE", *NOT_OURS}
+
+
+def lines_of(monkeypatch, capsys, *words, **before):
+    """What samestep env prints in an environment with these variables more; its exit code."""
+    for name, text in before.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(sys, "argv", ["samestep env", *map(str, words)])
+    code = env.main()
+    return code, *capsys.readouterr()
+
+
+def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
+    """FSDP, hidden GPUs and threads of the first are gone, and what was there before is back."""
+    mine = {"CUDA_VISIBLE_DEVICES": "3", "FSDP_VERSION": "1", "ACCELERATE_A.B": "odd", "A": "it's"}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, first, _ = lines_of(monkeypatch, capsys, FOLDER / "cpu_multi.yaml", **mine)
+    after = environment(first, **mine)
+    assert code == 0 and "FSDP_VERSION" not in after and after["A"] == "it's"
+    assert after["CUDA_VISIBLE_DEVICES"] == "-1,-1" and after["OMP_NUM_THREADS"] == "1"
+    os.environ.pop("OMP_NUM_THREADS", None)
+    _, second, _ = lines_of(monkeypatch, capsys, FOLDER / "single_gpu_bf16.yaml", **after)
+    last = environment(second, **after)
+    assert last["CUDA_VISIBLE_DEVICES"] == "3" and last["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    # What samestep launch does in this shell.
+    clean = launching.without_yaml(last)
+    assert clean.get("CUDA_VISIBLE_DEVICES") == "3" and "OMP_NUM_THREADS" not in clean
+    assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
+
+
+VALUES = ["a b", "it's", '"', "$HOME `id` \\", "two\nlines", "", "é;&|", "-n", "*"]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("text", VALUES)
+def test_a_value_is_quoted_for_the_shell(restored, shell, text):
+    words = ["--config_file", str(FOLDER / "fsdp2.yaml")]
+    words += [f"--fsdp_transformer_layer_cls_to_wrap={text}"]
+    found = environment("\n".join(env.shell_lines(words)), shell)
+    assert found["FSDP_TRANSFORMER_CLS_TO_WRAP"] == text
+
+
+# What `accelerate config` writes.
+FULL = """
+compute_environment: LOCAL_MACHINE
+debug: true
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+dynamo_config: {dynamo_backend: INDUCTOR}
+enable_cpu_affinity: false
+gpu_ids: 0,1
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 7
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 4
+rdzv_backend: c10d
+same_network: false
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
+    """Rank, address and port are the launcher's; what the recipe decides is told by train.py."""
+    path = tmp_path / "a yaml's $name.yaml"
+    path.write_text(FULL)
+    mine = {"MASTER_ADDR": "mine", "PYTHONPATH": "a b"}
+    code, printed, errors = lines_of(monkeypatch, capsys, path, **mine)
+    found = environment(printed, **mine)
+    assert (code, errors) == (0, "") and found.items() >= mine.items()
+    assert found["CUDA_VISIBLE_DEVICES"] == "0,1" and found["ACCELERATE_DEBUG_MODE"] == "true"
+    assert not {"MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"} & {*found}
+    for name, text in found.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_BACKEND is INDUCTOR: leave it out of"):
+        launcher.check_launched(mesh.Layout())
+    # The same lines again.
+    assert environment(lines_of(monkeypatch, capsys, path)[1], **found) == found
+    with pytest.raises(ValueError, match="start train.py by torchrun or samestep launch, or call"):
+        launcher.check_words(["accelerate", "launch", "train.py"])
+
+
+ONE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+MANY = "distributed_type: MULTI_GPU\nnum_processes: "
+FSDP = "distributed_type: FSDP\nnum_processes: 2\n"
+WRONG = {  # a YAML, and what is said
+    "": "expected lines of the form 'key: value'",
+    ONE + "num_process: 2\n": "had unknown keys (['num_process'])",
+    ONE + "num_processes: 2\n": "is given twice",
+    "distributed_type: NO\nnum_processes: 2\n": "starts 1 process for this distributed_type, not 2",
+    "distributed_type: MULTI_CPU\nnum_processes: 2\n": "starts 1 process for this distributed_ty",
+    ONE + "mixed_precision: no\n": "mixed_precision is False; write it in quotes",
+    ONE + "mixed_precision: half\n": "Unknown mixed_precision mode: half",
+    MANY + "2\nuse_cpu: true\n": "use_cpu has no effect with this distributed_type; see cpu_multi",
+    MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
+    MANY + "\n": "num_processes is None; give a whole number",
+    MANY + "'2'\n": "num_processes is '2'; give a whole number",
+    MANY + "2\nuse_cpu:\n": "use_cpu is None; give true or false",
+    MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
+    MANY + "2\ngpu_ids: '0'\n": "Less than two GPU ids were configured",
+    MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
+    MANY + "2\nfsdp_config: {fsdp_version: 2}\n": "fsdp_config has no effect here: write distribut",
+    ONE + "parallelism_config: {parallelism_config_tp_size: 2}": "parallelism_config has no effec",
+    FSDP + "fsdp_config: {fsdp_verion: 2}\n": "no key fsdp_verion; did you mean fsdp_version?",
+    "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: a\n"
+    "iam_role_name: b\n": "compute_environment: write LOCAL_MACHINE; others are not supported",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_yaml_is_one_line_and_eval_fails(tmp_path, monkeypatch, capsys, restored, text):
+    path = tmp_path / "hardware.yaml"
+    path.write_text(text)
+    code, printed, errors = lines_of(monkeypatch, capsys, path)
+    assert code == 2 and errors.count("\n") == 1 and errors.startswith(f"samestep env: {path}: ")
+    assert WRONG[text] in errors, errors
+    command = ["sh", "-c", 'set -e; eval "$1"; echo not reached', "sh", printed]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    # Without set -e the next command says it again.
+    after = environment(printed.replace("\nfalse", ""))
+    monkeypatch.setenv(launching.FAILED, after[launching.FAILED])
+    with pytest.raises(ValueError, match="samestep env failed in this shell: .*; call it again"):
+        launcher.check_started()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help\n"),
+        (["none.yaml"], "samestep env: none.yaml: No such file or directory\n"),
+        ([FOLDER / "cpu.yaml", "--num_procesess", 2], "error"),
+        ([FOLDER / "cpu.yaml", "--num_processes", 2], "starts 1 process"),
+    ],
+)
+def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
+    code, _, errors = lines_of(monkeypatch, capsys, *words)
+    assert code == 2 and errors.count("\n") == 1 and (said in errors or said == "error"), errors
+
+
+# ---- A process that no launcher has started ------------------------------------------------------
+
+SBATCH = {  # of the one task that srun starts on each of two nodes in cluster/slurm.sbatch
+    "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
+    "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "8",
+}  # fmt: skip
+ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "1", "RANK": "0"}
+MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+STARTED = [  # the environment, and what is said
+    ({}, ""),
+    (SBATCH, ""),
+    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "1,8(x2)"}, "srun has started 8 tasks on this node"),
+    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "give srun --ntasks-per-node 1, and start"),
+    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "8,1"}, ""),
+    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "RANK": "3", "WORLD_SIZE": "4"}, ""),
+    ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, ""),  # sbatch alone
+    (
+        {"WORLD_SIZE": "2"},
+        "WORLD_SIZE is 2, and no launcher has set RANK: start train",
+    ),
+    ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
+    ({"RANK": "1"}, ""),  # it counts beside WORLD_SIZE alone
+    ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
+    ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
+    ({"PET_NPROC_PER_NODE": "gpu"}, "PET_NPROC_PER_NODE is gpu, and no launcher"),
+    ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
+    ({"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "1"}, ""),
+    (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
+]
+
+
+@pytest.mark.parametrize("variables, said", STARTED)
+def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
+    for name in (*launcher.OF_SEVERAL, "RANK", "SLURM_NODEID", launcher.STEP_TASKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    if not said:
+        return launcher.check_started()
+    with pytest.raises(ValueError) as error:
+        launcher.check_started()
+    assert said in str(error.value) and "torchrun, accelerate launch or samestep launch" in str(
+        error.value
+    )
+
+
+def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--max_steps", 2]
+    several = {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "2"}
+    ((code, printed, errors),) = tiny.ends(1, *flags, env=several)
+    assert (code, printed, errors.count("\n")) == (2, "", 1) and not output.exists()
+    assert errors.startswith("train.py: WORLD_SIZE is 2, and no launcher has set RANK: start ")
+    tiny.train(1, *flags, "--check", env=several)
+    tiny.train(1, *flags, env=SBATCH | MASTER | ELASTIC)
+    assert status(output)["state"] == "finished"
+
+
+# ---- Two launchers -------------------------------------------------------------------------------
+
+RUN = 'set -e; eval "$(python -m samestep env "$@")"; eval "exec $TORCHRUN"'
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make_small(tmp_path_factory.mktemp("small"), micro_batch_size=1, max_steps=3)
+
+
+@pytest.mark.parametrize(
+    "hardware, processes",
+    [
+        ("cpu_multi", 2),
+        pytest.param("cpu_multi", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_yaml_means_the_same_under_torchrun(small, tmp_path, hardware, processes):
+    """Losses, bytes and hardware.yaml; exact, so that no sum depends on when a message came."""
+    path = f"configs/accelerate/{hardware}.yaml"
+    program = ["train.py"] if hardware == "cpu_multi" else [str(ON_CPU), "train.py"]
+    flags = ["--exact", "true", "--config", "configs/train/default.yaml", "--output_dir"]
+    options = ["--mixed_precision", "no"]
+    launch = ["accelerate", "launch", "--config_file", path, *options]
+    small.run(*launch, "--num_processes", processes, *program, *flags, tmp_path / "accelerate")
+    words = " ".join([*program, *flags, str(tmp_path / "torchrun")])
+    torchrun = f"torchrun --nproc-per-node {processes} {words}"
+    small.run("sh", "-c", RUN, "sh", path, *options, TORCHRUN=torchrun)
+    outputs = [tmp_path / "accelerate", tmp_path / "torchrun"]
+    assert curve(outputs[0]) == curve(outputs[1]) and len(curve(outputs[0])) == 3
+    assert model_digest(outputs[0]) == model_digest(outputs[1])
+    newest = [max(output.glob("checkpoints/step-*")) for output in outputs]
+    assert digest(newest[0]) == digest(newest[1])
+    first, second = (yaml.safe_load((each / "hardware.yaml").read_text()) for each in outputs)
+    assert first == second and first["processes"] == processes
+    assert first["sharding"] == ("FSDP2" if hardware == "fsdp2" else "none")
