@@ -53,7 +53,7 @@ FLAGS = {  # what is written, and what the line says
     "--num_epochs 2 --max_steps 9": "both given; give one of them",
     "--tracker wandb --project team/name": "project is 'team/name'; give a name of at most 128",
     "--tracker trackio": "trackio, which is not installed; run pip",
-    "--exact true --compile true --micro_batch_size 8": "exact does not go with compile",
+    "--exact true --compile true --micro_batch_size 8": "exact cannot be combined with compile",
     "--ddp.static_graph true --micro_batch_size 8": "ddp.static_graph: torch takes one",
     f"{TWO} --device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
     f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be assigned to 2 "

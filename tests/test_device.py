@@ -158,7 +158,6 @@ DEVICES = [  # GPUs that torch sees, processes, what the launcher has set, and w
     (0, 2, NONE | {"ACCELERATE_USE_CPU": "True"}, ""),
     (0, 2, NONE, "the launcher was told to use a GPU, but there is none: "),
     (0, 1, NONE | {"ACCELERATE_USE_CPU": "False"}, "was told to use a GPU, but there is none: "),
-    (0, 1, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16 needs a GPU; write 'no' in the"),
     (0, 2, {"ACCELERATE_USE_FSDP": "true"}, "accelerate shards models on GPUs only, here is none"),
     (2, 2, NONE, ""),
     (2, 1, NONE | {"ACCELERATE_USE_CPU": "False"}, ""),

@@ -22,7 +22,7 @@ from samestep.programs import hardware as hardware_program
 from samestep.settings import launcher
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
-from samestep.start import startup
+from samestep.start import combinations, startup
 from test_exact import with_task
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
@@ -162,8 +162,8 @@ def zero(keys):
 
 REFUSED = [  # a YAML, and what is said
     (FSDP, "train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config"),
-    (V2.replace("bf16", "fp16"), "fp16 does not go with sharded weights; write bf16"),
-    (ZERO.replace("bf16", "fp8"), "fp8 goes with DDP and FSDP alone; write bf16"),
+    (V2.replace("bf16", "fp16"), "fp16 cannot be combined with sharded weights; leave"),
+    (ZERO.replace("bf16", "fp8"), "fp8 cannot be combined with DeepSpeed; leave one"),
     (DDP + sizes(dp_replicate=2, tp=2), "parallelism_config shards nothing without FSDP; use hsdp"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
     (V2 + sizes(dp_replicate="two"), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE is 'two'; give a whole"),
@@ -198,6 +198,7 @@ def start(machine, path, *options):
     launcher.check_machines(arguments)
     set_up(machine, arguments.num_processes, env)
     launcher.check_launched(layout.this_layout())
+    combinations.check_combinations(SimpleNamespace(**DEFAULTS), layout.this_layout())
     return layout.this_layout()
 
 
@@ -209,7 +210,7 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
-DEFAULTS |= {"gradient_compression": "none", "ddp": DDPConfig()}
+DEFAULTS |= {"gradient_compression": "none", "ddp": DDPConfig(), "check": False}
 KINDS = {
     "DDP": ((), {}),
     "FSDP": (("FSDP",), {}),
@@ -224,23 +225,27 @@ KINDS = {
     [
         ("FSDP", {"exact": True, "async_save": True}, ""),
         ("DDP", {"device_shares": "[2, 1]", "gradient_compression": "fp16"}, ""),
-        ("DEEPSPEED", {"async_save": True}, "async_save does not go with DeepSpeed"),
-        ("DEEPSPEED", {"exact": True}, "exact does not go with DeepSpeed"),
-        ("TP", {"exact": True}, "exact does not go with tensor"),
-        ("CP", {"exact": True}, "exact does not go with .*context paralleli"),
-        ("CP", {"compile": True}, "compile does not go with .*context paralleli"),
-        ("FSDP", {"device_shares": "auto"}, "device_shares does not go with sharded"),
-        ("FSDP", {"gradient_compression": "fp16"}, "gradient_compression does not go with sh"),
-        ("FSDP", {"ddp": DDPConfig(bucket_cap_mb=1)}, "ddp does not go with sharded weights"),
-        ("DDP", {"ddp": DDPConfig(bucket_cap_mb=1), "exact": True}, "ddp does not go with exact"),
-        ("DDP", {"exact": True, "compile": True}, "exact does not go with compile"),
+        ("DEEPSPEED", {"async_save": True}, "async_save cannot be combined with DeepSpeed"),
+        ("DEEPSPEED", {"exact": True}, "exact cannot be combined with DeepSpeed"),
+        ("TP", {"exact": True}, "exact cannot be combined with tensor"),
+        ("CP", {"exact": True}, "exact cannot be combined with context"),
+        ("CP", {"compile": True}, "compile cannot be combined with context"),
+        ("FSDP", {"device_shares": "auto"}, "device_shares cannot be combined"),
+        ("FSDP", {"gradient_compression": "fp16"}, "gradient_compression cannot be"),
+        ("FSDP", {"ddp": DDPConfig(bucket_cap_mb=1)}, "ddp cannot be combined with sharded"),
+        (
+            "DDP",
+            {"ddp": DDPConfig(bucket_cap_mb=1), "exact": True},
+            "exact cannot be combined with ddp",
+        ),
+        ("DDP", {"exact": True, "compile": True}, "exact cannot be combined with compile"),
     ],
 )
 def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
     shared = layout.layout_of(4, 0, *KINDS[kind])
     refused = pytest.raises(ValueError, match=f"^{said}")
     with refused if said else contextlib.nullcontext():
-        startup.check_sharing(SimpleNamespace(**DEFAULTS | fields), shared)
+        combinations.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
 @pytest.mark.parametrize(

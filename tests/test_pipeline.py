@@ -125,7 +125,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_stages(small, tmp_path):
 
 
 REFUSED = [
-    (1, ["--exact", "true"], "exact does not go with stages; use train.py"),
+    (2, ["--exact", "true"], "exact cannot be combined with stages; leave one of them out"),
     (1, ["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
     (2, ["--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
     (1, ["--check", "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),

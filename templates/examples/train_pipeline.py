@@ -315,9 +315,6 @@ def prepare() -> RunStart:
     """What needs no model. The library reads the number of stages from the environment."""
     cfg, *_ = parse_config(Config, sys.argv[1:], __doc__)
     os.environ[STAGES], os.environ[TP] = str(cfg.stages), str(cfg.tensor_parallel)
-    for name in ("exact", "compile"):
-        if getattr(cfg, name):
-            raise ValueError(f"{name} does not go with stages; use train.py")
     start = prepare_run(Config, task, __doc__)
     if cfg.check:
         del os.environ[STAGES]  # one process checks for all

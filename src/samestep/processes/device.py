@@ -75,23 +75,9 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
 
 
 def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
-    """Raises ValueError if the device does not go with the recipe.
-
-    Warns of the rest, and sets torch's precision and threads.
-    """
+    """Sets torch's precision and threads, and warns of settings that have no effect."""
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     allow_tf32(cfg.tf32)
-    if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
-        raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
-    if cfg.exact and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
-        raise ValueError(
-            "exact does not go with offload: AdamW rounds differently on the CPU, depending on "
-            "where a weight is cut; use fsdp2.yaml"
-        )
-    if cfg.exact and accelerator.mixed_precision == "fp8":
-        raise ValueError("exact does not go with fp8, which keeps a history of scales; use bf16")
-    if cfg.exact and accelerator.device.type == "mps":
-        raise ValueError("exact adds in float64, which Apple's GPUs do not have; use cpu.yaml")
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
         print_on_main(
@@ -140,8 +126,6 @@ def check_devices() -> None:
     on_cpu = use_cpu() or not gpus
     if on_cpu and wants_gpu():
         raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
-    if on_cpu and precision == "fp16":
-        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
     if on_cpu and this_layout().kinds:
         raise ValueError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
     if not on_cpu and here > gpus:

@@ -110,21 +110,15 @@ def without_gpu() -> str:
 def check_launched(layout: Layout) -> None:
     """Raises ValueError for what the launcher has set up, and train.py or a library cannot do.
 
-    What the fields of the recipe rule out is elsewhere: see startup.check_sharing.
+    What it cannot be combined with is elsewhere: see start/combinations.py.
     """
     for name, decides in DECIDED.items():
         if (text := os.environ.get(name, "")).lower() not in UNSET:
             raise ValueError(
                 f"{name} is {one_line(text, 60)}: leave it out of the accelerate YAML; {decides}"
             )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if layout.fsdp and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config")
-    # The scaling of the loss for fp16 is not to be relied on where weights are sharded.
-    if precision == "fp16" and layout.sharded:
-        raise ValueError("mixed_precision fp16 does not go with sharded weights; write bf16")
-    if precision == "fp8" and (layout.deepspeed or layout.replica_size > 1):
-        raise ValueError("mixed_precision fp8 goes with DDP and FSDP alone; write bf16")
     if layout.sp > 1:
         raise ValueError("parallelism_config: Ulysses brings a loader of its own; use cp_size")
     by_tensors = layout.tp == layout.processes

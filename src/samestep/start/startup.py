@@ -35,23 +35,13 @@ from samestep.processes.ranks import UserError
 from samestep.report import tracking
 from samestep.settings import config, contract, launcher
 from samestep.settings.mesh import Layout, this_layout
-from samestep.settings.run_config import DDPConfig
+from samestep.start.combinations import check_combinations
 from samestep.step import batches
 from samestep.step.order import first_mixture, next_mixture
 
 PATHS = ("output_dir", "resume")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
-
-# Fields, and what each does not go with; the first is named first.
-EXCLUDED = {
-    "gradient_compression": ("exact", "device_shares auto", "sharded weights"),
-    "ddp": ("sharded weights", "exact"),
-    "device_shares": ("sharded weights",),
-    "exact": ("compile", "DeepSpeed", "tensor parallelism", "context parallelism"),
-    "compile": ("context parallelism", "DeepSpeed"),
-    "async_save": ("DeepSpeed",),
-}
 
 
 @dataclass
@@ -308,26 +298,6 @@ def read_layout(cfg: Any) -> Layout:
     return layout
 
 
-def check_sharing(cfg: Any, layout: Layout) -> None:
-    """Raises ValueError for fields that do not go with how the processes share the model.
-
-    They would change the numbers, or other code than ours does the work: see docs/hardware.md.
-    """
-    there = {
-        "exact": cfg.exact,
-        "compile": cfg.compile,
-        "device_shares auto": cfg.device_shares == "auto",
-        "sharded weights": layout.sharded,
-        "DeepSpeed": layout.deepspeed,
-        "tensor parallelism": layout.tp > 1,
-        "context parallelism": layout.cp > 1,
-    }
-    for name, others in EXCLUDED.items():
-        for other in others:
-            if there[other] and getattr(cfg, name) not in (False, "none", "equal", DDPConfig()):
-                raise ValueError(f"{name} does not go with {other}; leave one of them out")
-
-
 def check_rows(rows: Any, task: Any, parts: int) -> None:
     """Raises ValueError for rows that context parallelism cannot cut into so many parts.
 
@@ -516,7 +486,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     contract.check_functions(task)
     cfg = read_config(config_class, about)
     output, layout = Path(cfg.output_dir), read_layout(cfg)
-    check_sharing(cfg, layout)
+    check_combinations(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
     plan = batches.plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
     if most := launcher.most_processes():  # a machine too many would end the run of the others
