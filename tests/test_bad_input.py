@@ -322,7 +322,7 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
         "before": "from unittest import mock; from samestep.processes import rendezvous, ranks\n"
-        "ranks.PROCESSES = 2; rendezvous.join = lambda: mock.Mock(wait=lambda _: None)",
+        "ranks.PROCESSES = 2; rendezvous.join = lambda _: mock.Mock(wait=lambda _: None)",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -133,10 +133,10 @@ def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
         monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_BACKEND is INDUCTOR: leave it out of"):
         launcher.check_launched(mesh.Layout())
-    # The same lines again.
-    assert environment(lines_of(monkeypatch, capsys, path)[1], **found) == found
     with pytest.raises(ValueError, match="start train.py by torchrun or samestep launch, or call"):
         launcher.check_words(["accelerate", "launch", "train.py"])
+    # The same lines again.
+    assert environment(lines_of(monkeypatch, capsys, path)[1], **found) == found
 
 
 ONE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"

@@ -31,6 +31,7 @@ def other_library(project: Path) -> str:
 
 
 if problem := other_library(Path.cwd()) or other_library(Path(sys.argv[0]).parent):
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: {problem}\n")
+    program = Path(sys.argv[0]).name.replace("__main__.py", "samestep")
+    sys.stderr.write(f"{program}: {problem}\n")
     write_exit_code(2)
     sys.exit(2)
