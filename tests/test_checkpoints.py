@@ -28,11 +28,11 @@ def write(folder, step, **facts):
     return partial, {"step": step, **facts}
 
 
-def save(folder, step, keep=0, **facts):
+def save(folder, step, keep=0, best=None, **facts):
     """A committed checkpoint."""
     partial, manifest = write(folder, step, **facts)
     path = checkpoints.commit(partial, manifest, checkpoints.hash_files(partial))
-    checkpoints.prune(path, keep)
+    checkpoints.prune(path, keep, best)
     return path
 
 
@@ -211,26 +211,37 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
-    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, float("nan"))):
-        save(tmp_path, step, keep=2, **({} if loss is None else {"eval_loss": loss}))
+    for step, best in ((1, None), (2, 1), (3, 2), (4, 2), (5, 2)):
+        save(tmp_path, step, 2, best)
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     save(tmp_path, 6, keep=0)
     assert len(names(tmp_path)) == 4
 
 
+def test_pruning_reads_no_bytes_of_other_checkpoints(tmp_path, monkeypatch):
+    """They may be large, and all processes wait."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    read = []
+    describe = checkpoints.describe_files
+    note = lambda folder, names: (read.append(folder.name), describe(folder, names))[1]  # noqa: E731
+    monkeypatch.setattr(checkpoints, "describe_files", note)
+    save(tmp_path, 4, 1, best=1)
+    assert read == [".step-00000004.partial"]
+    assert names(tmp_path) == ["step-00000001", "step-00000004"]
+
+
 def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
-    """Neither that of the best nor that of one to keep; it is left for people to look at."""
-    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
-        save(tmp_path, step, keep=0, eval_loss=loss)
-    (tmp_path / "step-00000002" / "optimizer.bin").write_bytes(b"broken!!")
+    """It is none of those to keep, and is left for people to look at."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000002" / "optimizer.bin").write_bytes(b"short")
     (tmp_path / "step-00000003" / "manifest.json").write_text("[]")
-    checkpoints.INTACT.clear()  # as in the next process
-    save(tmp_path, 4, keep=1, eval_loss=4.0)
+    save(tmp_path, 4, 1, best=1)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 4)]
-    save(tmp_path, 5, keep=2, eval_loss=5.0)
-    save(tmp_path, 6, keep=2, eval_loss=6.0)
+    save(tmp_path, 5, 2, best=1)
+    save(tmp_path, 6, 2, best=1)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
-    assert checkpoints.verify(tmp_path / "step-00000001")["eval_loss"] == 2.0
 
 
 def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):
@@ -243,12 +254,57 @@ def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):
     assert names(tmp_path) == ["step-00000250", "step-00000300"]
 
 
-def test_a_broken_checkpoint_of_the_same_step_is_set_aside(tmp_path):
-    for _ in range(2):
-        (save(tmp_path, 3) / "optimizer.bin").unlink()
-    save(tmp_path, 3)
-    assert names(tmp_path) == ["step-00000003", "step-00000003.broken-1", "step-00000003.broken-2"]
-    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
+def in_place_of_a_checkpoint(path):
+    """What may have the name of a checkpoint that is to be saved: broken ones, links, a file."""
+    yield save(path.parent, 3) / "optimizer.bin", lambda file: file.unlink()
+    yield path, lambda link: link.symlink_to("nothing")
+    yield path, lambda link: link.symlink_to(path.name)
+    yield path, lambda file: file.write_text("a file")
+    yield path, os.mkfifo
+
+
+def test_what_has_the_name_of_a_checkpoint_is_replaced_when_that_is_saved(tmp_path):
+    for place, make in in_place_of_a_checkpoint(tmp_path / "step-00000003"):
+        if place.name == "step-00000003":
+            files.remove(place)
+        make(place)
+        save(tmp_path, 3)
+        assert names(tmp_path) == ["step-00000003"]
+        assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
+
+
+def test_scores_are_added_to_a_manifest_in_one_step(tmp_path, monkeypatch):
+    """A kill at any call to the disk leaves the manifest with them, or without."""
+    path = save(tmp_path, 3, best=None)
+    before, after = checkpoints.verify(path), []
+    for limit in range(20):
+        calls = []
+
+        def counted(function, calls=calls, limit=limit):
+            def call(*given, **named):
+                calls.append(function)
+                if len(calls) > limit:
+                    raise Crash
+                return function(*given, **named)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "fsync"), (checkpoints.Path, "replace"), (os, "open")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                checkpoints.add_to_manifest(tmp_path, 3, eval_loss=limit, best=[3, limit])
+            except Crash:
+                pass
+        found = checkpoints.verify(path)
+        after.append(found.get("eval_loss"))
+        if found["sha256"] != before["sha256"]:
+            assert found["best"] == [3, found["eval_loss"]] and found["files"] == before["files"]
+    assert after[0] is None and after[-1] == 19
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]  # nothing of the kills is left
+    with pytest.raises(ValueError, match="step-00000005 has no manifest"):
+        checkpoints.add_to_manifest(tmp_path, 5, eval_loss=1.0)
 
 
 def test_ways_to_start(tmp_path):
@@ -302,19 +358,21 @@ def test_a_replaced_file_is_on_the_disk_before_and_after_it_has_its_name(tmp_pat
     assert flushed == [(partial, [partial]), (tmp_path, [file])] and file.read_text() == "new"
 
 
-def test_the_best_is_among_those_that_were_evaluated_on_the_same_rows(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    for step, (loss, rows) in enumerate([(1.0, "old"), (3.0, "new"), (2.0, "new"), (4.0, "new")]):
-        save(folder, step, eval_loss=loss, data={"validation": rows})
-    best = (folder / "step-00000002", 2.0, [])
-    assert checkpoints.find_best(folder, {"data": {"validation": "new"}}) == best
-    checkpoints.prune(folder / "step-00000003", 1)  # it stays, and the one before does not
-    assert names(folder) == ["step-00000002", "step-00000003"]
+def test_a_checkpoint_that_is_newer_is_none_of_this_run(tmp_path):
+    """It was passed over, as its disk failed for a moment, and will be replaced."""
+    for step, keep in ((50, 1), (200, 0), (150, 1)):
+        save(tmp_path, step, keep, best=50)
+    assert names(tmp_path) == ["step-00000050", "step-00000150", "step-00000200"]
 
 
-def test_a_better_checkpoint_that_is_newer_protects_none_of_this_run(tmp_path):
-    """It was passed over, as its disk failed for a moment, and will be set aside."""
-    folder = tmp_path / "run" / "checkpoints"
-    for step, loss in ((50, 0.6), (200, 0.5), (150, 0.75)):
-        save(folder, step, 0 if step == 200 else 1, eval_loss=loss)
-    assert names(folder) == ["step-00000050", "step-00000150", "step-00000200"]
+def test_the_best_checkpoint_is_verified_or_named(tmp_path):
+    path = save(tmp_path, 2)
+    found = checkpoints.find_best(tmp_path, [2, 0.5])
+    assert found == (path, checkpoints.verify(path), "")
+    assert checkpoints.find_best(tmp_path, None)[0] is None
+    file = path / "optimizer.bin"
+    file.write_bytes(b"M" + file.read_bytes()[1:])
+    lost = "the best evaluation was that of step 2: 0.5, and its checkpoint is gone "
+    lost += f"({file} is not the file that was saved)"
+    assert checkpoints.find_best(tmp_path, [2, 0.5]) == (None, {}, lost)
+    assert checkpoints.find_best(tmp_path, [2, 0.5], hashed=False)[0] == path

@@ -166,7 +166,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
     before = (output / "metrics.jsonl").read_text()
     for processes, *each in ((2,), (1, "--check"), (1, "--eval_only"), (1, "--async_save")):
         printed = tiny.train(processes, *flags, *each, codes=[2])
-        assert printed.count("metrics.jsonl says that step 4 was saved; put") == 1
+        assert printed.count("status.json says that step 4 was saved; put") == 1
         assert "--resume never" in printed and printed.count("train.py: ") == 1
     assert (output / "metrics.jsonl").read_text() == before
     tiny.train(1, *flags, "--resume", "never", before=KILL.format(3), codes=[-9])
@@ -208,10 +208,32 @@ def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_agai
 
 
 def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick, whole, tmp_path):
-    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE, "--max_steps", 4]
-    quick(*flags, "--accept_changes")
-    assert "is finished: 4 steps" in quick(*flags, "--accept_changes")
-    assert "with no step left" in quick(*flags, "--accept_changes", "--seed", 3, codes=[2])
+    output = half(whole, tmp_path / "run")
+    flags = ["--output_dir", output, *BASE, "--max_steps", 4, "--accept_changes"]
+    quick(*flags)
+    assert "is finished: 4 steps, and model/ is that of step 4; " in quick(*flags)
+    left = "; no step is left for seed: 0 -> 3; max_steps: 8 -> 4; "
+    before = digest(checkpoint(output, 4)), (output / "status.json").read_bytes()
+    assert left in quick(*flags, "--seed", 3)
+    assert before == (digest(checkpoint(output, 4)), (output / "status.json").read_bytes())
+
+
+def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_before(
+    quick, whole, tmp_path
+):
+    """Its newest checkpoint is the last, and model/ is there: that of the fewer steps."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    flags = ["--output_dir", output, *BASE, "--max_steps", 12, "--accept_changes"]
+    killed = "import os\nfrom samestep.training import ending\n"
+    killed += "ending.weights.gather_model = lambda *_: os.kill(os.getpid(), 9)"
+    quick(*flags, before=killed, codes=[-9])
+    assert checkpoint(output, 12).exists()
+    before = (output / "model" / "weights.pt").read_bytes()
+    quick(*flags)
+    assert (output / "model" / "weights.pt").read_bytes() != before
+    assert (status(output)["exported"], status(output)["saved"]) == (12, 12)
+    assert "is finished: 12 steps, and model/ is that of step 12; " in quick(*flags)
 
 
 def test_whole_epochs_of_any_float(quick, tmp_path):
@@ -234,7 +256,7 @@ def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whol
     after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
     assert before == after
     (output / "status.json").unlink()  # nor where only the model is left
-    assert "holds a finished run" in quick(*base, codes=[2])
+    assert "holds a finished run, whose checkpoints are gone" in quick(*base, codes=[2])
     model = (output / "model" / "weights.pt").read_bytes()
     assert model == before[output / "model" / "weights.pt"]
     # One that has lost its model alone exports it again.
@@ -245,8 +267,8 @@ def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whol
     assert status(output)["state"] == "finished"
 
 
-def test_a_finished_run_exports_again_with_other_settings_of_the_export(quick, tmp_path):
-    """The best of the checkpoints, then the last. What it cannot do is refused."""
+def test_a_finished_run_without_its_model_exports_again_with_other_settings(quick, tmp_path):
+    """The best of the checkpoints, then the last."""
     output = tmp_path / "run"
     base = ["--output_dir", output, "--eval_every", 2, "--save_every", 2, "--max_steps", 24]
     base += ["--learning_rate", 0.05]
@@ -260,16 +282,19 @@ def test_a_finished_run_exports_again_with_other_settings_of_the_export(quick, t
     scores = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
     best = min(scores, key=scores.get)
     assert best < 24
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+    printed = quick(*base, "--export", "best")
+    assert "is finished: 24 steps, and model/ is that of step 24; to export again delete" in printed
+    after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+    assert before == after
     for flags, step in ((["--export", "best"], best), ([], 24)):
-        printed = quick(*base, *flags)
-        assert "the finished run exports again: export: " in printed
+        shutil.rmtree(output / "model")
+        quick(*base, *flags)
         for name, values in weights(output, step).items():
             assert (exported()[name] == values).all()
         assert f"Trained for {step} steps" in (output / "model" / "README.md").read_text()
-        assert status(output)["state"] == "finished"
-    assert "is finished: 24 steps" in quick(*base)
-    changed = ["--accept_changes", "--seed", 3]
-    assert "with no step left for seed: 0 -> 3" in quick(*base, *changed, codes=[2])
+        assert status(output)["state"] == "finished" and status(output)["exported"] == step
+        assert f"is finished: 24 steps, and model/ is that of step {step}; " in quick(*base, *flags)
 
 
 def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
@@ -339,7 +364,7 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     output = half(whole, tmp_path / "run")
     saved = output / "checkpoints"
     os.mkfifo(saved / "step-00000009")
-    (saved / "step-00000008").write_text("a file")
+    (saved / "step-00000008").symlink_to("nothing")  # the run saves this step
     (saved / "step-00000007").symlink_to("step-00000007")
     (saved / "step-00000006").mkdir()
     (saved / "step-99999999999").symlink_to("nothing")
@@ -352,7 +377,6 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     printed = drawing.train(1, "--output_dir", output, *BASE)
     assert printed.count("passed over: ") == 5 and "no picture: " in printed
     assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
-    assert (saved / "step-00000008.broken-1").read_text() == "a file"
 
 
 def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):

@@ -233,7 +233,7 @@ def test_a_lock_that_its_holder_takes_along_is_made_anew(tmp_path):
     from samestep.base import run_folder
 
     held = run_folder.RunLock(tmp_path / "run")
-    leave = threading.Timer(0.5, lambda: (held.release(), held.file.close()))
+    leave = threading.Timer(0.5, lambda: (held.leave(), held.file.close()))
     leave.start()
     lock = run_folder.RunLock(tmp_path / "run")
     leave.join()

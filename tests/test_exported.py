@@ -1,6 +1,5 @@
 """The check of an export: it passes what a run exports, and finds each way to lose something."""
 
-import copy
 import json
 import re
 import shutil
@@ -14,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, bake, status
 from samestep.report import model_card
-from samestep.report.model_card import pipeline_task
 from samestep.settings import contract
-from samestep.training import ending, from_outside
+from samestep.training import ending, export_check
 from test_tasks import KITS
 
 CHAT = {"rows": "chat", "context_length": 128}
@@ -47,10 +45,8 @@ def export(kit, folder, table=None, **fields):
 
 
 def check(output, asked):
-    """What from_outside.py finds, here in this process."""
-    facts = {"rounding": asked[0]["dtype"], "asked": copy.deepcopy(asked)}
-    task = pipeline_task(output)
-    return from_outside.check(str(output), task, **facts, trust_remote_code=False)
+    """What the check finds; it changes nothing of what was asked."""
+    return export_check.compare_outputs(str(output), asked, asked[0]["dtype"])
 
 
 def change_weights(change):
@@ -194,19 +190,68 @@ def test_recipes_but_for_the_smoke_test_check_their_export():
     assert checked == {path for path in recipes if path.stem != "smoke"} and len(checked) >= 6
 
 
-@pytest.mark.slow
-def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
-    """Of a project with a module that would hide transformers."""
-    kit = next(kit for kit in KITS if kit.name == "image_classification")
-    run, output, asked = export(kit, tmp_path)
-    (tmp_path / "transformers.py").write_text("raise ImportError('a module of the project')")
-    monkeypatch.chdir(tmp_path)
-    run.asked = asked
-    found = ending.ask_exported(run, output)
-    assert found["dtype"] == "float32" and found["difference"] < 1e-5
-    (output / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="SafetensorError"):
-        ending.ask_exported(run, output)
+class Segmenter(torch.nn.Module):
+    """A task's model around one of transformers, whose normalization may be exchanged."""
+
+    def __init__(self, exchange):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_attention_heads": [1] * 4}
+        config = transformers.SegformerConfig(**sizes, decoder_hidden_size=8)
+        self.net = transformers.SegformerForSemanticSegmentation(config)
+        if exchange:
+            self.net.decode_head.batch_norm = torch.nn.GroupNorm(2, 8)
+
+
+def run_of(output, **functions):
+    task = SimpleNamespace(**functions)
+    config = SimpleNamespace(task=SimpleNamespace(), tf32=False)
+    return SimpleNamespace(output=output, task=task, cfg=config, tested=(None, None))
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_without_test_inputs_all_tensors_are_compared(tmp_path, capsys, exchange):
+    """A model whose BatchNorm was exchanged is another one when transformers loads it."""
+    model, folder = Segmenter(exchange).eval(), tmp_path / "model"
+    model.net.save_pretrained(folder)
+    (folder / "README.md").write_text("A card.\n")
+    ending.check_export(run_of(tmp_path), model, 3)
+    printed, found = capsys.readouterr().out, status(tmp_path)
+    loaded = transformers.SegformerForSemanticSegmentation.from_pretrained(folder).eval()
+    image = torch.randn(1, 3, 64, 64)
+    same = torch.equal(loaded(image).logits, model.net(image).logits)
+    assert same is not exchange
+    assert (found["export_check"] == "passed") is same and found["exported"] == 3
+    if same:
+        assert re.search("^checked: .* as SegformerForSemanticSegmentation, with the", printed)
+    else:
+        assert "warning: the exported model could not be confirmed: it has " in printed
+        assert "decode_head.batch_norm.running_mean, which the trained model has not" in printed
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["decode_head.classifier.bias"] += 1e-6
+    save_file(tensors, file, metadata={"format": "pt"})
+    if same:
+        with pytest.raises(ValueError, match="has other values than that of the trained model"):
+            export_check.compare_tensors(str(folder), [Segmenter(False).net, model.net])
+        changed = transformers.SegformerForSemanticSegmentation.from_pretrained(folder)
+        model.net.load_state_dict(changed.state_dict())  # a teacher and its student, say
+        assert export_check.compare_tensors(str(folder), [Segmenter(False).net, model.net]) > 50
+
+
+def test_inputs_of_a_task_without_a_tokenizer_are_given_again(tmp_path):
+    """Tokens of a vocabulary that is the task's own: there is nothing that reads a text."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    run = run_of(tmp_path, test_inputs=lambda rows: [(None, {"input_ids": [row]}) for row in rows])
+    run.start = SimpleNamespace(views=(None, [[1, 2, 3], [4, 5, 6, 7]]))
+    asked = ending.ask_trained(run, model)
+    assert check(tmp_path, asked)["difference"] < 1e-6 and len(asked) == 2
+    change_weights(lambda values: values + 0.05 * torch.randn_like(values))(tmp_path)
+    with pytest.raises(ValueError, match="its logits differ by"):
+        check(tmp_path, asked)
 
 
 @pytest.mark.slow
@@ -239,7 +284,10 @@ def test_a_run_says_what_was_checked(tmp_path):
     assert (folder / "adapter_model.safetensors").exists()
 
 
-def test_a_task_without_questions_has_nothing_to_check(quick, tiny, tmp_path):
+def test_an_export_that_transformers_does_not_know_is_not_checked_and_this_is_said(quick, tmp_path):
     printed = quick("--check_export", "true", "--output_dir", tmp_path / "run")
-    assert "checked" not in printed and "warning" not in printed
-    assert "export_check" not in status(tmp_path / "run")
+    assert printed.count("\nexport not checked: task.py has no function test_inputs, and ") == 1
+    assert status(tmp_path / "run")["export_check"].startswith("export not checked: ")
+    assert status(tmp_path / "run")["state"] == "finished"
+    quick("--output_dir", tmp_path / "without")
+    assert "export_check" not in status(tmp_path / "without")

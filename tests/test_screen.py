@@ -105,37 +105,34 @@ def flip_a_bit(file):
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_best_model_that_is_lost_gives_way_to_the_next_and_is_named(quick, tmp_path, keep):
+def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_path, keep):
     """Damaged; or deleted, where one checkpoint was to keep, so that the last is the only one."""
     output = tmp_path / "run"
     flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
     flags += ["--keep_checkpoints", keep, "--max_steps", 24, "--eval_every", 2]
     printed = quick(*flags)
     losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    first, second, *_ = sorted(losses, key=losses.get)
-    second = 24 if keep else second
-    assert first < 24 and "warning: " not in printed
-    path = output / "checkpoints" / f"step-{first:08d}"
+    best = min(losses, key=losses.get)
+    assert best < 24 and "is gone" not in printed
+    path = output / "checkpoints" / f"step-{best:08d}"
     if keep:
         shutil.rmtree(path)
     else:
         flip_a_bit(path / "rank-00000.safetensors")
     shutil.rmtree(output / "model")
     printed = quick(*flags)
-    best = f"warning: the best evaluation was that of step {first}: {losses[first]:.5g}, and no"
-    assert printed.count(f"{best} valid checkpoint holds it\n") == 2  # at the start, and at the end
-    left = f"the best checkpoint left was that of step {second}: {losses[second]:.5g}\n"
-    assert left in printed
-    shutil.rmtree(path, ignore_errors=True)
+    lost = f"the best evaluation was that of step {best}: {losses[best]:.5g}, and its checkpoint"
+    assert printed.count(f"{lost} is gone (") == 1
+    told = f"warning: {lost}" if keep else ": the last model is exported, not the best\n"
+    assert told in printed  # at the start the bytes are not read
     exported, saved = weights(output)
-    assert exported.equal(saved[second])
+    assert exported.equal(saved[24])
+    assert "Trained for 24 steps of 8" in (output / "model" / "README.md").read_text()
     printed = quick(*flags, "--eval_only")
-    assert printed.count(best) == 1
-    assert f"evaluating {output}/checkpoints/step-{second:08d}\n" in printed
+    assert printed.count(f"{lost} is gone (") == 1 and "): the newest is evaluated\n" in printed
+    assert f"evaluating {output}/checkpoints/step-00000024\n" in printed
     found = json.loads((output / "evaluation" / "metrics.json").read_text())
-    assert found["eval_loss"] == pytest.approx(losses[second])
-    text = (output / "model" / "README.md").read_text()
-    assert (f"{second} steps (the best checkpoint in 24)" in text) == (second < 24)
+    assert found["eval_loss"] == pytest.approx(losses[24])
 
 
 def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
@@ -149,6 +146,37 @@ def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
             reseal(max((tmp_path / name / "checkpoints").glob("step-*")))
     whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
     assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+
+
+# Killed when the second evaluation begins, after its step was saved.
+KILL = """
+import os
+from samestep.training.loading import EvalLoader
+begun = []
+def batches(self, *given, old=EvalLoader.batches):
+    begun.append(1)
+    if len(begun) == 2:
+        os.kill(os.getpid(), 9)
+    yield from old(self, *given)
+EvalLoader.batches = batches
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--async_save"]])
+def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, tmp_path, how):
+    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
+    flags += ["--keep_checkpoints", 1, "--max_steps", 12, *how]
+    quick(*flags, "--output_dir", tmp_path / "whole")
+    for _ in range(3):
+        quick(*flags, "--output_dir", tmp_path / "parts", before=KILL, codes=[-9])
+    quick(*flags, "--output_dir", tmp_path / "parts")
+    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
+    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+    for step in whole[1]:
+        name = f"checkpoints/step-{step:08d}/manifest.json"
+        found = [json.loads((tmp_path / each / name).read_text()) for each in ("whole", "parts")]
+        assert found[0]["best"] == found[1]["best"] and found[0]["best"][0] in whole[1]
+        assert found[0]["eval_loss"] == found[1]["eval_loss"]
 
 
 def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
@@ -197,6 +225,35 @@ def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path):
         manifest = tmp_path / name / "checkpoints" / "step-00000002" / "manifest.json"
         assert json.loads(manifest.read_text())["eval_loss"] == found[0][2]
         assert not [*manifest.parent.parent.glob(".*")]
+
+
+# One of two processes is asked to stop when an evaluation begins.
+STOP_ALL = """
+import os, signal
+from samestep.training.loading import EvalLoader
+def batches(self, *given, old=EvalLoader.batches):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    yield from old(self, *given)
+EvalLoader.batches = batches
+"""
+
+
+def test_a_stop_in_the_last_evaluation_has_saved_what_it_evaluates(tiny, tmp_path):
+    flags = ["--save_every", 0, "--eval_every", 0, "--max_steps", 6]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    tiny.train(2, *flags, "--output_dir", whole)
+    for _ in range(2):  # also where the evaluation is made up for
+        printed = tiny.train(2, *flags, "--output_dir", parts, before=STOP_ALL, codes=[75])
+        assert printed.count("stopped after step 6; the same command continues the run") == 1
+        assert lines(parts, "loss")[-1]["step"] == 6 and not lines(parts, "eval_loss")
+        assert status(parts)["saved"] == 6 and not (parts / "model").exists()
+    tiny.train(2, *flags, "--output_dir", parts)
+    for name in ("loss", "eval_loss"):
+        found = [[line[name] for line in lines(each, name)] for each in (whole, parts)]
+        assert found[0] == found[1] != []
+    exported, saved = weights(parts)
+    assert exported.equal(saved[6]) and exported.equal(weights(whole)[0])
 
 
 # ---- Settings ------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ class Config(RunConfig):
     save_every: Interval = field(default=200, metadata=NOTHING)
     """Steps between checkpoints, or epoch; the last step is always saved; 0: only the last."""
     export: Literal["last", "best"] = field(default="last", metadata=EXPORT)
-    """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
-    a checkpoint after each evaluation that is the best so far."""
+    """Model to export at the end: the last, or the one with the smallest eval_loss of those that
+    were saved. best also saves a checkpoint before each evaluation."""
 
     # Logging
     log_every: PositiveInt = field(default=10, metadata=NOTHING)
@@ -163,15 +163,12 @@ def due(step: int, every: int | str, last: bool, run: Run) -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader, can_stop: bool) -> tuple:
-    """The scores of all rows, each counted once, and the task's sums of these rows.
-
-    (None, None) if the run can stop, and is asked to meanwhile.
-    """
-    requested = run.stop.requested if can_stop else lambda: 0
+def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
+    """The scores of all rows, each counted once, and the task's sums of these rows; None and None
+    if the run is asked to stop meanwhile."""
     totals = EvaluationSums(loader.sampler.plans, run.accelerator.device)
     with run.meter.paused():
-        for batch in loader.batches(model, requested):  # as many on every process: see FSDP
+        for batch in loader.batches(model, run.stop.requested):  # as many on every rank: FSDP
             totals.add(model(run.task.eval_sums, batch))
         if loader.stopped:
             return None, None
@@ -222,18 +219,22 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     train_loader.prefetch()
     while True:
         last = step == run.last_step
+        to_evaluate = step > 0 and not (scores or stopped) and due(step, cfg.eval_every, last, run)
 
-        # Evaluate.
-        if step and not scores and not stopped and due(step, cfg.eval_every, last, run):
-            scores, sums = evaluate(run, model, eval_loader, can_stop=not last)
+        # Save, then evaluate: a stop loses nothing. The best model is one of those that were saved.
+        to_save = due(step, cfg.save_every, last or stopped, run)
+        if step and (to_save or (to_evaluate and cfg.export == "best")):
+            saver.save(step, log)
+
+        # Evaluate. The scores become a part of the checkpoint.
+        if to_evaluate:
+            scores, sums = evaluate(run, model, eval_loader)
             stopped = scores is None
-            if scores:
+            if stopped:
+                saver.save(step, log)
+            else:
                 log.note(**scores)
-
-        # Save.
-        is_due = due(step, cfg.save_every, last or stopped, run)
-        if step and (is_due or saver.should_save(step, scores)):
-            saver.save(step, scores, log)
+                saver.add_scores(step, scores)
         if last or stopped:
             break
 
@@ -281,8 +282,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if cfg.export == "best" and not cfg.eval_only:
             exported = saver.load_best() or step
         if exported < step or sums is None:  # it has not just been evaluated
-            scores, sums = evaluate(run, model, eval_loader, can_stop=False)
-        full_model = export(run, model, exported, scores)
+            scores, sums = evaluate(run, model, eval_loader)
+        if sums:
+            full_model = export(run, model, exported, scores)
     accelerator.wait_for_everyone()
     return finish(run, log, saver, full_model, sums, exported)
 

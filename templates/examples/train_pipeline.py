@@ -269,13 +269,19 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     train_loader.prefetch()
     while True:
         last = step == run.last_step
-        if step and not scores and not stopped and train.due(step, cfg.eval_every, last, run):
-            scores, sums = train.evaluate(run, pipeline, eval_loader, can_stop=not last)
+        to_evaluate = train.due(step, cfg.eval_every, last, run)
+        to_evaluate = to_evaluate and step > 0 and not (scores or stopped)
+        to_save = train.due(step, cfg.save_every, last or stopped, run)
+        if step and (to_save or (to_evaluate and cfg.export == "best")):
+            saver.save(step, log)
+        if to_evaluate:
+            scores, sums = train.evaluate(run, pipeline, eval_loader)
             stopped = scores is None
-            log.note(**(scores or {}))
-        due = train.due(step, cfg.save_every, last or stopped, run)
-        if step and (due or saver.should_save(step, scores)):
-            saver.save(step, scores, log)
+            if stopped:
+                saver.save(step, log)
+            else:
+                log.note(**scores)
+                saver.add_scores(step, scores)
         if last or stopped:
             break
 
@@ -305,8 +311,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if cfg.export == "best" and not cfg.eval_only:
             exported = saver.load_best() or step
         if exported < step or sums is None:
-            scores, sums = train.evaluate(run, pipeline, eval_loader, can_stop=False)
-        model = export(run, pipeline, exported, scores)
+            scores, sums = train.evaluate(run, pipeline, eval_loader)
+        if sums:
+            model = export(run, pipeline, exported, scores)
     accelerator.wait_for_everyone()
     return finish(run, log, saver, model, sums, exported)
 

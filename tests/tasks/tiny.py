@@ -89,7 +89,8 @@ def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
 
 def views(cfg: TaskConfig) -> tuple:
     if cfg.prepare_host in ("", socket.gethostname()):
-        if not PREPARED:  # a start calls this function twice
+        if cfg.prepare_seconds and not PREPARED:  # a start calls this function twice
+            print("preparing", flush=True)
             time.sleep(cfg.prepare_seconds)
         PREPARED.append(1)
         fail(cfg, "prepare_data")

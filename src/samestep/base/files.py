@@ -95,7 +95,7 @@ def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Replaces a folder, if there is one, by the fresh one.
+    """Replaces a folder, or what else has its name, by the fresh one.
 
     The files are flushed first, so that a power cut leaves no folder of empty files.
     """
@@ -105,7 +105,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
         fsync(path)
     old = folder.with_name(f".{folder.name}.old")
     remove(old)
-    if folder.exists():
+    if os.path.lexists(folder):  # a link to nothing, too
         folder.rename(old)
     fresh.rename(folder)
     fsync(folder.parent)

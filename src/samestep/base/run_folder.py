@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import socket
 import time
@@ -25,20 +24,16 @@ class RunLock:
     """Creates a run folder if it is missing, and locks it until this process ends, however it ends.
 
     A process whose launcher was killed may still be saving, so a start waits for the lock a little.
-    Raises ValueError that names the holder, or what is wrong with the folder. A check does not
-    `hold` the lock, since processes of the same run on other machines may hold it.
+    Raises ValueError that names the holder, or what is wrong with the folder.
     """
 
-    def __init__(self, output: Path, hold: bool = True):
-        self.output, self.path, self.created = output, output / "lock", []
-        self.file: Any = None
+    def __init__(self, output: Path):
+        self.output, self.path = output, output / "lock"
         try:
-            self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
+            self.created = [each for each in (output, *output.parents) if not each.exists()]
             self.open_file()
-            if hold:
-                self.acquire()
+            self.acquire()
         except OSError as error:
-            self.release()
             if not comes_again(error) and error.errno not in NO_LOCKS:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
@@ -88,18 +83,13 @@ class RunLock:
         except FileNotFoundError:
             return False
 
-    def release(self) -> None:
-        """Removes created folders that are empty: a start that changes nothing leaves no trace."""
-        with contextlib.suppress(OSError):  # another run holds the lock, or has just begun
-            if self.file:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not self.is_intact():
-                    return
-            for path in self.created:
-                if path == self.path and os.listdir(self.output) == [path.name]:
-                    path.unlink()
-                elif path.is_dir() and not os.listdir(path):
-                    path.rmdir()
+    def leave(self) -> None:
+        """Removes the folders that this start has created, if they hold nothing but the lock."""
+        with contextlib.suppress(OSError):  # it was removed
+            if self.is_intact() and os.listdir(self.output) == [self.path.name]:
+                self.path.unlink()
+                for folder in self.created:
+                    folder.rmdir()
 
 
 def describe_process() -> dict:
@@ -109,12 +99,19 @@ def describe_process() -> dict:
 
 
 def write_status(output: Path, state: str, **more: Any) -> None:
-    """Replaces status.json: the state of the run, this process, and more entries."""
-    text = json.dumps({"state": state, **describe_process(), **more}) + "\n"
+    """Replaces status.json: the state of the run, this process, and more entries.
+
+    `saved`, the step of the newest checkpoint, stays what it is unless it is given.
+    """
+    path = output / "status.json"
+    saved = read_json_object(path).get("saved", 0)
+    text = json.dumps({"state": state, "saved": saved, **describe_process(), **more}) + "\n"
     try:
-        replace_text(output / "status.json", text)
-    except OSError:  # a full disk has room for it in place of the old one
-        with open(output / "status.json", "r+", encoding="utf-8") as file:
+        replace_text(path, text)
+    except OSError:
+        if not path.exists():
+            raise
+        with open(path, "r+", encoding="utf-8") as file:  # a full disk has room in place of the old
             file.write(text)
             file.truncate()
 
@@ -147,49 +144,10 @@ def read_metrics(output: Path) -> list[dict]:
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             continue
         if "loss" in line:
-            if line["step"] < last:
+            if line["step"] <= last:
                 # What was saved in the background is noted some steps later.
                 steps = [each.get("committed_step", each["step"]) for each in lines]
                 lines = [each for each, n in zip(lines, steps, strict=True) if n < line["step"]]
             last = line["step"]
         lines.append(line)
     return lines
-
-
-def lost_best(output: Path, loss: float, before: float = math.inf) -> list[str]:
-    """A warning if the run has had a smaller eval_loss than `loss`, that of its best checkpoint.
-
-    Evaluations on its present validation data count, of steps smaller than `before`.
-    """
-    losses: dict[int, float] = {}
-    for line in read_metrics(output):
-        if "data validation: " in str(line.get("changes")):
-            losses = {}
-        if isinstance(line.get("eval_loss"), float | int) and line["step"] < before:
-            losses[line["step"]] = line["eval_loss"]
-    step = min(losses, key=losses.__getitem__, default=0)
-    if not losses or losses[step] >= loss:
-        return []
-    best = f"the best evaluation was that of step {step}: {losses[step]:.5g}"
-    return [f"warning: {best}, and no valid checkpoint holds it"]
-
-
-def check_progress(output: Path) -> None:
-    """Raises ValueError for a run without checkpoints that has saved some, and is not finished.
-
-    One that was killed before its first checkpoint was valid starts again.
-    """
-    lines = []
-    for line in read_metrics(output):
-        at_once = "save_seconds" in line and not line.get("in_background")
-        if at_once or "commit_seconds" in line:
-            lines.append(line)
-    status = read_json_object(output / "status.json")
-    finished = status.get("state") == "finished" or (output / "model").exists()
-    if lines and not finished:
-        step = lines[-1].get("committed_step", lines[-1]["step"])
-        raise ValueError(
-            f"{output / 'checkpoints'} has no checkpoint, and metrics.jsonl says that step {step} "
-            "was saved; put its folder back, or give --resume never to start from the beginning, "
-            "or another --output_dir"
-        )

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -28,7 +27,6 @@ from samestep.base.files import DISK_FULL, fsync, read_text, remove, replace_fol
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
-INTACT: set[Path] = set()  # checkpoints that this process has written, or hashed to find the best
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -60,7 +58,7 @@ def check_disk_space(folder: Path, size: float = 0) -> None:
 
 def make_partial_folder(partial: Path) -> None:
     """Creates the partial folder. The main process calls it before any process writes into it."""
-    for pattern in (".step-*.partial", ".step-*.trash"):
+    for pattern in (".step-*.partial", ".step-*.old", ".step-*.trash"):
         for leftover in partial.parent.glob(pattern):  # of a killed run
             remove(leftover)
     check_disk_space(partial.parent)
@@ -121,21 +119,15 @@ def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
 
     The main process calls it with what `hash_files` of all processes have returned. The order
     matters: the contents reach the disk first, then the manifest that holds their digests, then the
-    final name.
+    final name. What has that name is replaced: it is broken, or the run would have resumed from it.
     """
     if unseen := sorted({*file_sizes(partial)} ^ {*files}):
         name = partial / unseen[0]
         raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
     write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
-    if final.exists():  # broken, or the run would have continued from it: set it aside
-        number = 1
-        while (target := final.with_name(f"{final.name}.broken-{number}")).exists():
-            number += 1
-        final.rename(target)
     replace_folder(partial, final)
     fsync(final.parent.parent)  # where the first checkpoint has created the folder of all
-    INTACT.add(final)
     return final
 
 
@@ -146,6 +138,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     # The temporary file lies beside the folder: a file that no manifest names would break it.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
+
+
+def add_to_manifest(folder: Path, step: int, **entries: object) -> None:
+    """Adds entries to the manifest of a checkpoint; raises ValueError if it is not there."""
+    path = checkpoint_folder(folder, step)
+    write_manifest(path, {**read_manifest(path), **entries})
 
 
 # ---- Verifying -----------------------------------------------------------------------------------
@@ -280,14 +278,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(
-    folder: Path, resume: str, named_first: bool = False
+    folder: Path, resume: str, named_first: bool = False, hashed: bool = True
 ) -> tuple[Path | None, dict, list[str]]:
-    """The checkpoint to continue from, its manifest, and why others were passed over.
+    """The checkpoint to resume from, its manifest, and why others were passed over.
 
     It tries the newest valid checkpoint in the folder, then the path that `resume` names, then the
     beginning (None, with an empty manifest). With `named_first`, for evaluation only, the named
-    path comes first. Raises ValueError if checkpoints exist but none can be used: a run must not
-    silently start from the beginning.
+    path comes first. Without `hashed` only the sizes of files are compared. Raises ValueError if
+    checkpoints exist but none can be used: a run must not silently start from the beginning.
     """
     passed_over, named = [], resume not in ("auto", "never")
     for path in [] if named and named_first else list_checkpoints(folder):
@@ -297,7 +295,7 @@ def find_checkpoint(
                 "from them, or another --output_dir to start afresh"
             )
         try:
-            manifest = verify(path)
+            manifest = verify(path, hashed)
         except ValueError as reason:
             passed_over.append(str(reason))
             continue
@@ -312,7 +310,7 @@ def find_checkpoint(
     if not named:
         return None, {}, []
     try:
-        return Path(resume), verify(Path(resume)), []
+        return Path(resume), verify(Path(resume), hashed), []
     except ValueError as reason:
         raise ValueError(
             f"resume: {reason}; give auto, never or the folder of a checkpoint, "
@@ -320,46 +318,37 @@ def find_checkpoint(
         ) from None
 
 
-def prune(newest: Path, keep: int) -> None:
-    """Deletes all checkpoints but the `keep` newest and the one with the smallest eval_loss.
+def prune(newest: Path, keep: int, best: int | None) -> None:
+    """Deletes all checkpoints but the `keep` newest and that of step `best`; 0 keeps all.
 
-    0 keeps all. `newest` is the checkpoint just committed, and always stays. Broken checkpoints do
-    not count among the newest, and are left for people to look at.
+    `newest` is the checkpoint just committed. Those of later steps stay, and so do broken ones,
+    which do not count among the newest. Only the sizes of files are compared.
     """
     if not keep:
         return
-    best, _, broken = find_best(newest.parent, read_manifest(newest), step_of(newest))
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    intact = [path for path in older if path not in broken and is_valid(path, hashed=False)]
+    intact = [path for path in older if is_valid(path, hashed=False)]
     for path in intact[keep:]:
-        if path not in (best, newest):
+        if step_of(path) != best:
             remove(path)
 
 
 def find_best(
-    folder: Path, current: dict, last: float = math.inf
-) -> tuple[Path | None, float, list[Path]]:
-    """The checkpoint in a folder with the smallest eval_loss, up to step `last`, and that loss; or
-    None and infinity. Then better ones that are broken. Hashing all would take too long.
+    folder: Path, best: list | None, hashed: bool = True
+) -> tuple[Path | None, dict, str]:
+    """The checkpoint of the best evaluation and its manifest, or why there is none.
 
-    Only losses on the validation data of the manifest `current` are compared. The oldest of equals
-    wins.
+    `best`: the step of that evaluation and its eval_loss.
     """
-    losses, broken = [], []
-    for path in [each for each in list_checkpoints(folder) if step_of(each) <= last]:
-        with contextlib.suppress(ValueError):
-            saved = verify(path, hashed=False)
-            loss = saved.get("eval_loss")
-            validation = [each.get("data", {}).get("validation") for each in (saved, current)]
-            finite = isinstance(loss, float | int) and math.isfinite(loss)
-            if finite and validation[0] == validation[1]:
-                losses.append((loss, path))
-    for loss, path in sorted(losses):
-        if path in INTACT or is_valid(path):
-            INTACT.add(path)
-            return path, loss, broken
-        broken.append(path)
-    return None, math.inf, broken
+    if not best:
+        return None, {}, "no checkpoint has a finite eval_loss"
+    step, loss = best
+    path = checkpoint_folder(folder, step)
+    try:
+        return path, verify(path, hashed), ""
+    except ValueError as reason:
+        lost = f"the best evaluation was that of step {step}: {loss:.5g}, and its checkpoint"
+        return None, {}, f"{lost} is gone ({reason})"
 
 
 # ---- Settings of a checkpoint and of now ---------------------------------------------------------

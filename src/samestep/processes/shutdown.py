@@ -166,8 +166,8 @@ def run(main: Callable, prepare: Callable) -> None:
     for thread in threading.enumerate():
         if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
             thread.join()
-    if IS_MAIN and start:
-        start.lock.release()
+    if start and start.lock:
+        start.lock.leave()
     exit_process(code)
 
 

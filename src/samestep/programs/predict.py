@@ -24,7 +24,7 @@ from samestep.base.console import escaped, one_line, protect_output
 from samestep.images.images import flatten, open_image, upright
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
-from samestep.training.from_outside import load
+from samestep.training.export_check import load
 
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
@@ -36,8 +36,6 @@ def load_pipeline(folder: Path, task: str) -> Any:
     """
     import transformers  # takes 4 s, once the arguments have been checked
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     # transformers would ask whether to run a model's own code, and look for a lost base on the Hub.
     options: Any = {"trust_remote_code": False, "local_files_only": True}
     model, info = load(str(folder), task, output_loading_info=True, **options)

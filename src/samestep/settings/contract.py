@@ -153,9 +153,10 @@ class Task(Protocol):
 
     def test_inputs(self, rows: list, cfg: Any, data: Any) -> list[tuple[Any, dict]]:
         """What the check of the export gives to the trained model, and then to what it loads from
-        the folder by transformers alone: each input as a pipeline takes it (a text, messages, an
-        image), and as the run gives it to the model, arrays with B = 1. The attention mask of
-        tokens is left out. `rows`: a few validation rows."""
+        the folder by transformers: each input as a pipeline takes it (a text, messages, an image;
+        None where there is no tokenizer or image processor), and as the run gives it to the model,
+        arrays with B = 1. The attention mask of tokens is left out. `rows`: a few validation
+        rows."""
 
 
 REQUIRED = "collate count build_model loss_sum eval_sums metrics export".split()

@@ -78,8 +78,8 @@ class RunConfig:
     takes as much memory as the checkpoint. Not with DeepSpeed."""
 
     check_export: bool = field(default=False, metadata=EXPORT)
-    """Load the exported model in a process of its own, by transformers alone, and compare its
-    answers with those of the trained one: a few seconds, and a line in the model card."""
+    """Load the exported model by transformers, and compare its outputs with those of the trained
+    one, or its tensors: a few seconds, and a line in the model card."""
 
     # Logging
     tracker: Literal["wandb", "trackio", "tensorboard", "none"] = field(

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import yaml
 from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
-from samestep.base.files import read_json_object
+from samestep.base.files import read_json_object, read_text
 from samestep.checkpoint import checkpoints
 from samestep.processes import consistency, ranks, shutdown
 from samestep.processes.device import check_devices, use_cpu
@@ -50,13 +51,38 @@ class ResumePoint:
 
     max_steps: int
     checkpoint: Path | None = None  # to continue from
+    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
     saved: dict = field(default_factory=dict)  # its manifest
-    best_loss: float = math.inf  # the smallest eval_loss of a checkpoint, if export is best
+    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     remarks: list[str] = field(default_factory=list)  # lines to print
     changed: list[str] = field(default_factory=list)  # accepted changes of settings
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
-    facts: dict = field(default_factory=dict)  # of the settings, for status.json
+
+    def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
+        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
+
+        Raises ValueError where one is needed: to evaluate alone, or since the run has saved some.
+        """
+        output = Path(cfg.output_dir)
+        folder = output / "checkpoints"
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"output_dir {output} is a file; give another")
+        found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only, hashed)
+        self.checkpoint, self.saved, passed_over = found
+        self.remarks += [f"passed over: {reason}" for reason in passed_over]
+        if self.checkpoint:
+            self.own = self.checkpoint.resolve().parent == folder.resolve()
+        begins = not self.own and not (cfg.eval_only and self.checkpoint)
+        saved = read_json_object(output / "status.json").get("saved")
+        if begins and saved and cfg.resume != "never" and not (output / "model").exists():
+            raise ValueError(
+                f"{folder} has no checkpoint, and status.json says that step {one_line(saved, 20)} "
+                "was saved; put its folder back, or give --resume never to start from the "
+                "beginning, or another --output_dir"
+            )
+        if cfg.eval_only and not self.checkpoint:
+            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def find_start(self, cfg: Any, manifest: dict) -> None:
         """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
@@ -65,14 +91,14 @@ class ResumePoint:
         """
         output, effects = Path(cfg.output_dir), change_effects(cfg)
         folder = output / "checkpoints"
+        if self.own and self.same_validation(manifest):
+            self.best = self.saved.get("best")
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-            best, loss, _ = checkpoints.find_best(folder, manifest)
-            if self.same_validation(manifest):
-                self.remarks += run_folder.lost_best(output, loss)
-            if best:  # it may be older than the newest
-                self.checkpoint, self.saved = best, checkpoints.verify(best)
+            path, saved, lost = checkpoints.find_best(folder, self.best)
+            if path:  # it may be older than the newest
+                self.checkpoint, self.saved = path, saved
             else:
-                self.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+                self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
         if cfg.num_epochs:
             # 1.1 x 100 is 110.00000000000001
@@ -99,17 +125,14 @@ class ResumePoint:
         if self.checkpoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
         self.mixture = manifest["mixture"]
-        settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
-        exports = checkpoints.settings_with(manifest, effects, "export")
-        self.facts = {"settings": settings, "export": exports}
-        saved = checkpoints.settings_with(self.saved or manifest, effects, "export")
-        self.check_finished(cfg, saved)
+        self.check_finished(output, manifest, effects)
         if step < self.max_steps:
             checkpoints.check_disk_space(folder)
-        if cfg.export == "best" and not self.finished:
-            _, self.best_loss, _ = checkpoints.find_best(folder, manifest)
-            if self.same_validation(manifest):
-                self.remarks += run_folder.lost_best(output, self.best_loss, step)
+        if cfg.export == "best" and self.best and not self.finished:
+            path, _, lost = checkpoints.find_best(folder, self.best, hashed=False)
+            if not path:
+                self.remarks.append(f"warning: {lost}")
+                self.best = None
             if any(line.startswith("task.") for line in self.changed):
                 self.remarks.append(
                     "warning: the best evaluation may be one from before the change of task "
@@ -137,38 +160,34 @@ class ResumePoint:
             self.remarks.append(remark)
         return mixture
 
-    def check_finished(self, cfg: Any, exported: dict) -> None:
-        """Notes that the run has finished; raises ValueError if it has, with other settings.
+    def check_finished(self, output: Path, manifest: dict, effects: dict) -> None:
+        """Notes that the run has finished: its newest checkpoint is the last, and exported.
 
-        `exported`: the settings of its export, unless status.json has them.
+        The export may be that of the best checkpoint. Raises ValueError for a model whose
+        checkpoints are gone, unless it was made with these settings.
         """
-        output, facts = Path(cfg.output_dir), self.facts
-        status, trained = read_json_object(output / "status.json"), (output / "model").exists()
-        finished, step = status.get("state") == "finished", self.saved.get("step", 0)
-        before = status.get("export") or exported
-        again = "; ".join(checkpoints.differences(before, facts["export"]).values())
-        folder = (output / "checkpoints").resolve()
-        if self.checkpoint and self.checkpoint.resolve().parent == folder:
-            # A finished run without its model, or with other settings for it, exports it again.
-            if not (finished and trained and step >= self.max_steps):
+        step, best = self.saved.get("step", 0), self.saved.get("best") or [0]
+        exported = read_json_object(output / "status.json").get("exported", -1)
+        if not (output / "model").exists():
+            return
+        if self.own:
+            if step < self.max_steps or exported not in (step, best[0]):
                 return
-            if again:
-                self.remarks.append(f"the finished run exports again: {again}")
-            elif self.changed and status.get("settings") != facts["settings"]:
-                raise ValueError(
-                    f"{output} is finished, with no step left for {'; '.join(self.changed)}; "
-                    f"give more max_steps than {step}, or another --output_dir"
-                )
-            else:
-                self.finished = f"{step} steps"
-        elif trained or finished:
-            # The checkpoints were deleted. Another training would replace the model.
-            if not trained or status.get("settings") != facts["settings"] or again:
-                raise ValueError(
-                    f"{output} holds a finished run, whose checkpoints are gone and whose settings "
-                    "may differ from yours; give another --output_dir"
-                )
-            self.finished = "its checkpoints are gone, its model is there"
+            self.finished = f"{step} steps, and model/ is that of step {exported}"
+            if self.changed:
+                self.finished += f"; no step is left for {'; '.join(self.changed)}"
+            self.finished += "; to export again delete model/"
+            return
+        before = {"config": read_settings(output / "config.yaml")}
+        now = {"config": manifest["config"]}
+        settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
+        if exported == -1 or checkpoints.differences(*settings):
+            # Another training would replace the model.
+            raise ValueError(
+                f"{output} holds a finished run, whose checkpoints are gone and whose settings "
+                "may differ from yours; give another --output_dir"
+            )
+        self.finished = "its checkpoints are gone, its model is there"
 
 
 @dataclass
@@ -206,6 +225,15 @@ class RunStart:
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
         remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
         return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
+
+
+def read_settings(path: Path) -> dict:
+    """The settings in a config.yaml that a run has written; empty if it is missing or damaged."""
+    try:
+        settings = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
@@ -498,38 +526,31 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
             "ddp.static_graph: torch takes one micro-batch of a process in a step, and equal "
             "shares; raise micro_batch_size, or leave it out"
         )
-    lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
+    cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+    tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
+    if IS_MAIN:  # before the data, whose preparation may take hours
+        ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
+    data, bound, views, samples = read_data(cfg, task, run_of(cfg))
+    if isinstance(views[0], contract.Stream):
+        check_stream(cfg, layout)
+    if layout.cp > 1:  # each process takes a part from the front and one from the back
+        check_rows(views[0], bound, 2 * layout.cp)
+    manifest = collect_manifest(cfg, data, views, samples.fingerprints)
+    resume_point = ResumePoint(cfg.max_steps)
+    resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
+    # Until here nothing is written into the run folder. One process: verifying reads all bytes.
+    lock = run_folder.RunLock(output) if IS_MAIN and not cfg.check else None
     try:
-        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
-        tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
-        resume_point = ResumePoint(cfg.max_steps)
-        if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
-            # Before the data, whose preparation may take hours.
-            folder = output / "checkpoints"
-            found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
-            resume_point.checkpoint, resume_point.saved, passed_over = found
-            resume_point.remarks += [f"passed over: {reason}" for reason in passed_over]
-            own = found[0] and found[0].resolve().parent == folder.resolve()
-            if not own and cfg.resume != "never" and not (cfg.eval_only and found[0]):
-                run_folder.check_progress(output)
-            if cfg.eval_only and not resume_point.checkpoint:
-                raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
-        data, bound, views, samples = read_data(cfg, task, run_of(cfg))
-        if isinstance(views[0], contract.Stream):
-            check_stream(cfg, layout)
-        if layout.cp > 1:  # each process takes a part from the front and one from the back
-            check_rows(views[0], bound, 2 * layout.cp)
-        manifest = collect_manifest(cfg, data, views, samples.fingerprints)
-        resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
         if IS_MAIN:
+            resume_point.find_checkpoint(cfg)
             resume_point.find_start(cfg, manifest)
-        return RunStart(
-            cfg, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
-        )
     except BaseException:
         if lock:
-            lock.release()
+            lock.leave()
         raise
+    return RunStart(
+        cfg, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
+    )
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:

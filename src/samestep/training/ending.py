@@ -1,14 +1,10 @@
 """The end of a run: the exported model and its check, the status, and what the task reports.
 
-The check is a process of its own that knows nothing of the project: it asks the exported model what
-the trained one was asked in the run. The task says what to ask: its function `test_inputs`.
+The check loads the exported model by transformers, and compares it with the trained one: see
+export_check.py. The task may give what to compare them with: its function `test_inputs`.
 """
 
 import json
-import os
-import pickle
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,15 +23,12 @@ from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error
 from samestep.processes.shutdown import STOPPED
 from samestep.report import model_card, tracking
-from samestep.training import from_outside
+from samestep.training import export_check
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 from samestep.training.saving import Saver
 
-ASKED = 4  # rows of the validation data that the task makes test inputs of
-# Left out of the check's environment: what makes a process one of several, and its share of cores.
-OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "TORCHELASTIC_", "OMP_NUM_")
-OF_LAUNCHERS += ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_")
+TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
 def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
@@ -57,8 +50,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             folder = run.output / "model"
             if run.cfg.check_export and hasattr(run.task, "test_inputs"):
                 # The export may change the model: LoRA's adapters are merged then.
-                asked, problem = catch(ask_trained, run, full_model)
-                run.asked = asked or problem
+                run.tested = catch(ask_trained, run, full_model)
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
@@ -88,22 +80,24 @@ def finish(
     code, state = (0, "finished") if sums else (STOPPED, "stopped")
     if not run.accelerator.is_main_process:
         return code
+    torch.set_num_threads(count_cores())  # the other processes have left their cores
     if run.cfg.eval_only:
         attempt("no report", report, run, saver, full_model, sums, run.output / "evaluation")
         return code
-    run_folder.write_status(run.output, state, exit_code=code, **run.resume_point.facts)
+    exported = {"exported": step} if sums else {}
+    run_folder.write_status(run.output, state, exit_code=code, **exported)
     if sums:
         shown = attempt("no report", report, run, saver, full_model, sums, run.output)
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
-        if run.asked:
-            attempt("the export was not checked", check_export, run, run.output / "model")
+        if run.cfg.check_export:
+            attempt("the export was not checked", check_export, run, full_model, step)
         from samestep.report import curves  # matplotlib, which other processes and checks need not
 
         picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
         print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
     else:
-        print_on_main(f"stopped after step {step}; the same command continues the run")
+        print_on_main(f"stopped after step {saver.step}; the same command continues the run")
     attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
     return code
 
@@ -114,15 +108,13 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
         return {}
     output.mkdir(exist_ok=True)
     device = run.accelerator.device
-    if run.ranks.layout.sharded:  # gathered on the CPU; the other processes have left their cores
-        torch.set_num_threads(count_cores())
-        if device.type == "cuda":
-            saver.state.optimizer.state.clear()  # training is over
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(device)
-            size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
-            if size + total // 10 < free:  # the tenth is for what the report computes
-                full_model.to(device)
+    if run.ranks.layout.sharded and device.type == "cuda":  # gathered on the CPU
+        saver.state.optimizer.state.clear()  # training is over
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
+        if size + total // 10 < free:  # the tenth is for what the report computes
+            full_model.to(device)
     shown = run.task.report(full_model.eval(), sums, output) or {}
     shown = {name: value for name, value in shown.items() if value is not None}  # it failed
     for name, value in shown.items():
@@ -134,8 +126,11 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
 
 
 def ask_trained(run: Run, model: Any) -> list[dict]:
-    """What the trained model answers; raises ValueError where there is nothing to ask."""
-    rows = [run.start.views[1][i] for i in range(min(ASKED, len(run.start.views[1])))]
+    """What the trained model makes of the task's test inputs; raises ValueError if there are none.
+
+    In the vocabulary of export_check.compare_outputs.
+    """
+    rows = [run.start.views[1][i] for i in range(min(TESTED, len(run.start.views[1])))]
     asked: list[dict[str, Any]] = []
     with restored(model.eval()):
         for given, tensors in run.task.test_inputs(rows):
@@ -143,58 +138,60 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
             if "input_ids" in inputs:
                 inputs = {name: values.long() for name, values in inputs.items()}
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            inputs = {name: values.to(model.device) for name, values in inputs.items()}
-            asked.append({"given": given, **from_outside.ask(model, inputs)})
+            there = {name: values.to(model.device) for name, values in inputs.items()}
+            found = export_check.ask(model, there)
+            asked.append({"given": given, "inputs": inputs, **found})
     if not asked:
-        raise ValueError("task.test_inputs gives nothing to ask")
+        raise ValueError("task.test_inputs gives no input")
     return asked
 
 
-def check_export(run: Run, folder: Path) -> None:
-    """Asks the exported model what the trained one was asked; the card and the status say so."""
-    found, problem = catch(ask_exported, run, folder)
+def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
+    """Compares the exported model with the trained one; the card and the status say the result."""
+    folder = run.output / "model"
+    line, problem = catch(verify_export, run, model, folder)
+    result = "passed"
     if problem:
-        line = f"the exported model could not be confirmed: {one_line(problem)}"
-        result = line
+        result = line = f"the exported model could not be confirmed: {one_line(problem)}"
         print_on_main(f"warning: {line}")
-    else:
-        line = (
-            f"transformers {metadata.version('transformers')} loads it in {found['dtype']}, without"
-            f" the project, and gives the same logits for {len(run.asked)} inputs (largest "
-            f"difference {found['difference']:.1g} of the largest one)"
-        )
-        if found["stop"]:
-            line += f"; it stops after {one_line(found['stop'], 40)}"
-        result = "passed"
+    elif line:
+        line = f"transformers {metadata.version('transformers')} {line}"
         print_on_main(f"checked: {line}")
+    else:
+        result = line = (
+            "export not checked: task.py has no function test_inputs, and model/ is of no class of "
+            "transformers"
+        )
+        print_on_main(line)
     card = folder / "README.md"
     section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
-    facts = {**run.resume_point.facts, "exit_code": 0, "export_check": result}
+    facts = {"exit_code": 0, "exported": step, "export_check": result}
     run_folder.write_status(run.output, "finished", **facts)
 
 
-def ask_exported(run: Run, folder: Path) -> dict:
-    """What the program from_outside.py finds, in a process of its own; raises what is wrong."""
-    if isinstance(run.asked, Exception):
-        raise run.asked
-    rounding = "float16" if run.cfg.tf32 else run.asked[0]["dtype"]
+def verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
+    """What is the same in the exported model, for a line; empty: there is nothing to compare.
+
+    Raises what is wrong with it.
+    """
+    asked, problem = run.tested
+    if problem:
+        raise problem
+    if not asked:
+        parts = export_check.find_parts(model, folder)
+        if not parts:
+            return ""
+        count, name = export_check.compare_tensors(str(folder), parts), type(parts[0]).__name__
+        return f"loads it as {name}, with the {count} tensors of the trained model"
+    rounding = "float16" if run.cfg.tf32 else asked[0]["dtype"]
     if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
-        for each in run.asked:
+        for each in asked:
             del each["dtype"]
-    facts = {"folder": str(folder), "task": model_card.pipeline_task(folder), "rounding": rounding}
-    facts["trust_remote_code"] = getattr(run.cfg.task, "trust_remote_code", False)
-    env = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
-    ended = subprocess.run(
-        [sys.executable, from_outside.__file__],
-        input=pickle.dumps({**facts, "asked": run.asked}),
-        env=env | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        timeout=run.cfg.timeout,
+    trusted = getattr(run.cfg.task, "trust_remote_code", False)
+    found = export_check.compare_outputs(str(folder), asked, rounding, trust_remote_code=trusted)
+    line = (
+        f"loads it in {found['dtype']}, and gives the same logits for {len(asked)} inputs (largest "
+        f"difference {found['difference']:.1g} of the largest one)"
     )
-    if ended.returncode:
-        raise ValueError(f"it ended with {ended.returncode}: {ended.stderr.decode()[-300:]}")
-    found = json.loads(ended.stdout.splitlines()[-1])  # code from the Hub may print, too
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    return line + (f"; it stops after {one_line(found['stop'], 40)}" if found["stop"] else "")

@@ -38,7 +38,8 @@ class Run:
         self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
         self.lanes: dict[int, tuple[int, int]] = {}  # of a stream: see TrainLoader.last_of_lanes
-        self.asked: Any = []  # what the trained model answered: see ending.py
+        # Outputs of the trained model for test inputs, and what failed: see ending.py.
+        self.tested: tuple[list[dict] | None, Exception | None] = (None, None)
         self.shares = ""  # micro-batches of each process, where they were measured
 
     def samples(self, step: int) -> int:
@@ -138,7 +139,8 @@ class Run:
         text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
         self.keep_identity()
-        run_folder.write_status(self.output, "running")
+        saved = self.first_step if self.resume_point.own else 0
+        run_folder.write_status(self.output, "running", saved=saved)
         tracking.start_tracker(self.accelerator, settings)
 
     def keep_identity(self) -> None:

@@ -1,5 +1,6 @@
 """Saves checkpoints, while training waits or in the background, and continues from them."""
 
+import functools
 import math
 import shutil
 import threading
@@ -10,7 +11,7 @@ import torch
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import catch
+from samestep.base.errors import attempt, catch
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
@@ -28,9 +29,10 @@ class Saver:
         self.run, self.accelerator, self.ranks = run, run.accelerator, run.ranks
         self.main = run.accelerator.is_main_process
         self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
-        self.step = 0  # of the newest checkpoint of this run
-        self.scored = False  # whether it holds the scores of its step
-        self.best_loss = run.resume_point.best_loss
+        self.step = 0  # of the newest checkpoint
+        self.takes_scores = False  # whether it is one of this run, and has no scores yet
+        self.best = run.resume_point.best  # the step and the eval_loss of the best checkpoint
+        self.scores: dict = {}  # entries that the manifest of the newest is yet to get
         self.thread: threading.Thread | None = None
         self.done: list[dict] = []  # lines about saves in the background, until they are logged
         self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
@@ -53,49 +55,62 @@ class Saver:
         if not checkpoint:
             return 0, None
         print_on_main(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
-        same = run.resume_point.same_validation(run.start.manifest)
-        self.step, self.scored = run.first_step, same and "eval_loss" in saved
-        known = self.scored and not run.cfg.eval_only
-        return run.first_step, {"eval_loss": saved["eval_loss"]} if known else None
+        resume_point = run.resume_point
+        scored = "eval_loss" in saved and resume_point.same_validation(run.start.manifest)
+        self.step = run.first_step
+        self.takes_scores = resume_point.own and not (scored or resume_point.changed)
+        if not scored or run.cfg.eval_only:
+            return run.first_step, None
+        return run.first_step, {"eval_loss": saved["eval_loss"]}
 
-    def should_save(self, step: int, scores: dict | None) -> bool:
-        """Whether these are the best scores so far, or the checkpoint of this step lacks them."""
-        best = self.run.cfg.export == "best" and scores and scores["eval_loss"] < self.best_loss
-        return bool(best or (scores and step == self.step and not self.scored))
-
-    def save(self, step: int, scores: dict | None, log: RunLog) -> None:
-        """Saves a step, or begins to. A step that is saved already only gets its scores."""
-        run, found = self.run, {"eval_loss": scores["eval_loss"]} if scores else {}
-        if run.cfg.eval_only:
+    def save(self, step: int, log: RunLog) -> None:
+        """Saves a step, or begins to, unless it is saved already."""
+        run = self.run
+        if run.cfg.eval_only or step == self.step:
             return
-        if step == self.step:
-            self.add_scores(found)
-            return
-        numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
+        manifest = {**run.start.manifest, "step": step, "samples": run.samples(step)}
+        manifest |= {"processes": self.accelerator.num_processes, "best": self.best}
         if isinstance(run.start.views[0], Stream):
-            numbers["lanes"] = run.gather_lanes()
+            manifest["lanes"] = run.gather_lanes()
         began = time.perf_counter()
         with run.meter.paused():
-            self.commit({**run.start.manifest, "step": step, **numbers, **found})
-        self.best_loss = min([self.best_loss, *found.values()])
-        self.step, self.scored = step, bool(found)
+            self.commit(manifest)
+        self.step, self.takes_scores = step, True
         more = {"in_background": True} if self.asynchronous else {}  # it may still fail
         log.note(save_seconds=time.perf_counter() - began, **more)
+        if not self.asynchronous:
+            self.note_saved(step)
 
-    def add_scores(self, found: dict) -> None:
-        """Adds scores to the newest checkpoint, if it is of this run."""
-        resume_point, folder = self.run.resume_point, self.run.output / "checkpoints"
-        if self.scored or not found:
+    def note_saved(self, step: int) -> None:
+        """Writes into the status that a checkpoint of this step is there."""
+        if self.main:
+            run_folder.write_status(self.run.output, "running", saved=step)
+
+    def add_scores(self, step: int, scores: dict) -> None:
+        """Adds the scores of a step to its checkpoint, if it has one. All processes must call it.
+
+        A checkpoint that is being saved in the background gets them when it is done.
+        """
+        if step != self.step or not self.takes_scores:
             return
-        goes_on = self.step == self.run.first_step  # nothing was saved since
-        if goes_on and (resume_point.changed or resume_point.checkpoint.parent != folder):
-            return
-        self.wait()
-        self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
+        loss = scores["eval_loss"]
+        if math.isfinite(loss) and (self.best is None or loss < self.best[1]):
+            self.best = [step, loss]
+        self.takes_scores, self.scores = False, {"eval_loss": loss, "best": self.best}
+        if not self.asynchronous:
+            self.write_scores()
+
+    def write_scores(self) -> None:
+        """Writes the scores of the newest checkpoint into its manifest."""
+        found, self.scores = self.scores, {}
         with self.ranks.fail_together():
-            if self.main:
-                path = checkpoints.checkpoint_folder(folder, self.step)
-                checkpoints.write_manifest(path, checkpoints.read_manifest(path) | found)
+            if self.main and found:
+                self.run.start.lock.check_folder()
+                folder = self.run.output / "checkpoints"
+                attempt(
+                    f"the scores of step {self.step} are not in its checkpoint",
+                    functools.partial(checkpoints.add_to_manifest, folder, self.step, **found),
+                )
 
     def commit(self, manifest: dict) -> None:
         """Commits a checkpoint, or begins to, once the last one is done. All processes must call
@@ -145,7 +160,8 @@ class Saver:
             with ranks.fail_together(), as_user_error():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)
-                    checkpoints.prune(committed, self.run.cfg.keep_checkpoints)
+                    best = manifest["best"] and manifest["best"][0]
+                    checkpoints.prune(committed, self.run.cfg.keep_checkpoints, best)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint
                 shutil.rmtree(partial, ignore_errors=True)
@@ -157,11 +173,14 @@ class Saver:
                 self.thread.join()
             self.thread = None
             self.ranks.raise_everywhere(self.run.problem)
+            self.write_scores()
 
     def log_commits(self, log: RunLog) -> None:
         """Writes a line about each save in the background that is now done."""
         while self.done:
-            log.note(**self.done.pop(0))
+            line = self.done.pop(0)
+            log.note(**line)
+            self.note_saved(line["committed_step"])
 
     def finish(self, log: RunLog) -> None:
         """Waits for the last save, and closes the log."""
@@ -172,26 +191,20 @@ class Saver:
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none."""
-        run, best, loss, saved, lost = self.run, None, math.inf, {}, []
+        run, found = self.run, (None, {}, "")
+        is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
         with self.ranks.fail_together(), as_user_error():
-            if self.main:
-                folder = run.output / "checkpoints"
-                best, loss, _ = checkpoints.find_best(folder, run.start.manifest)
-                saved = checkpoints.verify(best) if best else {}
-                lost = run_folder.lost_best(run.output, loss)
-        best, loss, saved = self.ranks.from_main((best, loss, saved))
-        for line in lost:
-            print_on_main(line)
-        if best is None:
-            print_on_main(
-                "no checkpoint has a finite eval_loss: the last model is exported, not the best"
-            )
+            if self.main and not is_newest:
+                found = checkpoints.find_best(run.output / "checkpoints", self.best)
+        path, saved, lost = self.ranks.from_main(found)
+        if lost:
+            print_on_main(f"{lost}: the last model is exported, not the best")
             return None
-        with self.ranks.fail_together(), as_user_error():
-            self.state.load_weights(best, saved, run.start.manifest)
-        step = checkpoints.step_of(best)
-        which = "the best checkpoint left" if lost else "the best evaluation"
-        print_on_main(f"{which} was that of step {step}: {loss:.5g}")
+        if path:
+            with self.ranks.fail_together(), as_user_error():
+                self.state.load_weights(path, saved, run.start.manifest)
+        step, loss = self.best
+        print_on_main(f"the best evaluation was that of step {step}: {loss:.5g}")
         return step
 
 
