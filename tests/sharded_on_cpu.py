@@ -25,7 +25,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 import samestep.processes.device
-import samestep.settings.launcher
+import samestep.settings.launched
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
@@ -33,7 +33,7 @@ torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
 samestep.processes.device.use_cpu = lambda: False
 samestep.processes.device.check_devices = lambda: None
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-samestep.settings.launcher.check_launched = see_gpu(samestep.settings.launcher.check_launched)
+samestep.settings.launched.check_launched = see_gpu(samestep.settings.launched.check_launched)
 attention = F.scaled_dot_product_attention
 
 

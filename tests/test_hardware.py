@@ -19,7 +19,7 @@ from conftest import ROOT, SOURCE
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.programs import hardware as hardware_program
-from samestep.settings import launcher
+from samestep.settings import launched, launcher
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
 from samestep.start import combinations, startup
@@ -79,7 +79,7 @@ def machine(monkeypatch):
     return monkeypatch
 
 
-def launched(path, *options):
+def launched_env(path, *options):
     """The environment of the processes that accelerate's launcher starts for a YAML."""
     words = ["--config_file", str(path), "--num_cpu_threads_per_process", "1", *options, "train.py"]
     args = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
@@ -109,14 +109,16 @@ def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     told = told | ({"ACCELERATE_MIXED_PRECISION": precision} if precision else {})
     # Machine 1, since machine 0 would try the port.
     machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    env = launched(FOLDER / f"{name}.yaml", *(machines if name.startswith("multi_node") else []))
+    env = launched_env(
+        FOLDER / f"{name}.yaml", *(machines if name.startswith("multi_node") else [])
+    )
     assert {key: env.get(key) for key in told} == told
     set_up(machine, processes, env)
     found = layout.this_layout()
     assert found.processes == processes
     assert {axis: getattr(found, axis) for axis in layout.AXES if getattr(found, axis) > 1} == sizes
-    launcher.check_launched(found)
-    launcher.check_words(["--config_file", str(FOLDER / f"{name}.yaml"), "--num_processes", "1"])
+    launched.check_launched(found)
+    launched.check_words(["--config_file", str(FOLDER / f"{name}.yaml"), "--num_processes", "1"])
     # One place for each number: the recipe has these.
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in env
     assert "ACCELERATE_GRADIENT_CLIPPING" not in env
@@ -197,7 +199,7 @@ def start(machine, path, *options):
     arguments, env = launcher.read(["--config_file", str(path), *options, "train.py"])
     launcher.check_machines(arguments)
     set_up(machine, arguments.num_processes, env)
-    launcher.check_launched(layout.this_layout())
+    launched.check_launched(layout.this_layout())
     combinations.check_combinations(SimpleNamespace(**DEFAULTS), layout.this_layout())
     return layout.this_layout()
 

@@ -10,8 +10,8 @@ import yaml
 from conftest import ROOT, SOURCE, digest, status
 from samestep.base import launching
 from samestep.programs import env
-from samestep.settings import launcher, mesh
-from test_hardware import SHIPPED, launched
+from samestep.settings import launched, mesh
+from test_hardware import SHIPPED, launched_env
 from test_hardware import machine as machine  # the fixture
 from test_invariance import curve
 from test_sharding import ON_CPU, make_small, model_digest
@@ -45,11 +45,11 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 def test_the_lines_are_what_accelerate_launch_sets(machine, restored, name):
     path = FOLDER / f"{name}.yaml"
     machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    expected = launched(path, *(machines if name.startswith("multi_node") else []))
+    expected = launched_env(path, *(machines if name.startswith("multi_node") else []))
     options = ["--config_file", str(path), "--num_cpu_threads_per_process", "1"]
     found = environment("\n".join(env.shell_lines(options)), **os.environ)
     expected = {n: text for n, text in expected.items() if n not in NOT_OURS}
-    if "deepspeed" in name:  # `launched` leaves it empty
+    if "deepspeed" in name:  # launched_env leaves it empty
         expected["ACCELERATE_CONFIG_DS_FIELDS"] = found["ACCELERATE_CONFIG_DS_FIELDS"]
     assert {n: found.get(n) for n in expected} == expected
     assert {*found} - {*expected} <= {launching.EXPORTED, "LC_CTYPE", *NOT_OURS}
@@ -132,9 +132,9 @@ def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
     for name, text in found.items():
         monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_BACKEND is INDUCTOR: leave it out of"):
-        launcher.check_launched(mesh.Layout())
+        launched.check_launched(mesh.Layout())
     with pytest.raises(ValueError, match="start train.py by torchrun or samestep launch, or call"):
-        launcher.check_words(["accelerate", "launch", "train.py"])
+        launched.check_words(["accelerate", "launch", "train.py"])
     # The same lines again.
     assert environment(lines_of(monkeypatch, capsys, path)[1], **found) == found
 
@@ -180,7 +180,7 @@ def test_a_wrong_yaml_is_one_line_and_eval_fails(tmp_path, monkeypatch, capsys, 
     after = environment(printed.replace("\nfalse", ""))
     monkeypatch.setenv(launching.FAILED, after[launching.FAILED])
     with pytest.raises(ValueError, match="samestep env failed in this shell: .*; call it again"):
-        launcher.check_started()
+        launched.check_started()
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ STARTED = [  # the environment, and what is said
 
 @pytest.mark.parametrize("variables, said", STARTED)
 def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
-    for name in (*launcher.OF_SEVERAL, "RANK", "SLURM_NODEID", launcher.STEP_TASKS):
+    for name in (*launched.OF_SEVERAL, "RANK", "SLURM_NODEID", launched.STEP_TASKS):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     if not said:
-        return launcher.check_started()
+        return launched.check_started()
     with pytest.raises(ValueError) as error:
-        launcher.check_started()
+        launched.check_started()
     assert said in str(error.value) and "torchrun, accelerate launch or samestep launch" in str(
         error.value
     )

@@ -16,7 +16,7 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.processes.ranks import UserError
-from samestep.settings import config, launcher
+from samestep.settings import config, launched, launcher
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(
@@ -172,7 +172,7 @@ def look_at_nvidia_smi(section: Section) -> None:
         if seen:
             section.lines.append(text)
         else:
-            section.failures.append(f"{text}: {launcher.without_gpu()}")
+            section.failures.append(f"{text}: {launched.without_gpu()}")
     if code != 0:
         return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]

@@ -21,7 +21,7 @@ from accelerate.utils import (
 
 from samestep.base.console import PROCESSES, print_on_main
 from samestep.base.workers import count_cores
-from samestep.settings.launcher import without_gpu
+from samestep.settings.launched import without_gpu
 from samestep.settings.mesh import this_layout
 
 if TYPE_CHECKING:

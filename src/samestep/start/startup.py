@@ -34,7 +34,7 @@ from samestep.processes import consistency, ranks, shutdown
 from samestep.processes.device import check_devices, use_cpu
 from samestep.processes.ranks import UserError
 from samestep.report import tracking
-from samestep.settings import config, contract, launcher
+from samestep.settings import config, contract, launched
 from samestep.settings.mesh import Layout, this_layout
 from samestep.start.combinations import check_combinations
 from samestep.step import batches
@@ -317,11 +317,11 @@ def read_layout(cfg: Any) -> Layout:
     """
     if cfg.check:
         return Layout()
-    launcher.check_started()
+    launched.check_started()
     layout = this_layout()
-    launcher.check_launched(layout)
+    launched.check_launched(layout)
     if shutdown.LAUNCHER_WORDS and "LAUNCHING" not in os.environ:  # samestep launch has checked
-        launcher.check_words(shutdown.LAUNCHER_WORDS)
+        launched.check_words(shutdown.LAUNCHER_WORDS)
     check_devices()
     return layout
 
@@ -517,7 +517,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     check_combinations(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
     plan = batches.plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
-    if most := launcher.most_processes():  # a machine too many would end the run of the others
+    if most := launched.most_processes():  # a machine too many would end the run of the others
         replicas = most // layout.replica_size
         in_step = replicas if layout.in_step else 0
         batches.plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
