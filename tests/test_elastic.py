@@ -200,14 +200,16 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
     "nodes, expected", [("2:4", ""), ("2:5", "10 processes; give at least 10, or start at most 8")]
 )
 def test_the_processes_of_all_machines_are_counted(quick, tmp_path, nodes, expected):
-    """So that a machine too many does not come, and end the run of the others. This one has two
-    processes as others would, and is the only one that is left."""
-    env = ELASTIC | {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "PET_NNODES": nodes}
-    env |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "0"}
+    """So that a machine too many does not come, and end the run of the others: the check of
+    samestep launch knows it, and so does each process, here the only one that is left."""
+    told = {"PET_NNODES": nodes, "LOCAL_WORLD_SIZE": "2"}
+    left = ELASTIC | {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", **told}
+    left |= {"LOCAL_RANK": "0", "MASTER_PORT": "0"}
     flags = ["--output_dir", tmp_path, "--max_steps", 2, "--warmup_steps", 0]
     flags += ["--micro_batch_size", 1, "--exact", "true"]
-    printed = quick(*flags, codes=[2 if expected else 0], env=env)
-    assert (expected or "step 2/2") in printed and (not expected or printed.count("\n") == 1)
+    for env, more, said in ((told, ["--check"], "checked: "), (left, [], "step 2/2")):
+        printed = quick(*flags, *more, codes=[2 if expected else 0], env=env)
+        assert (expected or said) in printed and (not expected or printed.count("\n") == 1)
 
 
 def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):

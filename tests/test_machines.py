@@ -128,6 +128,16 @@ def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meet
     assert found == ({"LAUNCH_RENDEZVOUS": meeting} if meeting else {})
 
 
+def test_the_check_of_an_elastic_run_knows_the_processes_of_a_machine(tmp_path, monkeypatch):
+    file = tmp_path / "hardware.yaml"
+    file.write_text("num_processes: 8\n")
+    monkeypatch.setenv("PET_NNODES", "2:4")
+    launch = load_task("samestep.programs.launch")
+    for options, processes in ([], "8"), (["--num_processes", "2"], "2"):
+        known = launch.read_options(["--config_file", str(file), *options])
+        assert launch.find_rendezvous(known) == {"LOCAL_WORLD_SIZE": processes}
+
+
 # ---- Two machines --------------------------------------------------------------------------------
 
 

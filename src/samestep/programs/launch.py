@@ -55,12 +55,15 @@ def read_options(words: list[str]) -> argparse.Namespace:
 def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
     """Where the checks of several machines wait for each other: an environment variable of theirs.
 
-    Empty for one machine, and under c10d, where machines may come at any time.
+    None for one machine, and under c10d, where machines may come at any time: that of an elastic
+    run is told how many processes a machine has.
     """
-    with contextlib.suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # the check says it
+    with contextlib.suppress(OSError, LookupError, ValueError, TypeError, yaml.YAMLError):
         text = Path(known.config_file).read_text(encoding="utf-8") if known.config_file else "{}"
         place = dict(yaml.safe_load(text))
         place |= {name: value for name, value in vars(known).items() if value is not None}
+        if ":" in os.environ.get("PET_NNODES", ""):  # an elastic run: see launched.most_processes
+            return {"LOCAL_WORLD_SIZE": str(place["num_processes"])}
         machines, rank = int(place.get("num_machines", 1)), int(place.get("machine_rank", 0))
         host, port = place.get("main_process_ip"), int(place.get("main_process_port") or 29500)
         static = place.get("rdzv_backend") in (None, "static")

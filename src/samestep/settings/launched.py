@@ -45,9 +45,9 @@ def check_started() -> None:
 def most_processes() -> int:
     """The processes of an elastic run when all of its machines are there; 0: it is none."""
     least, _, most = os.environ.get("PET_NNODES", "").partition(":")
-    if "RANK" not in os.environ or not most or least == most:
+    if "LOCAL_WORLD_SIZE" not in os.environ or not most or least == most:
         return 0
-    return int(most) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(most) * int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def tasks_here() -> int:
