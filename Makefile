@@ -8,6 +8,7 @@ VENV = .venv$(if $(filter lowest,$(BOUNDS)),/lowest)
 ifeq ($(BOUNDS),lowest)
 export PIP_CONSTRAINT = $(CURDIR)/tests/lowest.txt
 export UV_CONSTRAINT = $(PIP_CONSTRAINT)
+TORCH ?= torch
 endif
 # The one place that names the PyTorch of the tests and the demo.
 TORCH ?= torch==2.13.0

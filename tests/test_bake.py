@@ -133,12 +133,12 @@ def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, 
 
 
 def test_the_lowest_versions_that_are_tried_are_the_bounds_of_a_project():
-    """Of all tasks, trackers and extras. The Makefile pins torch."""
+    """Of all tasks, trackers and extras."""
     text = (ROOT / SOURCE / "pyproject.toml").read_text(encoding="utf-8")
     bounds = re.findall(r'"([\w-]+)>=([\w.]+)"', text)
     lowest = re.findall(r"^([\w-]+)==(.+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.M)
     assert lowest == sorted(lowest) and len(lowest) > 20
-    assert {*lowest} == {each for each in bounds if each[0] not in ("setuptools", "torch")}
+    assert {*lowest} == {each for each in bounds if each[0] != "setuptools"}
 
 
 def imports(path):
@@ -215,7 +215,11 @@ def test_a_project_is_a_few_files_on_the_library(bakes, task):
     assert settings["tool"]["uv"]["sources"]["samestep"]["path"] == f"vendor/{wheel.name}"
     with zipfile.ZipFile(wheel) as archive:
         for path in (ROOT / "src").rglob("*.py"):
-            assert archive.read(str(path.relative_to(ROOT / "src"))) == path.read_bytes()
+            data = archive.read(str(path.relative_to(ROOT / "src")))
+            if path.parent.name == "samestep" and path.name == "__init__.py":
+                number = f'__version__ = "{version}"'.encode()
+                data = data.replace(number, b'__version__ = "2.0.0.dev0"')
+            assert data == path.read_bytes()
         assert archive.read(f"samestep/examples/{task}.py") == (project / "task.py").read_bytes()
     extras = settings["project"]["optional-dependencies"].values()
     declared = [*settings["project"]["dependencies"], *itertools.chain(*extras)]
@@ -230,23 +234,6 @@ def test_a_project_is_a_few_files_on_the_library(bakes, task):
         text = (project / "configs" / "train" / f"{name}.yaml").read_text(encoding="utf-8")
         assert text.startswith("# ") and "accelerate launch --config_file configs/" in text
         assert f"configs/train/{name}.yaml" in text
-
-
-def test_the_version_of_the_wheel_names_its_content(tmp_path):
-    template = copy_template(tmp_path / "template")
-    write = [sys.executable, "-c", "import library_wheel as w, sys; print(w.write(w.Path('out')))"]
-
-    def wheel():
-        path = subprocess.check_output(write, cwd=template, text=True).strip()
-        return path, (template / path).read_bytes()
-
-    first = wheel()
-    assert wheel() == first
-    file = template / "src" / "samestep" / "base" / "files.py"
-    file.write_text(file.read_text() + "# Mine.\n")
-    second = wheel()
-    assert second[0] != first[0] and second[1] != first[1]
-    assert os.listdir(template / "out") == [Path(second[0]).name]
 
 
 # ---- The template itself -------------------------------------------------------------------------
