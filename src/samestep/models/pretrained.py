@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import MODEL, NOTHING, check_ignored_fields, is_local_name, local_path
+from samestep.models import weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -79,17 +80,24 @@ def used_files(cfg: ModelConfig) -> list[Path]:
 
 def commit_of(cfg: ModelConfig) -> str:
     """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
-    from huggingface_hub import hf_hub_download
-
     if not cfg.model_name_or_path or folder_of(cfg):
         return ""
+    return snapshot_of(cfg).name
+
+
+def snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
+    """The folder snapshots/COMMIT with the files of a model on the Hub that are on this machine."""
+    from huggingface_hub import hf_hub_download
+
     try:
-        file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+        file = hf_hub_download(
+            cfg.model_name_or_path, "config.json", revision=cfg.revision, **options
+        )
     except Exception as error:  # each of the libraries below has its own
         name = one_line(cfg.model_name_or_path, 100)
         reason = one_line(error)
         raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
-    return Path(file).parent.name  # snapshots/COMMIT/config.json
+    return Path(file).parent
 
 
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
@@ -133,8 +141,9 @@ def keep_cap(model: Any) -> Any:
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
     """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
-    Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.
-    Under `torch.device("meta")` nothing but the config is read.
+    Weights whose names contain one of `head` may be new. Raises ValueError if others are missing,
+    or if the files have tensors beside those that are loaded, see weight_files.py. Under
+    `torch.device("meta")` nothing but the config is read.
     """
     import torch
     from transformers import AutoConfig
@@ -145,6 +154,8 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
     options |= {"dtype": torch.float32, **attention_option(cfg)}
     model, info = load(auto, cfg, output_loading_info=True, **options)
+    files = weight_files.list_files(folder_of(cfg) or snapshot_of(cfg, local_files_only=True))
+    weight_files.check_zeros(files)
     given, remark = one_line(cfg.model_name_or_path, 100), ""
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
     prefix = model.base_model_prefix if head else ""
@@ -156,12 +167,13 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
             f"task.model_name_or_path: {given} is for something else: it has no weights for "
             f"{one_line(', '.join(missing[:3]), 200)}"
         )
+    left = weight_files.check_taken(model, info["unexpected_keys"], files)
     if new:
         remark = f"new weights for {one_line(', '.join(sorted(new)))}"
     elif own:
         remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
-    if remark:
-        print_on_main(f"{given}: {remark}")
+    for line in filter(None, (left, remark)):
+        print_on_main(f"{given}: {line}")
     return keep_cap(model)
 
 
