@@ -7,7 +7,10 @@ from datetime import datetime
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.mbart import tokenization_mbart as mbart
+from transformers.models.mbart50 import tokenization_mbart50 as mbart50
 
 import reference
 from conftest import lines
@@ -59,6 +62,89 @@ def test_a_model_for_shorter_texts_is_refused(kit, config, bart):
     fields = {"max_source_length": 65, "max_target_length": 32, "model_name_or_path": str(bart)}
     said = "task.max_source_length is 65 but must be at most 64"
     assert said in refusal(kit, config("rows.csv", **fields))
+
+
+# ---- Languages -----------------------------------------------------------------------------------
+
+
+def save_translator(folder, kind):
+    """A tiny NLLB, mBART-50 or mBART with random weights and its tokenizer."""
+    marks, characters = ["<s>", "<pad>", "</s>", "<unk>"], ["\u2581", *map(chr, range(33, 127))]
+    if kind == "nllb":
+        vocabulary = {piece: i for i, piece in enumerate([*marks, *characters])}
+        tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[])
+        config, model = transformers.M2M100Config, transformers.M2M100ForConditionalGeneration
+    else:
+        codes = [*{"mbart": mbart, "mbart50": mbart50}[kind].FAIRSEQ_LANGUAGE_CODES]
+        scores = [(piece, -1.0) for piece in [*marks, *characters, *codes, "<mask>"]]
+        make = {"mbart": transformers.MBartTokenizer, "mbart50": transformers.MBart50Tokenizer}
+        tokenizer = make[kind](vocab=scores)
+        config, model = transformers.MBartConfig, transformers.MBartForConditionalGeneration
+    sizes = {"vocab_size": len(tokenizer), "d_model": 16, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    built = model(config(**sizes, **ids, init_std=0.5))
+    built.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+LANGUAGES = {"nllb": ("deu_Latn", "fra_Latn"), "mbart": ("de_DE", "fr_XX")}
+LANGUAGES["mbart50"] = LANGUAGES["mbart"]
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_languages_are_in_sources_targets_and_what_is_generated(kit, task, tmp_path, kind):
+    folder, (source, target) = tmp_path / kind, LANGUAGES[kind]
+    save_translator(folder, kind)
+    fields = {"model_name_or_path": str(folder), "max_source_length": 40}
+    fields |= {"source_lang": source, "target_lang": target, "max_target_length": 12}
+    cfg, data, (rows, _) = kit.prepare(tmp_path, kit.rows, **fields)
+    codes = [kit.tokenizer(data).convert_tokens_to_ids(each) for each in (source, target)]
+    place = -1 if kind == "mbart" else 0
+    assert {row["input_ids"][place] for row in rows} == {codes[0]}
+    assert {row["labels"][place] for row in rows} == {codes[1]}
+
+    task.export(task.build_model(cfg, data), tmp_path / "out", cfg, data)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("a b c", return_tensors="pt")
+    assert inputs["input_ids"][0, place] == codes[0]
+    tokens = model.generate(**inputs, do_sample=False)
+    assert tokens[0, 0 if kind == "mbart" else 1] == codes[1]
+    # What is generated is what the model predicts under teacher forcing, from the same start.
+    labels = tokens[:, 1:]
+    if kind == "mbart":  # whose labels end with the language that targets begin with
+        labels = torch.cat([labels, tokens[:, :1]], 1)
+    logits = task.target_logits(model, {**inputs, "labels": labels})
+    first, last = (0, labels.shape[1] - 1) if kind == "mbart" else (1, labels.shape[1])
+    assert last > first + 2
+    assert torch.equal(logits.argmax(-1)[:, first:last], labels[:, first:last])
+
+
+def test_languages_that_are_missing_or_unknown_are_refused(kit, config, bart, tmp_path):
+    save_translator(tmp_path / "nllb", "nllb")
+    nllb = {"model_name_or_path": str(tmp_path / "nllb"), "max_source_length": 40}
+    nllb |= {"max_target_length": 12}
+    said = refusal(kit, config(kit.rows, **nllb))
+    assert "task.source_lang is '' but must be one of the 202 languages of the tokenizer" in said
+    assert "ace_Arab" in said and len(said) < 300
+    said = refusal(kit, config(kit.rows, **nllb, source_lang="eng_Latn", target_lang="fra"))
+    assert "task.target_lang is 'fra' but must be one of the 202" in said and "fra_Latn" in said
+    plain = {"max_source_length": 40, "max_target_length": 12, "model_name_or_path": str(bart)}
+    said = refusal(kit, config(kit.rows, **plain, source_lang="en"))
+    assert "task.source_lang is 'en' but must be empty: its tokenizer writes no language" in said
+
+
+def test_languages_have_names_without_the_marks_of_their_tokens():
+    class M2M100:
+        src_lang, unk_token_id = "en", 3
+        lang_code_to_id = {"en": 7, "de": 8}
+        convert_tokens_to_ids = {"__en__": 7, "__de__": 8, "en": 5}.get
+
+    assert tokenizing.languages_of(M2M100) == ["de", "en"]
+    assert tokenizing.language_id(M2M100, "en") == 7
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

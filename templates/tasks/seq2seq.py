@@ -53,6 +53,11 @@ class TaskConfig(StreamConfig, ModelConfig):
     source_prefix: str = ""
     """Text put before each source, such as "translate English to German: " for T5. The exported
     model names it, and samestep predict adds it too."""
+    source_lang: str = ""
+    """Language of the sources, for a model whose tokenizer writes it into texts: eng_Latn for NLLB,
+    en_XX for mBART, en for M2M100."""
+    target_lang: str = ""
+    """Language of the targets, likewise; the exported model generates it."""
     max_source_length: Length = 512
     """Tokens of a source that the model sees; the end of a longer one is cut off."""
     max_target_length: Length = 128
@@ -155,7 +160,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     )
     model = pretrained.build_generator(AutoModelForSeq2SeqLM, cfg, config, tokenizer)
     always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
-    pairs.set_generation(model, cfg)
+    pairs.set_generation(model, cfg, tokenizer)
     return model
 
 

@@ -1,5 +1,6 @@
 """Pairs of a source and a target text: read, tokenized, shown as rows; targets are generated."""
 
+import difflib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,8 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    from transformers import AutoTokenizer
+
     texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
     tokenizer = tokenizing.prepare_tokenizer(
         cfg,
@@ -84,9 +87,48 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
         eos_token=END,
         model_input_names=["input_ids", "attention_mask"],
     )
+    set_languages(tokenizer, cfg)
     tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
     tokenizer.save_pretrained(folder)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
+
+
+def set_languages(tokenizer: Any, cfg: Any) -> None:
+    """Lets a tokenizer write the languages of cfg into texts, and save them; raises ValueError for
+    one that is missing, or unknown to the tokenizer."""
+    known = tokenizing.languages_of(tokenizer)
+    for name, attribute in (("source_lang", "src_lang"), ("target_lang", "tgt_lang")):
+        given = getattr(cfg, name)
+        if not known:
+            text = "its tokenizer writes no language codes into texts; leave it out"
+            check_fields(cfg, [(name, not given, f"empty: {text}")])
+            continue
+        if given not in known:
+            near = difflib.get_close_matches(given, known, 5, 0.3) if given else []
+            shown = near or known[:: max(1, len(known) // 5)][:6]
+            text = f"one of the {len(known)} languages of the tokenizer, as {', '.join(shown)}"
+            check_fields(cfg, [(name, False, text)])
+        tokenizer.init_kwargs[attribute] = given  # which is saved
+        setattr(tokenizer, attribute, given)
+
+
+def set_target_language(model: Any, tokenizer: Any) -> None:
+    """Lets a model begin each target that it generates with the language, as labels have it."""
+    if not tokenizing.languages_of(tokenizer):
+        return
+    language = tokenizing.language_id(tokenizer, tokenizer.tgt_lang)
+    labels = tokenizer(text_target="a").input_ids
+    if labels[0] == language:  # NLLB, mBART-50, M2M100
+        model.generation_config.forced_bos_token_id = language
+    elif labels[-1] == language:  # mBART, whose targets begin with what the labels end with
+        model.generation_config.forced_bos_token_id = None
+        model.generation_config.decoder_start_token_id = language
+        model.config.decoder_start_token_id = language
+    else:
+        raise ValueError(
+            f"task.target_lang: the tokenizer does not write {tokenizer.tgt_lang} at either end of "
+            "a target; give another model"
+        )
 
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
@@ -115,8 +157,10 @@ def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[str, dict]]
     return [(each, {"input_ids": [tokenizer(each, truncation=True).input_ids]}) for each in texts]
 
 
-def set_generation(model: Any, cfg: Any) -> None:
-    """Writes the search of cfg and the prefix of sources into the configs of the exported model."""
+def set_generation(model: Any, cfg: Any, tokenizer: Any) -> None:
+    """Writes the search of cfg, the language of targets and the prefix of sources into the configs
+    of the exported model."""
+    set_target_language(model, tokenizer)
     model.config.source_prefix = cfg.source_prefix  # for samestep predict
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)

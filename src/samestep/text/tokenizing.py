@@ -4,6 +4,7 @@ A tokenised text is two arrays of equal length: its token ids, and its loss mask
 token that is a loss term and 0 for context.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,8 +52,26 @@ def config_of(cfg: ModelConfig) -> Any:
 
 def most_tokens(cfg: ModelConfig) -> int:
     """Tokens that the model to start from sees at once; 2**30 where there is no limit."""
-    limit = getattr(config_of(cfg), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else 2**30
+    config = config_of(cfg)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return 2**30
+    return limit - unused_positions(config, limit)
+
+
+def unused_positions(config: Any, limit: int) -> int:
+    """Positions that no token of a text gets: RoBERTa counts them from that of padding, plus 1."""
+    import torch
+    from transformers import AutoModel
+
+    with contextlib.suppress(Exception), torch.device("meta"), pretrained.quiet():
+        for name, module in AutoModel.from_config(config).named_modules():
+            is_table = isinstance(module, torch.nn.Embedding) and name.endswith(
+                "position_embeddings"
+            )
+            if is_table and module.num_embeddings == limit and module.padding_idx is not None:
+                return module.padding_idx + 1
+    return 0
 
 
 def check_lengths(cfg: ModelConfig, *names: str) -> None:
@@ -110,6 +129,8 @@ def prepare_tokenizer(
     if ends and "eos_token" in needs and not tokenizer.eos_token:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if languages_of(tokenizer) and not hasattr(cfg, "source_lang"):
+        print(f"Preparing data: each text is marked as {tokenizer.src_lang}", flush=True)
     for name in needs:
         if not getattr(tokenizer, name):
             raise ValueError(
@@ -118,6 +139,23 @@ def prepare_tokenizer(
             )
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def languages_of(tokenizer: Any) -> list[str]:
+    """The languages whose codes a tokenizer writes into texts, as NLLB's; empty: it writes none."""
+    if not hasattr(tokenizer, "src_lang"):
+        return []
+    codes = getattr(tokenizer, "lang_code_to_id", None)
+    if not codes:
+        own = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+        codes = [each for each in tokenizer.all_special_tokens if each not in own]
+    return sorted(each.strip("_") for each in codes)  # __en__ of SeamlessM4T
+
+
+def language_id(tokenizer: Any, language: str) -> int:
+    """The token of a language: eng_Latn, or __en__ for M2M100."""
+    found = [tokenizer.convert_tokens_to_ids(each) for each in (f"__{language}__", language)]
+    return next(each for each in found if each not in (None, tokenizer.unk_token_id))
 
 
 @cache
