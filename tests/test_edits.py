@@ -6,6 +6,7 @@ lost its last steps ends with the same bytes. The tenth, of train.py, is in test
 
 import io
 import json
+import math
 import shutil
 import subprocess
 
@@ -21,9 +22,10 @@ from samestep.step.batches import seed_micro_batch
 from test_cookbook import task_of
 
 # Lines that an edit may add.
-LINES = {"01": 5, "02": 4, "03": 8, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
+LINES = {"01": 5, "02": 5, "03": 11, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
 FLAGS = {
     "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
+    "02": ["--task.packing", "best_fit"],
     "03": ["--task.packing", "best_fit"],
 }
 RESUMED = ("01", "06", "09")
@@ -45,7 +47,8 @@ def base(tmp_path_factory):
     (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     torch.manual_seed(0)
     size = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 32}
-    config = LlamaConfig(**size, num_hidden_layers=1, num_attention_heads=2)
+    size |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
     LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
     return project
 
@@ -73,10 +76,15 @@ def test_an_edit_takes_few_lines_and_keeps_the_promises(base, tmp_path, name):
     patch = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
     assert added_lines(patch) <= LINES[name]
     project = apply(base, patch, tmp_path / "project")
-    check_promises(project, tmp_path, flags_of(FLAGS.get(name, [])), resumed=name in RESUMED)
+    flags = flags_of(FLAGS.get(name, []))
+    said = check_promises(project, tmp_path, flags, resumed=name in RESUMED)
+    assert "no label is a token that ends texts" not in said
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "one" / "model")
     assert not any("teacher" in key for key, _ in saved.named_parameters())
     if name == "09":  # the teacher is not saved, but its bytes are known
+        last = lines(tmp_path / "one", "eval_loss")[-1]
+        assert last["perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+        assert last["eval_loss"] > 4 > last["divergence"] > 0
         changed = LlamaForCausalLM.from_pretrained(project.path / "teacher")
         changed.lm_head.weight.data[0, 0] += 1
         changed.save_pretrained(project.path / "teacher")
@@ -91,8 +99,11 @@ def flags_of(more=()):
 
 
 def check_promises(project, folder, flags, resumed):
-    """One process and two train the same; without its last steps a run ends with the same bytes."""
-    project.train(1, *flags, "--output_dir", folder / "one")
+    """One process and two train the same; without its last steps a run ends with the same bytes.
+
+    Returns what one process printed.
+    """
+    said = project.train(1, *flags, "--output_dir", folder / "one")
     project.train(2, *flags, "--output_dir", folder / "two", "--micro_batch_size", 2)
     for key in ("loss", "eval_loss"):
         one, two = (lines(folder / run, key) for run in ("one", "two"))
@@ -105,6 +116,7 @@ def check_promises(project, folder, flags, resumed):
         assert digest(half / last) == digest(folder / "one" / last)
         weights = "model/model.safetensors"
         assert (half / weights).read_bytes() == (folder / "one" / weights).read_bytes()
+    return said
 
 
 def write_pairs(folder):

@@ -83,6 +83,27 @@ def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name):
     assert len(re.findall(said, printed)) == 1, printed
 
 
+def test_a_token_that_ends_texts_and_never_has_a_label_is_said(project, tmp_path):
+    """The pad token of this task ends texts, so that its collator gives no end a label."""
+    ending = (
+        "def collate(rows, data):\n"
+        "    tokenizer = AutoTokenizer.from_pretrained(data.folder)\n"
+        "    end = tokenizer.eos_token_id\n"
+        "    rows = [{'input_ids': [*row['input_ids'], end]} for row in rows]\n"
+        "    {own}\n"
+        "    return DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)\n"
+    )
+    known = (
+        "built = build_model\n\n"
+        "def build_model(cfg, data):\n    model = built(cfg, data)\n"
+        "    model.generation_config.eos_token_id = [1000, 0]\n    return model\n\n\n"
+    )
+    said = "no label is a token that ends texts (eos_token_id 0, 1000)"
+    for folder, own, times in [("a", "pass", 1), ("b", "tokenizer.pad_token = 'e'", 0)]:
+        printed = train(project, tmp_path / folder, known + ending.replace("{own}", own), 2)
+        assert printed.count(said) == times
+
+
 def test_intent_and_noise_are_said_once(project, tmp_path):
     printed = train(project, tmp_path / "a", f"{NEGATIVES}\n\nrows_depend = True\n", 2)
     assert printed.count("rows_depend: the result depends on micro_batch_size") <= 2

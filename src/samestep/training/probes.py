@@ -40,6 +40,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
         probe = Probe(run, model)
         batch = probe.check("loss_sum", run.start.probes[0])
         probe.check("eval_sums", run.start.probes[1])
+        probe.check_ends(run.start.views[0])
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
             whole = probe.batch(run.start.probes[1])
@@ -162,6 +163,37 @@ class Probe:
                 "task.loss_sum: the model sees the token that it is to predict: labels equal "
                 "input_ids, and the loss of the last label changes with its own input; shift the "
                 "labels, as transformers does where a model gets labels=, or mask the inputs"
+            )
+
+    def check_ends(self, view: Any) -> None:
+        """Warns where no row of 64 has a label for a token that ends a text: a model that generates
+        would never stop. The main process looks at them; a stream is not asked."""
+        model = weights.bare_model(self.run.accelerator, self.model)
+        rows = batches.SampleDataset(view, self.task)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = {*([ends] if isinstance(ends, int) else ends or [])}
+        if rows.is_stream or not ends or not self.run.accelerator.is_main_process:
+            return
+        seen, labelled, lengths = set(), set(), set()
+        for sample in rows.__getitems__(sorted({i * (len(view) - 1) // 63 for i in range(64)})):
+            batch = batches.collate(self.task, [sample])[0]
+            ids, labels = batch.get("input_ids"), batch.get("labels")
+            if not torch.is_tensor(ids) or not torch.is_tensor(labels):
+                return
+            counted = labels != IGNORE_INDEX
+            if model.config.is_encoder_decoder:
+                lengths |= {0, 1}  # each target is a whole text
+            elif ids.shape != labels.shape or not torch.equal(ids[counted], labels[counted]):
+                return
+            lengths.add(ids.shape[-1])
+            seen |= {*ids.flatten().tolist()}
+            labelled |= {*labels[counted].tolist()}
+        # Rows of one length without an end may be parts of long texts.
+        if (ends & seen or len(lengths) > 1) and not ends & labelled:
+            print_on_main(
+                "warning: in 64 training rows no label is a token that ends texts (eos_token_id "
+                f"{', '.join(map(str, sorted(ends)))}), so the model will not learn to stop. A "
+                "data collator gives pad tokens no label: let pad_token differ from eos_token"
             )
 
     def complain(self, problem: str) -> None:
