@@ -1,4 +1,4 @@
-"""Weights that train are float32, whatever their file says, unless WEIGHTS is "as built"."""
+"""Weights that train: their dtype, unless WEIGHTS is "as built", and decay; what is frozen."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import make_tiny
-from samestep.checkpoint.weights import form_of
+from samestep.checkpoint.weights import TaskModule, build_empty, form_of
 from samestep.models import dtypes
 from test_prepared import RECIPE, write_rows
 from test_probes import train
@@ -125,3 +125,43 @@ def test_a_frozen_base_and_its_buffers_stay_beside_adapters():
     assert dtypes.describe(model) == ""  # peft has made them so
     double = torch.nn.Linear(2, 2, dtype=torch.float64)
     assert dtypes.building(lambda: double, None)().weight.dtype == torch.float64
+
+
+# ---- Weight decay and frozen modules -------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """Experts, and a weight of a state space model that is marked as mamba_ssm does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.ones(2, 3, 4))
+        self.experts_bias = torch.nn.Parameter(torch.ones(2, 4))
+        self.A_log = torch.nn.Parameter(torch.ones(4, 4))
+        self.A_log._no_weight_decay = True
+        self.norm = torch.nn.LayerNorm(4)
+        self.frozen = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+
+def test_biases_vectors_and_marked_weights_have_no_decay():
+    for model in (Experts(), build_empty(Experts)):  # on other processes than the main one
+        names = {weight: name for name, weight in model.named_parameters()}
+        decayed, others = ([names[each] for each in part] for part in dtypes.split_by_decay(model))
+        assert decayed == ["experts"]
+        assert others == ["experts_bias", "A_log", "norm.weight", "norm.bias"]
+
+
+def test_modules_without_a_weight_that_trains_stay_in_eval_mode():
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())  # noqa: E731
+    model = torch.nn.ModuleDict({"student": block(), "teacher": block()})
+    model["teacher"].requires_grad_(False)
+    model["student"].add_module("drop", torch.nn.Dropout())
+    model["student"].add_module("norm", torch.nn.BatchNorm1d(2).requires_grad_(False))
+    module = TaskModule(model)
+    for _ in range(2):
+        assert module.train() is module
+        modes = {name: each.training for name, each in model.named_modules()}
+        still = {"teacher", "teacher.0", "teacher.1", "student.norm"}
+        assert {name for name, mode in modes.items() if not mode} == still
+        module.eval()
+        assert not any(each.training for each in module.modules())

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import f1_score, r2_score
 
 from conftest import lines
@@ -145,6 +146,57 @@ def bert(tmp_path_factory):
     torch.manual_seed(0)
     BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(folder)
     return folder
+
+
+def save_gpt2(folder, bert, side, kind):
+    """A tiny GPT-2, or a Llama, whose positions are relative, with a tokenizer of this side."""
+    sizes = {"vocab_size": 99, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+    config = {
+        "gpt2": transformers.GPT2Config(n_embd=16, initializer_range=0.5, **sizes),
+        "llama": transformers.LlamaConfig(hidden_size=16, intermediate_size=32, **sizes),
+    }[kind]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert)
+    tokenizer.padding_side = side
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind, side", [("gpt2", "right"), ("gpt2", "left"), ("llama", "left")])
+def test_padding_on_the_left_is_refused_where_positions_count_it(
+    kit, task, prepare, bert, tmp_path, kind, side
+):
+    folder = save_gpt2(tmp_path / kind, bert, side, kind)
+    cfg, data, _ = prepare(kit.rows, model_name_or_path=folder, max_length=32)
+    if (kind, side) != ("gpt2", "left"):
+        task.build_model(cfg, data)
+        return
+    with pytest.raises(ValueError) as error:
+        task.build_model(cfg, data)
+    assert "its tokenizer pads on the left, and the positions of a gpt2" in str(error.value)
+
+
+@pytest.mark.parametrize("kind, most", [("roberta", 62), ("mpnet", 62), ("bert", 64)])
+def test_a_text_has_no_more_tokens_than_there_are_positions(
+    kit, config, bert, tmp_path, kind, most
+):
+    """RoBERTa's first position is that after padding's, 1: two of 64 are left over."""
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+    own = transformers.AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(own).eval()
+    model.save_pretrained(tmp_path / kind)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / kind)
+    fields = {"model_name_or_path": str(tmp_path / kind)}
+    said = refusal(kit, config(kit.rows, **fields, max_length=most + 1))
+    assert f"task.max_length is {most + 1} but must be at most {most}" in said
+    kit.prepare_data(config(kit.rows, **fields, max_length=most))
+    model(input_ids=torch.full((1, most), 5))
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 5))
 
 
 def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, bert):

@@ -26,6 +26,7 @@ from accelerate.utils import send_to_device
 
 import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from samestep.models.dtypes import split_by_decay
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
 from samestep.settings.config import BatchSize, DecayRate, Interval
@@ -68,7 +69,7 @@ class Config(RunConfig):
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's weight decay of matrices; biases and norms have none."""
+    """AdamW's weight decay; vectors, names that end in bias, and _no_weight_decay have none."""
     beta1: DecayRate = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: DecayRate = 0.99
@@ -126,10 +127,10 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
 
     It keeps all in `state`, by weight. Adafactor and Rprop cannot update FSDP's DTensors.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed, others = split_by_decay(model)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": cfg.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
 

@@ -160,7 +160,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         model = add_adapters(model, cfg, "CAUSAL_LM")
     elif cfg.loss_type != "simpo":
         references.add_reference(model)
-    model.objective = cfg  # loss_sum gets a model and a batch alone
+    model.objective = cfg  # of pair_losses; a function that names cfg among its arguments gets it
     return model
 
 

@@ -171,6 +171,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     auto: Any = AutoModelForSequenceClassification
     model = pretrained.build_classifier(auto, cfg, config, names, HEAD, **settings)
     always_mask(model, tokenizer, lambda texts: model(**texts).logits)
+    labelled.check_padding(model, tokenizer)
     labelled.set_marks(model, cfg, data)
     return model
 

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,10 @@ def build_empty(make: Callable) -> torch.nn.Module:
     """The model that `make()` gives, without values; it raises if the task needs values."""
     with torch.device("meta"):
         module = TaskModule(contract.check_model(make()))
-    module.to_empty(device="cpu")
+    spared = [n for n, p in module.named_parameters() if getattr(p, "_no_weight_decay", False)]
+    module.to_empty(device="cpu")  # makes new weights, without the attributes of the old
+    for name in spared:
+        module.get_parameter(name)._no_weight_decay = True  # type: ignore[attr-defined]
     module.tie_weights()
     return module.model
 
@@ -92,12 +95,30 @@ class TaskModule(torch.nn.Module):
         with self.context():
             return function(self.model, batch)
 
+    def train(self, mode: bool = True) -> "TaskModule":
+        """Modules whose weights are all frozen stay in eval mode: a teacher has no dropout, and its
+        BatchNorm keeps its statistics."""
+        super().train(mode)
+        for module in frozen_modules(self):
+            module.eval()
+        return self
+
     def tie_weights(self) -> None:
         """Ties weights that were tied: accelerate asks for it after it has replaced them."""
         for first, *others in self.tied:
             for name in others:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The largest modules that have weights, of which none trains."""
+    weights = [*module.parameters()]
+    if weights and not any(each.requires_grad for each in weights):
+        yield module
+        return
+    for child in module.children():
+        yield from frozen_modules(child)
 
 
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:

@@ -28,6 +28,19 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
+def split_by_decay(model: torch.nn.Module) -> tuple[list, list]:
+    """The weights that train: those with weight decay, and those without.
+
+    Without are those of fewer than two dimensions, such as norms; those whose name ends in bias,
+    which experts have as matrices; and those with an attribute `_no_weight_decay` that is true.
+    """
+    decayed, others = [], []
+    for name, weight in trained_weights(model).items():
+        spared = name.endswith("bias") or getattr(weight, "_no_weight_decay", False)
+        (others if spared or weight.ndim < 2 else decayed).append(weight)
+    return decayed, others
+
+
 def building(build: Callable, kept: Any) -> Callable:
     """The function build_model of a task, whose weights train in float32. `kept`: its WEIGHTS.
 

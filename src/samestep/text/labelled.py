@@ -1,5 +1,6 @@
 """Texts, or pairs of texts, with labels: read, held out, tokenized, and shown as rows."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from samestep.data.labels import MULTI, NUMBER, SINGLE
 from samestep.data.rows import RowFormat, find_inputs, load_rows
 from samestep.data.tables import Columns
 from samestep.data.views import Rows
-from samestep.models import classification, pretrained
+from samestep.models import attention, classification, pretrained
 from samestep.streaming.row_streams import RowStream
 from samestep.text import tokenizing
 
@@ -180,6 +181,25 @@ def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, A
         return classification.report_table(sums["table"], names, output)
     std = labels.read(data.folder)["std"]
     return {"errors": classification.describe_errors(sums, std)}
+
+
+def check_padding(model: Any, tokenizer: Any) -> None:
+    """Raises ValueError where padding on the left changes the answer to a text: a model with
+    learned positions, such as GPT-2, counts the padding."""
+    if tokenizer.padding_side != "left" or model.device.type == "meta":
+        return
+    padding = copy.deepcopy(tokenizer)  # one that has padded is saved so that it pads
+    with attention.evaluating(model):
+        answers = [
+            model(**padding(texts, padding=True, return_tensors="pt")).logits[-1]
+            for texts in (["a"], ["a b c d e f", "a"])
+        ]
+    if not attention.are_close(*answers):
+        raise ValueError(
+            "task.model_name_or_path: its tokenizer pads on the left, and the positions of a "
+            f"{model.config.model_type} count the padding, so that a text gets another answer "
+            'beside a longer one; write "padding_side": "right" in tokenizer_config.json'
+        )
 
 
 def set_marks(model: Any, cfg: Any, data: Any) -> None:
