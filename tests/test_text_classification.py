@@ -158,8 +158,7 @@ def save_gpt2(folder, bert, side, kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bert)
-    tokenizer.padding_side = side
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert, padding_side=side)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
