@@ -333,6 +333,7 @@ NO_CHECK = ["--num_procesess", 2, "train.py", "--task.prepare_seconds", 3000]
 LAUNCHED = [  # words after `samestep launch`, the environment, what is said
     pytest.param(["train.py", "--sed", "1"], {}, "no field sed", marks=pytest.mark.slow),
     (NO_CHECK, {}, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
+    (["--config_file", "none.yaml", *NO_CHECK[2:]], {}, "launch: none.yaml: No such file or dir"),
     (["--config_file", "train.py"], {}, "samestep launch: argument --config_file/--config-file:"),
     ([], {}, "samestep launch: name a program, such as train.py; see --help"),
 ]
