@@ -43,9 +43,9 @@ ANSWERS = [
     ("Apache-2.0", "all", "seq2seq", "none"),
     ("MIT", "kubernetes", "preference", "wandb"),
 ]
-RECIPES = {"causal_lm": ["default", "finetune", "lora", "smoke"]}  # others: default and smoke
-RECIPES["preference"] = ["default", "finetune", "smoke"]
-RECIPES["image_classification"] = ["default", "resnet50", "smoke", "vit_b"]
+RECIPES = {"causal_lm": ["default", "finetune", "finetune_demo", "lora", "lora_demo", "smoke"]}
+RECIPES["preference"] = ["default", "finetune", "finetune_demo", "smoke"]
+RECIPES["image_classification"] = ["default", "finetune", "resnet50", "smoke", "vit_b"]
 
 
 def files(folder):
@@ -229,7 +229,7 @@ def test_a_project_is_a_few_files_on_the_library(bakes, task):
         missing = {module.split(".")[0] for module in imports(project / name)} - known
         assert not missing, f"{name} imports {missing}"
     recipes = sorted(path.stem for path in project.glob("configs/train/*"))
-    assert recipes == RECIPES.get(task, ["default", "smoke"])
+    assert recipes == RECIPES.get(task, ["default", "finetune", "smoke"])
     for name in recipes:
         text = (project / "configs" / "train" / f"{name}.yaml").read_text(encoding="utf-8")
         assert text.startswith("# ") and "accelerate launch --config_file configs/" in text

@@ -54,7 +54,11 @@ def project(tmp_path_factory):
 def tuned(project):
     """The runs of both recipes, on one process."""
     for name in ("prompts", "lora"):
-        project.train(1, *recipe_of(name))
+        printed = project.train(1, *recipe_of(name))
+        assert (
+            "warning: learning_rate is 0.01, high for the pretrained weights of runs/base"
+            in printed
+        )
     return {name: project.path / "runs" / name for name in ("prompts", "lora")}
 
 

@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import textwrap
@@ -204,12 +205,8 @@ def naming(place: object) -> Iterator[None]:
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
 
 
-def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
-    """The config from defaults, recipe and flags, and the recipe's path.
-
-    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
-    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
-    """
+def read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, Path]:
+    """The values of flags and of the recipe, by name, and the recipe's path."""
     fields = fields_of(config_class)
     fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
     with naming("command line"):
@@ -219,6 +216,16 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
     with naming(path):
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
         recipe = convert_all(read_recipe(written, fields), fields)
+    return flags, recipe, path
+
+
+def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
+    """The config from defaults, recipe and flags, and the recipe's path.
+
+    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
+    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
+    """
+    flags, recipe, path = read_given(config_class, arguments)
     cfg = replace_fields(config_class(), recipe | flags)
     check_credentials(cfg)
     if HELP & {*arguments}:
@@ -269,6 +276,31 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
         cfg.max_steps = 0
     if not (cfg.max_steps or cfg.num_epochs):
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
+
+
+def remarks_on_rate(cfg: Any, arguments: list[str]) -> list[str]:
+    """A line if pretrained weights train at a learning rate that is meant for new ones.
+
+    It is above 1e-3 (LoRA: 5e-3), or at least ten times that of the task's own recipe: the one in
+    use if it fine-tunes, else finetune.yaml (LoRA: lora.yaml) beside it.
+    """
+    name, rate = getattr(cfg.task, "model_name_or_path", ""), getattr(cfg, "learning_rate", 0.0)
+    if not name or cfg.eval_only:
+        return []
+    field, file, limit = "task.model_name_or_path", "finetune.yaml", 1e-3
+    if getattr(cfg.task, "lora_rank", 0):
+        field, file, limit = "task.lora_rank", "lora.yaml", 5e-3
+    _, recipe, path = read_given(type(cfg), arguments)
+    if not recipe.get(field):
+        path, recipe = path.with_name(file), {}
+        with suppress(OSError, ValueError):  # there is none, or it is for another task
+            _, recipe, _ = read_given(type(cfg), ["--config", str(path)])
+    usual = recipe.get("learning_rate", math.inf)
+    if rate <= limit and rate < 10 * usual:
+        return []
+    hint = f"{path} has {usual:g}" if usual < rate else f"give at most {limit:g}"
+    start = f"warning: learning_rate is {rate:g}, high for the pretrained weights of"
+    return [f"{start} {one_line(name, 100)}; {hint}"]
 
 
 # ---- Names ---------------------------------------------------------------------------------------

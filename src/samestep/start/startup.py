@@ -538,6 +538,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     manifest = collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = ResumePoint(cfg.max_steps)
     resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
+    resume_point.remarks += config.remarks_on_rate(cfg, sys.argv[1:])
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if IS_MAIN and not cfg.check else None
     try:

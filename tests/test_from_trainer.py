@@ -1,0 +1,108 @@
+"""The page docs/from-trainer.md: its blocks are a task, which keeps the promises."""
+
+import json
+import re
+import shutil
+
+import datasets
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from conftest import ROOT, bake, digest, lines, read_weights
+
+PAGE = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
+TASK = "\n\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))
+WORDS = "bad good it was not a film of the year and I saw no other".split()
+FLAGS = ["--max_steps", 4, "--save_every", 2, "--eval_every", 2, "--log_every", 1]
+FLAGS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 1]
+FLAGS += ["--keep_checkpoints", 0, "--learning_rate", 1e-3, "--task.model_name_or_path", "small"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project with the task of the page, its reviews, and a small pretrained BERT in bfloat16."""
+    baked = bake(tmp_path_factory.mktemp("trainer"), tracker="none", pictures=False)
+    (baked.path / "task.py").write_text(TASK)
+    (baked.path / "configs" / "train" / "default.yaml").write_text("tracker: none\n")
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=12
+    )
+    fast.save_pretrained(baked.path / "small")
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(vocabulary), num_hidden_layers=1, **size)
+    model = BertForSequenceClassification(config).to(torch.bfloat16)
+    model.save_pretrained(baked.path / "small")
+    rows = [[WORDS[i * k % 17 % len(WORDS)] for k in range(1, 4 + i % 9)] for i in range(90)]
+    table = {"text": [" ".join(row) for row in rows], "label": [int("bad" in row) for row in rows]}
+    datasets.Dataset.from_dict(table).save_to_disk(baked.path / "reviews")
+    return baked
+
+
+def test_the_task_of_the_page_keeps_the_promises(project, tmp_path):
+    printed = project.train(1, *FLAGS, "--output_dir", tmp_path / "one")
+    assert "its rows" not in printed
+    project.train(2, *FLAGS, "--output_dir", tmp_path / "two")
+    kept = "checkpoints/step-00000002"
+    shutil.copytree(tmp_path / "one" / kept, tmp_path / "half" / kept)
+    project.train(1, *FLAGS, "--output_dir", tmp_path / "half")
+    last = "checkpoints/step-00000004"
+    assert digest(tmp_path / "half" / last) == digest(tmp_path / "one" / last)
+    weights = read_weights(tmp_path / "one" / last)
+    assert {each.dtype for each in weights.values()} == {torch.float32}
+    for key in ("loss", "eval_loss"):
+        one, two = (lines(tmp_path / run, key) for run in ("one", "two"))
+        assert [e[key] for e in two] == pytest.approx([e[key] for e in one], rel=1e-5)
+    check_scores(project.path, tmp_path / "one")
+
+
+def check_scores(folder, output):
+    """The scores of the last line are those of transformers alone on the exported model."""
+    rows = datasets.load_from_disk(folder / "reviews").to_list()
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(output / "model").eval()
+    (data,) = folder.glob(".cache/data/*/validation")
+    held_out = datasets.load_from_disk(data)
+    known = {tuple(tokenizer(row["text"], truncation=True)["input_ids"]) for row in rows}
+    right, losses = [], []
+    for row in held_out:
+        assert tuple(row["input_ids"]) in known  # not augmented
+        batch = {n: torch.tensor([row[n]]) for n in ("input_ids", "attention_mask", "labels")}
+        found = model(**batch)
+        losses.append(float(found.loss))
+        right.append(int(found.logits.argmax()) == row["labels"])
+    scores = lines(output, "eval_loss")[-1]
+    assert scores["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert scores["accuracy"] == pytest.approx(sum(right) / len(right))
+
+
+NAMES = {  # what Trainer calls it, and what the line says
+    "--per_device_train_batch_size 8": "global_batch_size decides the result",
+    "--warmup_ratio 0.1": "it is warmup_steps here",
+    "--gradient_accumulation_steps 2": "it follows from global_batch_size and micro_batch_size",
+    "--save_total_limit 2": "keep_checkpoints",
+    "--report_to none": "it is tracker here",
+    "--resume_from_checkpoint true": "resume",
+    "--bf16 true": "mixed_precision",
+}
+
+
+def test_names_of_trainer_are_answered_with_ours(project, tmp_path):
+    for words, said in NAMES.items():
+        printed = project.train(1, *words.split(), "--output_dir", tmp_path, codes=[2])
+        assert said in printed, json.dumps(printed)
+
+
+def test_the_page_is_short():
+    assert len(PAGE.split()) <= 700
