@@ -53,6 +53,7 @@ def project(tmp_path_factory):
 def test_the_task_of_the_page_keeps_the_promises(project, tmp_path):
     printed = project.train(1, *FLAGS, "--output_dir", tmp_path / "one")
     assert "its rows" not in printed
+    assert not [*(project.path / "reviews").glob("cache*")]  # what map has kept is elsewhere
     project.train(2, *FLAGS, "--output_dir", tmp_path / "two")
     kept = "checkpoints/step-00000002"
     shutil.copytree(tmp_path / "one" / kept, tmp_path / "half" / kept)

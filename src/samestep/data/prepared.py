@@ -251,7 +251,8 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
 @contextlib.contextmanager
 def working_in(work: Path) -> Iterator[None]:
     """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
-    take an edited one for the old one. (TMPDIR stays: sockets of its processes are there, whose
+    take an edited one for the old one. Those of rows that load_from_disk has read would lie beside
+    these rows. (TMPDIR stays: sockets of its processes are there, whose
     paths have at most 107 bytes.)"""
     names = {"TOKENIZERS_PARALLELISM": "false"}
     caches: dict[str, Any] = {
@@ -259,7 +260,12 @@ def working_in(work: Path) -> Iterator[None]:
         "DOWNLOADED_DATASETS_PATH": work / "downloads",
         "EXTRACTED_DATASETS_PATH": work / "extracted",
     }
-    with mock.patch.dict(os.environ, names), mock.patch.multiple(datasets.config, **caches):
+    beside = mock.patch.object(
+        datasets.Dataset,
+        "_get_cache_file_path",
+        lambda _, fingerprint: str(work / f"cache-{fingerprint}.arrow"),
+    )
+    with mock.patch.dict(os.environ, names), mock.patch.multiple(datasets.config, **caches), beside:
         datasets.disable_progress_bars()
         yield
 
