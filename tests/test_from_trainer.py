@@ -73,7 +73,7 @@ def check_scores(folder, output):
     rows = datasets.load_from_disk(folder / "reviews").to_list()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     model = AutoModelForSequenceClassification.from_pretrained(output / "model").eval()
-    (data,) = folder.glob(".cache/data/*/validation")
+    (data,) = folder.glob(".cache/data/*/rows/validation")
     held_out = datasets.load_from_disk(data)
     known = {tuple(tokenizer(row["text"], truncation=True)["input_ids"]) for row in rows}
     right, losses = [], []
