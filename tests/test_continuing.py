@@ -130,10 +130,8 @@ def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
 
 def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
     """Another precision; and for the best model, another task, whose losses may mean other things.
-    Without the launcher a check does not know the precision."""
-    precision = (
-        "versions, devices or precision changed, rounding may differ: precision fp32 -> bf16"
-    )
+    A check knows no hardware."""
+    precision = "hardware or a version changed, rounding may differ: precision: fp32 -> bf16"
     mixed = "warning: the best evaluation may be one from before the change of task settings"
     flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE]
     bf16, plain = ({"ACCELERATE_MIXED_PRECISION": each} for each in ("bf16", "no"))

@@ -1,6 +1,7 @@
 """The YAMLs of configs/accelerate, and `samestep hardware`, which tests the devices."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -315,23 +316,26 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     output = tmp_path / "run"
     flags = ["--output_dir", output, "--save_every", 2, "--accept_changes"]
-    assert "hardware: " not in tiny.train(1, *flags, "--max_steps", 2)
+    assert "a version changed" not in tiny.train(1, *flags, "--max_steps", 2)
     first = yaml.safe_load((output / "hardware.yaml").read_text())
     assert (first["processes"], first["nodes"], first["precision"]) == (1, 1, "fp32")
     assert first["sharding"] == "none" and [*first["devices"].values()] == [1]
     assert first["environment"]["NCCL_SOCKET_IFNAME"] == "http://proxy"
     assert "secret" not in (output / "hardware.yaml").read_text()
 
-    (output / "hardware.yaml").write_text(yaml.safe_dump(first | {"devices": {"a GPU": 1}}))
+    manifest = json.loads((output / "checkpoints/step-00000002/manifest.json").read_text())
+    assert first == manifest["hardware"] | {"environment": first["environment"]}
+    assert first["torch"] == importlib.metadata.version("torch")
+
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     printed = tiny.train(2, *flags, "--max_steps", 4, env={"ACCELERATE_MIXED_PRECISION": "bf16"})
-    (line,) = [line for line in printed.splitlines() if line.startswith("hardware: ")]
-    assert line.startswith("hardware: processes 1 -> 2, ")
-    assert "NCCL_SOCKET_IFNAME http://proxy -> eth0" in line and "secret" not in printed
-    assert printed.count("fp32 -> bf16") == 1  # with what rounds otherwise
+    (line,) = [line for line in printed.splitlines() if "a version changed" in line]
+    assert "rounding may differ: processes: 1 -> 2; " in line and "devices: {" in line
+    assert "precision: fp32 -> bf16" in line and printed.count("fp32 -> bf16") == 1
+    assert "torch: " not in line and "secret" not in printed
     second = yaml.safe_load((output / "hardware.yaml").read_text())
     assert (second["processes"], second["precision"]) == (2, "bf16")
-    assert [*second["devices"].values()] == [2] and "devices a GPU -> " in line
+    assert [*second["devices"].values()] == [2]
 
 
 # ---- docs/hardware.md ----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_devices_may_differ_but_not_with_exact():
     from samestep.processes import consistency
 
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
-    manifest = {"versions": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
+    manifest = {"hardware": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
     facts = consistency.collect_facts(manifest, False, ROOT / SOURCE)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
     assert {"code train.py", "code samestep/processes/consistency.py"} <= {*code}

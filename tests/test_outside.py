@@ -225,7 +225,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     scores = {"a|b": 1.0, "line\nbreak": 2.0, "eval_loss": 3.0, "z" * 10_000: 4.0}
     data = {"samples": 9, "fingerprint": "f"}
     facts = {"step": 1, "steps": 1, "scores": scores, "config": config, "data": data}
-    facts |= {"versions": {"torch": "2.13.0"}, "hardware": "1 x cpu, fp32"}
+    facts |= {"hardware": {"torch": "2.13.0"}, "devices": "1 x cpu, fp32"}
     about = {"architectures": ["ViTForImageClassification"], "background": "navy"}
     (tmp_path / "config.json").write_text(json.dumps(about))
     place = Path("runs") / 'x"\n```\n\u202e' / "model"

@@ -32,7 +32,7 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
     `project`: the folder of train.py and task.py. The program and modules that lie there count,
     too, on the processes that have loaded them.
     """
-    versions = manifest["versions"]
+    versions = manifest["hardware"]
     if not exact:
         versions = {name: versions[name] for name in VERSIONS if name in versions}
         versions["python"] = versions["python"].rpartition(".")[0]

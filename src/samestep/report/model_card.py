@@ -77,7 +77,7 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     """Writes the card of the model in a folder that will be renamed to `final`.
 
     `run_info` holds step (of the model), steps (of the run), scores (floats by name), config
-    (resolved), data (samples, fingerprint), hardware (a line) and versions.
+    (resolved), data (samples, fingerprint), devices (a line) and hardware (with versions).
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -104,7 +104,8 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     steps = f"{run_info['step']:,} steps"
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best checkpoint in {run_info['steps']:,})"
-    versions = ", ".join(f"{name} {number}" for name, number in run_info["versions"].items())
+    known = [(name, value) for name, value in run_info["hardware"].items() if name != "devices"]
+    versions = ", ".join(f"{name} {value}" for name, value in known)
     number = f", out of {data['samples']:,}" if data["samples"] else " of a stream"
     parts = [
         f"---\n{header.to_yaml()}\n---",
@@ -116,6 +117,6 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
         "\n".join(["## Evaluation\n\n| metric | value |\n| --- | --- |", *rows]),
         "## Settings",
         textwrap.indent(yaml.safe_dump(config, sort_keys=False), "    "),
-        f"## Hardware and versions\n\n{run_info['hardware']}\n\n{versions}\n",
+        f"## Hardware and versions\n\n{run_info['devices']}\n\n{versions}\n",
     ]
     ModelCard("\n\n".join(filter(None, parts))).save(folder / "README.md")

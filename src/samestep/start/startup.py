@@ -113,13 +113,6 @@ class ResumePoint:
             self.changed = checkpoints.check_settings(
                 self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
             )
-            before, now = self.saved.get("versions", {}), manifest["versions"]
-            if cfg.check:  # no launcher has told the precision
-                before = {n: v for n, v in before.items() if n != "precision"}
-            moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
-            if moved:
-                remark = "versions, devices or precision changed, rounding may differ"
-                self.remarks.append(f"{remark}: {', '.join(moved)}")
         if cfg.eval_only:
             return
         if self.checkpoint:
@@ -487,7 +480,7 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         "identity": identity,
         "prepared": getattr(getattr(data, "folder", None), "name", ""),
         "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
-        "versions": versions(),
+        "hardware": versions(),  # completed when the processes have met
     }
 
 

@@ -52,7 +52,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
                 # The export may change the model: LoRA's adapters are merged then.
                 run.tested = catch(ask_trained, run, full_model)
             about = {"step": step, "steps": run.last_step, "scores": scores}
-            about |= {"hardware": run.hardware, **run.start.manifest}
+            about |= {**run.start.manifest, "devices": run.hardware}
             with checkpoints.replaced_folder(folder) as fresh:
                 trained = dtypes.trained_weights(full_model).values()
                 in_float32 = any(each.dtype == torch.float32 for each in trained)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base import files, run_folder
-from samestep.base.console import print_on_main
+from samestep.base.console import one_line, print_on_main
 from samestep.checkpoint import checkpoints, weights
 from samestep.models import dtypes
 from samestep.processes import device, shutdown
@@ -115,16 +115,17 @@ class Run:
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 
     def describe_hardware(self) -> None:
-        """Prints what changed since the last start, for a run that continues."""
-        versions, device_type = self.start.manifest["versions"], self.accelerator.device.type
+        """Completes the hardware in manifests; prints what changed since that of the checkpoint."""
+        manifest, device_type = self.start.manifest, self.accelerator.device.type
+        versions = manifest["hardware"]
         name = {"cpu": versions["cpu"], "cuda": versions.get("gpu")}.get(device_type, device_type)
-        precision = self.accelerator.mixed_precision.replace("no", "fp32")
         devices = self.ranks.gather(name)
-        self.facts = hardware_file.describe_hardware(self.ranks.layout, precision, devices)
-        if self.resume_point.checkpoint:
-            before = hardware_file.read_hardware_file(self.output / "hardware.yaml")
-            if changed := hardware_file.changed_hardware(before, self.facts):
-                print_on_main(changed)
+        now = hardware_file.describe_hardware(self.ranks.layout, devices, versions)
+        before = self.resume_point.saved.get("hardware", now)
+        if changed := checkpoints.differences(before, now):
+            text = one_line("; ".join(changed.values()), 500)
+            print_on_main(f"the hardware or a version changed, rounding may differ: {text}")
+        manifest["hardware"] = now
 
     def start_logging(self) -> None:
         """Writes config.yaml, hardware.yaml and the status, and starts the tracker.
@@ -136,7 +137,9 @@ class Run:
         settings = self.start.manifest["config"]
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
-        text = yaml.safe_dump(self.facts, sort_keys=False, allow_unicode=True)
+        hardware = self.start.manifest["hardware"]
+        hardware = hardware | {"environment": hardware_file.launch_variables()}
+        text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
         self.keep_identity()
         saved = self.first_step if self.resume_point.own else 0
