@@ -32,7 +32,6 @@ def data(content, name="data.txt"):
 TWO = "two processes:"  # and not flags alone
 
 FLAGS = {  # what is written, and what the line says
-    "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
     "--output_dir s3://bucket/run": "output_dir is s3://bucket/run, a URL; give a",
     "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run with a password",
     "--task.data https://host/a.txt?sig=secret": "task.data is https://host/a.txt with a passw",

@@ -273,6 +273,22 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
         assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted
 
 
+def test_the_files_of_a_run_inside_the_data_are_not_read(tmp_path, capsys):
+    """Its metrics would be rows; what has one of the names alone is data."""
+    for run, names in (("run", ("status.json", "hardware.yaml")), ("own", ("status.json",))):
+        (tmp_path / "data" / run / "model").mkdir(parents=True)
+        for name in (*names, "metrics.jsonl", "model/config.json"):
+            (tmp_path / "data" / run / name).write_text("{}")
+    (tmp_path / "data" / "a.jsonl").write_text("{}")
+    own = {"a.jsonl", "own/metrics.jsonl", "own/model/config.json", "own/status.json"}
+    data = str(tmp_path / "data")
+    assert {below for below, _ in folders.files_below(data)} == own
+    assert {name for _, name, _ in folders.list_folder(data)} == own
+    printed = capsys.readouterr().out
+    assert printed == f"Preparing data: {data}/run is the folder of a run: not read\n"
+    assert len([*folders.files_below(f"{data}/run")]) == 4  # it is named itself
+
+
 def write_splits(folder):
     """Texts that say where they belong."""
     folder.mkdir()

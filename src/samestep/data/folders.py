@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, print_on_main
 from samestep.data import splits
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -49,7 +49,8 @@ def file_ending(path: Path | str) -> str:
 
 
 def files_below(root: str) -> Iterator[tuple[str, str]]:
-    """A file itself, or all files below a folder, each with its path there; no hidden ones.
+    """A file itself, or all files below a folder, each with its path there; no hidden ones, and
+    none of a run whose folder lies there.
 
     Raises OSError for a folder that cannot be read: its rows would be missing unnoticed.
     """
@@ -61,11 +62,20 @@ def files_below(root: str) -> Iterator[tuple[str, str]]:
         status = os.stat(folder)
         new = (status.st_dev, status.st_ino) not in seen
         seen.add((status.st_dev, status.st_ino))
+        if folder != root and {"status.json", "hardware.yaml"} <= {*files}:
+            skip_run(folder)
+            new = False
         names[:] = sorted(name for name in names if new and not name.startswith("."))
         for name in sorted(files) if new else ():
             if not name.startswith("."):
                 path = os.path.join(folder, name)
                 yield os.path.relpath(path, root) if folder != root else name, path
+
+
+@functools.cache
+def skip_run(folder: str) -> None:
+    """Prints, once in a start, that the files of a run are no data."""
+    print_on_main(f"Preparing data: {one_line(folder, 100)} is the folder of a run: not read")
 
 
 def raise_error(error: OSError) -> None:

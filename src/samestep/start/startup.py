@@ -252,11 +252,6 @@ def read_config(config_class: type, about: str | None) -> Any:
         raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
     if escaped(output) != output:
         raise ValueError(f"{shown}, which a terminal cannot show; give another")
-    if data := folder_of_data(cfg):
-        raise ValueError(
-            f"output_dir {output} lies in {data}, where files of the run would count as data; "
-            "give another --output_dir"
-        )
     steps = cfg.profile_steps or [1, 1]
     if len(steps) not in (2, 3) or not 0 <= steps[1] - steps[0] < min([100, *steps[2:]]):
         raise ValueError(
@@ -264,22 +259,6 @@ def read_config(config_class: type, about: str | None) -> Any:
             "[10, 13], or [10, 13, 1000] for the same every 1000 steps"
         )
     return cfg
-
-
-def folder_of_data(cfg: Any) -> str:
-    """The folder of data in which the run folder lies, though not in a hidden folder; or ''."""
-    output = Path(cfg.output_dir).resolve()
-    for name in ("data", "validation_data"):
-        given = getattr(cfg.task, name, "")  # a path, PATH:WEIGHT,PATH:WEIGHT, or a list of them
-        paths = [str(each.get("path", "")) for each in given if isinstance(each, dict)]
-        if isinstance(given, str):
-            paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
-        for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
-            folder = Path(path).resolve()
-            below = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
-            if not any(part.startswith(".") for part in below):
-                return f"task.{name}, {one_line(path, 100)}"
-    return ""
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
