@@ -12,7 +12,6 @@ import inspect
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,18 +136,16 @@ class ResumePoint:
         return self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]
 
     def continue_mixture(self, current: dict) -> dict:
-        """The mixture of the sources after the checkpoint; `current`: that of a new run.
-
-        That of an older checkpoint, which records none, is the one with which its run began.
-        """
-        weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-        saved, samples = self.saved, self.saved.get("samples", 0)
-        old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
-        before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
+        """The mixture of the sources after the checkpoint; `current`: that of a new run."""
+        weights = {name: weight for name, (weight, _) in current["sources"].items()}
+        before, samples = self.saved["mixture"], self.saved["samples"]
         mixture = next_mixture(before, samples, weights)
         if mixture["first"] != before["first"]:
-            places = {name: mixture["sources"][name][2] for name in weights}
-            texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
+            texts = []
+            for name in weights:
+                place = mixture["sources"][name][1]
+                shown = name or "the only source"
+                texts.append(f"{shown} goes on after {place:,}" if place else f"{shown} begins")
             remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
             self.remarks.append(remark)
         return mixture

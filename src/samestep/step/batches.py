@@ -173,7 +173,7 @@ def plan_step(
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
     step, counted from 1, and not by its rank."""
-    seed = int(hash64(seed, step - 1, number)[0])  # as older versions: runs continue
+    seed = int(hash64(seed, step - 1, number)[0])
     seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.
     device = torch.accelerator.current_accelerator()

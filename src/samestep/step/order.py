@@ -8,6 +8,7 @@ Nothing is stored but the mixture: where its weights last changed, and how far e
 """
 
 import functools
+import hashlib
 import heapq
 import math
 from collections.abc import Sequence
@@ -122,11 +123,10 @@ def first_mixture(weights: dict[str, int]) -> dict:
     """What manifests record of a mixture, here of the one with which a run begins.
 
     `first`: the position at which it begins. For each of `sources`: its weight, 0 if it is no
-    longer in use; the number that its seed is made with, -1 for the seed of the run; its place.
+    longer in use, and its place. A source is its name; one that is all of the data is called "".
     """
-    weights = weights or {"": 1}
-    numbered = enumerate(weights.items(), 0 if len(weights) > 1 else -1)
-    return {"first": 0, "sources": {name: [w, number, 0] for number, (name, w) in numbered}}
+    weights = weights if len(weights) > 1 else {"": 1}
+    return {"first": 0, "sources": {name: [weight, 0] for name, weight in weights.items()}}
 
 
 def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
@@ -134,25 +134,24 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
 
     Each source goes on from where it stood, also one that was not in use for a time.
     """
-    weights, known = weights or {"": 1}, before["sources"]
-    alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
-    for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?
-        end = f"/{name}"
-        same = {n for n in known if end.endswith(f"/{n}") or f"/{n}".endswith(end) or alone}
-        others = [n for n in known if n in same and n not in weights]
-        if len(others) == 1:
-            known = {name if n == others[0] else n: facts for n, facts in known.items()}
-    used = {name: weight for name, (weight, _, _) in known.items() if weight}
+    weights = weights if len(weights) > 1 else {"": 1}
+    known = before["sources"]
+    used = {name: weight for name, (weight, _) in known.items() if weight}
     if [*used.items()] == [*weights.items()]:
-        return {**before, "sources": known}
-    mixture = Mixture([*used.values()], [known[name][2] for name in used])
+        return before
+    mixture = Mixture([*used.values()], [known[name][1] for name in used])
     places = dict(zip(used, mixture.count(samples - before["first"]), strict=True))
-    known = {n: [0, number, places.get(n, place)] for n, (_, number, place) in known.items()}
+    known = {name: [0, places.get(name, place)] for name, (_, place) in known.items()}
     for name, weight in weights.items():
-        new = 1 + max(number for _, number, _ in known.values())
-        _, number, place = known.pop(name, (0, new, 0))
-        known[name] = [weight, number, place]  # at the end, in the order of the weights
+        _, place = known.pop(name, (0, 0))
+        known[name] = [weight, place]  # at the end, in the order of the weights
     return {"first": samples, "sources": known}
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of a source, by its name; "" has the seed of the run."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int(hash64(seed, int.from_bytes(digest[:8], "big"))[0]) if name else seed
 
 
 class SampleOrder:
@@ -167,11 +166,11 @@ class SampleOrder:
         self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
     ):
         mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
-        names = [each.name for each in sources] or [""]
-        weights, numbers, places = zip(*(mixture["sources"][n] for n in names), strict=True)
+        names = [each.name for each in sources] if len(sources) > 1 else [""]
+        weights, places = zip(*(mixture["sources"][name] for name in names), strict=True)
         self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
         sizes = [int(each.rows) for each in sources] or [rows]
-        seeds = [seed if n < 0 else int(hash64(seed, n)[0]) for n in numbers]
+        seeds = [seed_of(seed, name) for name in names]
         self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
         self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
