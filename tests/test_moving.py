@@ -91,16 +91,16 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path):
 def test_changes_of_settings(tmp_path):
     from samestep.checkpoint import checkpoints
 
-    def compare(value, new="all", accept=True):
-        saved = {"files": {}, "config": {"task": {"classes": value}}}
+    def compare(before, new="all", accept=True):
+        saved = {"files": {}, "config": {"task": before}}
         now = {"config": {"task": {"train_on": new}}}
         defaults = {"task.train_on": "all"}
         return checkpoints.check_settings(tmp_path, saved, now, {}, accept, defaults)
 
-    assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
-    assert compare("", "last") == ["task.train_on: None -> last"]
+    assert compare({}) == [] and compare({"classes": ""}) == ["task.classes:  -> None"]
+    assert compare({}, "last") == ["task.train_on: None -> last"]
     with pytest.raises(ValueError, match="task.train_on: None -> last.* or --accept_changes to"):
-        compare("", "last", accept=False)
+        compare({}, "last", accept=False)
     # The places of the lanes of a stream are those of a list of shards, in an order by the seed.
     stream = {"files": {}, "lanes": [1, 2], "config": {"seed": 0}}
     with pytest.raises(ValueError, match="seed: 0 -> 1.*a stream goes on over the same shards"):

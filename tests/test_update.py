@@ -223,7 +223,7 @@ def test_what_cannot_be_updated_is_refused(both):
         both.refuses(words)
         both.git("revert", "--no-edit", "HEAD")
     file.rename(project / "away.json")
-    both.refuses("the template's docs/migrating.md says how to write it")
+    both.refuses("docs/library.md says how to write it")
     (project / "away.json").rename(file)
     (project / ".git").rename(both.template.parent / "away.git")
     line = both.update(code=2)

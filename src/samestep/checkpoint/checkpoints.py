@@ -381,12 +381,11 @@ def check_settings(
 ) -> list[str]:
     """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
 
-    `defaults`: of fields; one that older code did not have changes nothing where it has its own,
-    nor does one that was empty, and that newer code has no more. Raises ValueError if the result
-    would change and `accept` is false. For `effects` see `settings_with`.
+    `defaults`: of fields; a field that is new in the code changes nothing where it has its own.
+    Raises ValueError if the result would change and `accept` is false. For `effects` see
+    `settings_with`.
     """
     before, after = result_settings(saved, effects), result_settings(current, effects)
-    before = {n: v for n, v in before.items() if n in after or v != ""}
     default = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: v for n, v in after.items() if n not in default})
     other, made = "give the old settings, or another --output_dir", f"{path} was made with"

@@ -124,7 +124,7 @@ def read_record() -> dict:
     record = read_json_object(RECORD)
     if not RECORD.exists():
         problem = f"there is no {RECORD} in {Path.cwd()}"
-        raise ValueError(f"{problem}; the template's docs/migrating.md says how to write it")
+        raise ValueError(f"{problem}; docs/library.md says how to write it")
     answers = record.get("answers")
     if not isinstance(answers, dict) or not all(isinstance(v, str) for v in answers.values()):
         raise ValueError(f"{RECORD} has no `answers` that are texts; git log shows its edits")

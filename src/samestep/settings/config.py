@@ -335,11 +335,6 @@ OTHER_NAMES = {
     "optim optimizer": "build_optimizer in train.py is where it is changed",
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
     "streaming task.streaming": "tasks of texts stream; this one prepares its rows",
-    # Names of version 1.
-    "endings task.endings": "task.file_extensions",
-    "too_long task.too_long": "task.overlong",
-    "stored_size task.stored_size": "task.cache_image_size",
-    "corrupt task.corrupt": "task.unreadable_images",
 }
 
 

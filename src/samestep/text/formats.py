@@ -297,7 +297,7 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
 
 
 def key_of(row: dict) -> str:
-    """Text that decides whether a row is held out: that of version 1."""
+    """Text that decides whether a row is held out."""
     if "text" in row:
         return row["text"]
     return json.dumps(chats.as_chat(row) if chats.is_chat(row) else row)
