@@ -150,7 +150,7 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
 
 def seed_of(seed: int, name: str) -> int:
     """The seed of a source, by its name; "" has the seed of the run."""
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int(hash64(seed, int.from_bytes(digest[:8], "big"))[0]) if name else seed
 
 
