@@ -30,7 +30,7 @@ from samestep.models.dtypes import split_by_decay
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
 from samestep.settings.config import BatchSize, DecayRate, Interval
-from samestep.settings.run_config import EXPORT, NOTHING, ROUNDING, RunConfig
+from samestep.settings.run_config import NOTHING, ROUNDING, RunConfig
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.batches import seed_micro_batch
 from samestep.step.monitor import skip_unless_finite
@@ -96,7 +96,7 @@ class Config(RunConfig):
     """Steps between evaluations, or epoch; the last step is always evaluated; 0: only the last."""
     save_every: Interval = field(default=200, metadata=NOTHING)
     """Steps between checkpoints, or epoch; the last step is always saved; 0: only the last."""
-    export: Literal["last", "best"] = field(default="last", metadata=EXPORT)
+    export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
     """Model to export at the end: the last, or the one with the smallest eval_loss of those that
     were saved. best also saves a checkpoint before each evaluation."""
 

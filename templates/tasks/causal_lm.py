@@ -13,7 +13,7 @@ import datasets
 import torch
 from pydantic import Field
 
-from samestep.base.fields import EXPORT, MODEL, ROUNDING
+from samestep.base.fields import MODEL, NOTHING, ROUNDING
 from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
@@ -87,7 +87,7 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     loss_chunk: Chunk = field(default=4096, metadata=ROUNDING | MODEL)
     """Maximum number of tokens whose logits exist at once, on each device: bounds the memory that a
     large vocabulary takes. The result stays the same to rounding."""
-    sample_prompt: str = field(default="When a function is called,", metadata=EXPORT | MODEL)
+    sample_prompt: str = field(default="When a function is called,", metadata=NOTHING | MODEL)
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.base.fields import EXPORT, MODEL
+from samestep.base.fields import MODEL, NOTHING
 from samestep.data.sources import StreamConfig
 from samestep.models import pretrained
 from samestep.models.attention import always_mask
@@ -76,9 +76,9 @@ class TaskConfig(StreamConfig, ModelConfig):
     """Dropout on embeddings, attention weights and layers."""
 
     # Generation
-    num_beams: Beams = field(default=1, metadata=EXPORT | MODEL)
+    num_beams: Beams = field(default=1, metadata=NOTHING | MODEL)
     """Beams of the beam search for a target; 1: greedy search. The exported model names it."""
-    report_samples: Samples = field(default=200, metadata=EXPORT | MODEL)
+    report_samples: Samples = field(default=200, metadata=NOTHING | MODEL)
     """Validation rows whose targets the trained model generates at the end, for BLEU and chrF."""
 
 

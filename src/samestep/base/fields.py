@@ -19,7 +19,6 @@ IGNORE_INDEX = -100  # the label that cross entropy leaves out
 
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
-EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
 MODEL = {"shapes_data": False}  # only the model reads it; beside others: metadata=NOTHING | MODEL
 
 LARGEST = 10**18  # sums and products of whole numbers have to fit into the 64 bits of a tensor

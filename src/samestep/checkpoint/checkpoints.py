@@ -354,20 +354,14 @@ def find_best(
 # ---- Settings of a checkpoint and of now ---------------------------------------------------------
 
 
-def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
-    """The settings whose change has one of these effects, as a manifest holds them.
+def result_settings(manifest: dict, effects: dict) -> dict:
+    """The entries of a manifest that determine the result: settings, and `data NAME`.
 
-    `effects` maps fields to the effect of a change: nothing, rounding, export or result, which is
-    the default.
+    `effects` maps fields to the effect of a change: nothing, rounding or result, the default.
     """
     settings = flatten(manifest.get("config", {})).items()
-    return {name: value for name, value in settings if effects.get(name, "result") in kinds}
-
-
-def result_settings(manifest: dict, effects: dict) -> dict:
-    """The entries of a manifest that determine the result: settings, and `data NAME`."""
-    data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return settings_with(manifest, effects, "result") | data
+    found = {name: value for name, value in settings if effects.get(name, "result") == "result"}
+    return found | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:
@@ -383,7 +377,7 @@ def check_settings(
 
     `defaults`: of fields; a field that is new in the code changes nothing where it has its own.
     Raises ValueError if the result would change and `accept` is false. For `effects` see
-    `settings_with`.
+    `result_settings`.
     """
     before, after = result_settings(saved, effects), result_settings(current, effects)
     default = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from samestep.base.console import one_line
-from samestep.base.fields import EXPORT, MODEL, Dropout, check_fields, check_ignored_fields
+from samestep.base.fields import MODEL, NOTHING, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
 from samestep.models.attention import restored
 
@@ -28,7 +28,7 @@ class LoraFields:
     """Dropout before the adapters."""
     lora_targets: str = field(default="all-linear", metadata=MODEL)
     """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
-    merge_lora: bool = field(default=False, metadata=EXPORT | MODEL)
+    merge_lora: bool = field(default=False, metadata=NOTHING | MODEL)
     """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from samestep.base.fields import (
-    EXPORT,
     NOTHING,
     ROUNDING,
     NonNegativeInt,
@@ -77,7 +76,7 @@ class RunConfig:
     """Write checkpoints in the background: training waits only for a copy to host memory, which
     takes as much memory as the checkpoint. Not with DeepSpeed."""
 
-    check_export: bool = field(default=False, metadata=EXPORT)
+    check_export: bool = field(default=False, metadata=NOTHING)
     """Load the exported model by transformers, and compare its outputs with those of the trained
     one, or its tensors: a few seconds, and a line in the model card."""
 
