@@ -31,7 +31,7 @@ import task
 import train
 from samestep.models import attention, next_token
 from samestep.processes import device, shutdown
-from samestep.processes.ranks import Ranks, as_user_error
+from samestep.processes.ranks import Ranks
 from samestep.settings.config import ONE_COMMAND, parse_config
 from samestep.settings.mesh import STAGES, TP
 from samestep.start.startup import RunStart, prepare_run
@@ -152,7 +152,7 @@ class Pipeline(torch.nn.Module):
         mesh = DeviceMesh.from_group(parts, self.device.type)
         run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
         model, batch = run.build_model(), run.task.collate([run.start.views[1][0]])
-        with run.ranks.fail_together(), as_user_error():
+        with run.ranks.fail_together():
             sums = check_cut(model, self.count, run.task.eval_sums, batch)
         self.zeros = {name: torch.zeros_like(values) for name, values in sums.items()}
         self.model = cut(model, self.stage, self.count).to(self.device)

@@ -17,7 +17,7 @@ from samestep.base.errors import catch
 from samestep.checkpoint.optimizers import check_weights, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES, is_dtensor
-from samestep.processes.ranks import Ranks, UserError, as_user_error
+from samestep.processes.ranks import Ranks, UserError
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
 from samestep.step import deepspeed
@@ -34,14 +34,14 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     """
     plugin, model = getattr(accelerator.state, "fsdp_plugin", None), None
     one_builds = plugin and plugin.cpu_ram_efficient_loading
-    with ranks.fail_together(), as_user_error():
+    with ranks.fail_together():
         if accelerator.is_main_process or not one_builds:
             model = contract.check_model(make())
     if not one_builds:
         return model
     adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
     adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
-    with ranks.fail_together(), as_user_error():
+    with ranks.fail_together():
         if model is None:
             model, _ = catch(build_empty, make)
             if model is None or form_of(model) != form:  # a task may look at its weights
@@ -137,7 +137,7 @@ def gather_model(
     if not this_layout().sharded:
         return bare_model(accelerator, module)
     model, built, whole = None, {}, {}
-    with ranks.fail_together(), as_user_error():
+    with ranks.fail_together():
         if accelerator.is_main_process:
             model = build()
             built = model.state_dict()
@@ -145,7 +145,7 @@ def gather_model(
         state = accelerator.get_state_dict(module) or {}
     else:
         state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
-    with ranks.fail_together(), as_user_error():
+    with ranks.fail_together():
         for name, values in state.items():
             if is_dtensor(values):  # under offload it is on the CPU, where NCCL is not
                 values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]

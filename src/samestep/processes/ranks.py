@@ -182,12 +182,13 @@ class Ranks:
     def fail_together(self) -> Iterator[None]:
         """Runs its body on every process. If it fails on one of them, all raise the error.
 
-        All processes must enter it, also where `if accelerator.is_main_process` inside leaves the
-        work to one.
+        A ValueError is the user's: see as_user_error. All processes must enter it, also where
+        `if accelerator.is_main_process` inside leaves the work to one.
         """
         problem = None
         try:
-            yield
+            with as_user_error():
+                yield
         except Exception as error:
             problem = error
         self.raise_everywhere(problem)

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.processes.ranks import Ranks, UserError, as_user_error, some
+from samestep.processes.ranks import Ranks, UserError, some
 from samestep.settings import contract
 from samestep.step import sharding
 from samestep.step.batches import Batch, StepPlan
@@ -82,7 +82,7 @@ class StepGradients:
         """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
         if self.checking and not self.guarded:
             self.guarded = True
-            with self.ranks.fail_together(), as_user_error():
+            with self.ranks.fail_together():
                 contract.check_loss(loss)
         # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
         return loss * (1 + 0 * loss.detach())

@@ -20,7 +20,6 @@ from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
 from samestep.models import dtypes
 from samestep.models.attention import restored
-from samestep.processes.ranks import as_user_error
 from samestep.processes.shutdown import STOPPED
 from samestep.report import model_card, tracking
 from samestep.training import export_check
@@ -39,7 +38,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     full_model = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
     if run.cfg.eval_only:
         print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-    with run.ranks.fail_together(), as_user_error():
+    with run.ranks.fail_together():
         if run.accelerator.is_main_process and run.cfg.eval_only:
             line = {"step": step, "checkpoint": str(run.resume_point.checkpoint), **scores}
             folder = run.output / "evaluation"

@@ -15,7 +15,6 @@ from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.checkpoint import weights
 from samestep.processes import device
-from samestep.processes.ranks import as_user_error
 from samestep.settings import contract
 from samestep.settings.contract import Batch
 from samestep.step import batches, sharding
@@ -36,7 +35,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     if run.cfg.eval_only:
         return
     model.eval()
-    with run.ranks.fail_together(), as_user_error(), device.eager(model):
+    with run.ranks.fail_together(), device.eager(model):
         probe = Probe(run, model)
         batch = probe.check("loss_sum", run.start.probes[0])
         probe.check("eval_sums", run.start.probes[1])

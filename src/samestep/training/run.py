@@ -15,7 +15,7 @@ from samestep.base.console import one_line, print_on_main
 from samestep.checkpoint import checkpoints, weights
 from samestep.models import dtypes
 from samestep.processes import device, shutdown
-from samestep.processes.ranks import Ranks, as_user_error
+from samestep.processes.ranks import Ranks
 from samestep.report import speed, tracking
 from samestep.start import hardware_file
 from samestep.start.startup import IDENTITY, RunStart, agree_on_start
@@ -66,13 +66,13 @@ class Run:
         cfg, plan = self.cfg, self.plan
         if cfg.device_shares != "auto" or len(plan.shares) == 1 or cfg.eval_only:
             return
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             rows = self.train_rows()
             step = rows.sort(range(self.first_sample, self.first_sample + plan.samples))
             middle = plan.positions(step, plan.count // 2)  # of rows that are sorted by size
             batch, *_ = batches.collate(self.task, rows.__getitems__(list(middle)))
             batch = send_to_device(batch, self.accelerator.device)
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             model.train()
             batches.seed_everything(cfg.seed)
             seconds = shares.measure_micro_batch(model, lambda: model(self.task.loss_sum, batch))
@@ -167,7 +167,7 @@ class Run:
         model = weights.build(self.new_model, accelerator, self.ranks)
         if line := dtypes.describe(model):
             print_on_main(line)
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             if self.cfg.gradient_checkpointing:
                 weights.enable_gradient_checkpointing(model)
             sharding.check_model_shares_rows(model, layout)
@@ -189,7 +189,7 @@ class Run:
             sharding.split_by_kind(optimizer)
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             sharding.check_weights(model)
             context = sharding.compute_context(self.accelerator, self.cfg.exact)
             module = weights.TaskModule(model, context)

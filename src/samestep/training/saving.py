@@ -14,7 +14,7 @@ from samestep.base.console import print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
-from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
+from samestep.processes.ranks import SAVE_THREAD, Ranks
 from samestep.settings.contract import Stream
 from samestep.step import deepspeed
 from samestep.training.log import RunLog
@@ -45,7 +45,7 @@ class Saver:
         """
         run, checkpoint = self.run, self.run.resume_point.checkpoint
         saved = self.run.resume_point.saved
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             if checkpoint:
                 self.state.load(checkpoint, saved, run.start.manifest)
             elif self.main:  # AdamW will keep two moments of each weight
@@ -118,13 +118,13 @@ class Saver:
         self.wait()
         share = None
         if not self.ranks.layout.deepspeed:
-            with self.ranks.fail_together(), as_user_error():
+            with self.ranks.fail_together():
                 tensors = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
         if not self.asynchronous:
             self.write(self.ranks, share, manifest)
             return
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             self.host = share.parts = host_copies(share.parts, self.host)
         self.thread = threading.Thread(
             target=self.write_in_background, args=(share, manifest), name=SAVE_THREAD, daemon=True
@@ -142,13 +142,13 @@ class Saver:
         """All processes write their shares, then the main process makes the checkpoint valid."""
         partial = self.run.output / "checkpoints" / f".step-{manifest['step']:08d}.partial"
         try:
-            with ranks.fail_together(), as_user_error():
+            with ranks.fail_together():
                 parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
                 self.state.check_finite(parts)
                 if self.main:
                     self.run.start.lock.check_folder()
                     checkpoints.make_partial_folder(partial)
-            with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
+            with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 if share:
                     tensor_files.write_share(share, partial)
                 else:
@@ -157,7 +157,7 @@ class Saver:
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
             files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
-            with ranks.fail_together(), as_user_error():
+            with ranks.fail_together():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)
                     best = manifest["best"] and manifest["best"][0]
@@ -193,7 +193,7 @@ class Saver:
         """Loads the weights with the smallest eval_loss; their step, None if there are none."""
         run, found = self.run, (None, {}, "")
         is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
-        with self.ranks.fail_together(), as_user_error():
+        with self.ranks.fail_together():
             if self.main and not is_newest:
                 found = checkpoints.find_best(run.output / "checkpoints", self.best)
         path, saved, lost = self.ranks.from_main(found)
@@ -201,7 +201,7 @@ class Saver:
             print_on_main(f"{lost}: the last model is exported, not the best")
             return None
         if path:
-            with self.ranks.fail_together(), as_user_error():
+            with self.ranks.fail_together():
                 self.state.load_weights(path, saved, run.start.manifest)
         step, loss = self.best
         print_on_main(f"the best evaluation was that of step {step}: {loss:.5g}")
