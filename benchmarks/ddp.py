@@ -1,4 +1,4 @@
-"""Measures what the settings of DDP, a recipe's section `ddp:`, cost or gain on two CPU processes.
+"""Measures what DDP's arguments cost or gain on two CPU processes.
 
     make bench-ddp                                               # in the template: a table, a .json
     python benchmarks/ddp.py --sizes small --rounds 2 --steps 5
@@ -9,6 +9,7 @@ static_graph goes with no more.
 """
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -24,11 +25,11 @@ PROCESSES = 2
 DEFAULT = "the default"
 SETTINGS: dict[str, dict[str, object]] = {
     DEFAULT: {},
-    "bucket_cap_mb: 1": {"ddp.bucket_cap_mb": 1},
-    "bucket_cap_mb: 100": {"ddp.bucket_cap_mb": 100},
-    "find_unused_parameters: false": {"ddp.find_unused_parameters": "false"},
-    "static_graph: true": {"ddp.static_graph": "true"},
-    "broadcast_buffers: false": {"ddp.broadcast_buffers": "false"},
+    "bucket_cap_mb: 1": {"bucket_cap_mb": 1},
+    "bucket_cap_mb: 100": {"bucket_cap_mb": 100},
+    "find_unused_parameters: false": {"find_unused_parameters": False},
+    "static_graph: true": {"static_graph": True},
+    "broadcast_buffers: false": {"broadcast_buffers": False},
 }
 
 
@@ -37,8 +38,9 @@ def measure(todo: Work, names: list[str], rounds: int, steps: int) -> list[dict]
     say(f"{Path(todo.output).name}, {PROCESSES} x CPU")
     with running() as runs:
         for place, name in enumerate(names):
-            flags = SETTINGS[name] | {"micro_batch_size": todo.size.batch // PROCESSES}
-            runs[name] = Trained(todo, f"ddp-{place}", 0, [1] * PROCESSES, **flags)
+            flags = {"micro_batch_size": todo.size.batch // PROCESSES}
+            env = {"BENCH_DDP": json.dumps(SETTINGS[name])}
+            runs[name] = Trained(todo, f"ddp-{place}", 0, [1] * PROCESSES, env=env, **flags)
         for run in runs.values():
             run.train(3)  # with static_graph the second step makes other buckets
         found = take_turns(runs, rounds, steps)

@@ -18,6 +18,7 @@ each other, are not in it. The list is a run with device_shares: n. It pays for 
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -107,7 +108,10 @@ def train() -> None:
     os.chdir(todo.project)
     sys.path[0] = todo.project
     import task
+    from samestep.processes import device
 
+    ddp = json.loads(os.environ.get("BENCH_DDP", "{}"))
+    device.accelerator_options = functools.partial(device.accelerator_options, **ddp)
     loss_sum, task.loss_sum = task.loss_sum, slow_loss_sum
     flags = work.flags(todo.size, **given["flags"])
     sys.argv = ["train.py", *flags, "--output_dir", f"{todo.output}/run"]

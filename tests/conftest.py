@@ -372,6 +372,20 @@ def with_library(project, name, old, new):
     file.write_text(text.replace(old, new), encoding="utf-8")
 
 
+def with_ddp(project, folder, arguments):
+    """A copy of a project whose train.py gives DDP these arguments."""
+    copied = type(project)(shutil.copytree(project.path, folder / "project"))
+    file = copied.path / "train.py"
+    text = file.read_text(encoding="utf-8")
+    assert text.count("accelerator_options(cfg)") == 1
+    text = text.replace("accelerator_options(cfg)", f"accelerator_options(cfg, {arguments})")
+    file.write_text(text, encoding="utf-8")
+    return copied
+
+
+FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"  # half the bytes
+
+
 def load_task(name):
     """A file of templates/tasks as a module, as if it stood in a project as task.py."""
     for folder in (ROOT / SOURCE, ROOT / "templates" / "tasks"):

@@ -54,7 +54,7 @@ FLAGS = {  # what is written, and what the line says
     "--tracker wandb --project team/name": "project is 'team/name'; give a name of at most 128",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact cannot be combined with compile",
-    "--ddp.static_graph true --micro_batch_size 8": "ddp.static_graph: torch takes one",
+    "--ddp_bucket_cap_mb 50": "accelerator_options in train.py takes DDP's arguments",
     f"{TWO} --device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
     f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be assigned to 2 "
     "processes; give a micro_batch_size of 16 or 8 or 4, or start at most 1",

@@ -58,8 +58,8 @@ def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, b
 # ---- Changed settings ----------------------------------------------------------------------------
 
 OTHER = {"lr_schedule": "cosine", "lr_scaling": "linear", "num_epochs": 2, "seed": 5}
-# Kernels of GPUs; torch.compile takes a minute; one process sends no gradients.
-NOT_SHOWN = {"deterministic", "compile", "gradient_compression"}
+# Kernels of GPUs; torch.compile takes a minute.
+NOT_SHOWN = {"deterministic", "compile"}
 
 
 @pytest.mark.slow

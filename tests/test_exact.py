@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
+from conftest import (
+    BakedProject,
+    bake,
+    digest,
+    lines,
+    load_task,
+    read_weights,
+    with_ddp,
+)
 from test_invariance import DROPOUT, TIMES, check_same_curve
 
 EXACT = ["--exact", "true", *DROPOUT]
@@ -159,8 +167,7 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     """In buckets of a few weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (2,)])
-    few = '**{**vars(cfg.ddp), "bucket_cap_mb": 1e-4}'
-    with_library(project.path, "processes/device.py", "**vars(cfg.ddp)", few)
+    project = with_ddp(project, tmp_path / "ddp", "bucket_cap_mb=1e-4")
     check_same(*whole, *train_all(project, tmp_path / "parts", [(3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.

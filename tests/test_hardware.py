@@ -22,7 +22,6 @@ from samestep.hardware.recommend import Sizes
 from samestep.programs import hardware as hardware_program
 from samestep.settings import launched, launcher
 from samestep.settings import mesh as layout
-from samestep.settings.run_config import DDPConfig
 from samestep.start import combinations, startup
 from test_exact import with_task
 
@@ -213,7 +212,7 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
-DEFAULTS |= {"gradient_compression": "none", "ddp": DDPConfig(), "check": False}
+DEFAULTS |= {"find_unused_parameters": True, "check": False}
 KINDS = {
     "DDP": ((), {}),
     "FSDP": (("FSDP",), {}),
@@ -227,19 +226,22 @@ KINDS = {
     "kind, fields, said",
     [
         ("FSDP", {"exact": True, "async_save": True}, ""),
-        ("DDP", {"device_shares": "[2, 1]", "gradient_compression": "fp16"}, ""),
+        ("DDP", {"device_shares": "[2, 1]", "find_unused_parameters": False}, ""),
         ("DEEPSPEED", {"async_save": True}, "async_save cannot be combined with DeepSpeed"),
         ("DEEPSPEED", {"exact": True}, "exact cannot be combined with DeepSpeed"),
         ("TP", {"exact": True}, "exact cannot be combined with tensor"),
         ("CP", {"exact": True}, "exact cannot be combined with context"),
         ("CP", {"compile": True}, "compile cannot be combined with context"),
         ("FSDP", {"device_shares": "auto"}, "device_shares cannot be combined"),
-        ("FSDP", {"gradient_compression": "fp16"}, "gradient_compression cannot be"),
-        ("FSDP", {"ddp": DDPConfig(bucket_cap_mb=1)}, "ddp cannot be combined with sharded"),
+        (
+            "FSDP",
+            {"find_unused_parameters": False},
+            "find_unused_parameters false cannot be combined with sharded",
+        ),
         (
             "DDP",
-            {"ddp": DDPConfig(bucket_cap_mb=1), "exact": True},
-            "exact cannot be combined with ddp",
+            {"find_unused_parameters": False, "exact": True},
+            "exact cannot be combined with find_unused_parameters false",
         ),
         ("DDP", {"exact": True, "compile": True}, "exact cannot be combined with compile"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, BakedProject, bake, digest, latest, lines, preloaded
+from conftest import FP16, ROOT, BakedProject, bake, digest, latest, lines, preloaded, with_ddp
 from test_sharding import agree, launcher_env, make_small, model_digest, train
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
@@ -84,7 +84,7 @@ TOGETHER = "--async_save true --save_every 6 --gradient_checkpointing true --tf3
 TOGETHER += "--num_workers 2 --task.loss_chunk 16 --profile_steps [2,3]"
 OPTIONS = [
     (TOGETHER, CLOSE["no"]),
-    ("--gradient_compression fp16", CLOSE["fp16"]),
+    ("fp16 gradients", CLOSE["fp16"]),
     ("--device_shares auto --micro_batch_size 1 --max_steps 12", None),
 ]
 
@@ -92,6 +92,8 @@ OPTIONS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options, close", OPTIONS)
 def test_options_train(small, alone, tmp_path, options, close):
+    if options == "fp16 gradients":
+        small, options = with_ddp(small, tmp_path, FP16), ""
     rehearse(small, "multi_gpu", 2, *options.split(), "--output_dir", tmp_path / "run")
     if close:
         agree(tmp_path / "run", alone, *close)

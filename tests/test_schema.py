@@ -70,9 +70,9 @@ def test_the_committed_schema_is_that_of_the_fields_and_recipes_follow_it(schema
     described = {**schema["properties"], **schema["properties"]["task"]["properties"]}
     assert described["learning_rate"]["description"] == "Peak learning rate."
     sections = {name for name in schema["properties"] if "properties" in schema["properties"][name]}
-    assert sections == {"task", "ddp"}
+    assert sections == {"task"}
     assert all(each["description"] for name, each in described.items() if name not in sections)
-    names = {name.rpartition(".")[2] for name in fields if "ddp" not in name}
+    names = {name.rpartition(".")[2] for name in fields}
     flags = {n for n, (_, field) in fields.items() if "one_command" in field.metadata}
     assert {*described} - sections == names - flags and flags == {
         "accept_changes", "check", "eval_only",
@@ -87,7 +87,7 @@ device_shares: [2, 1]
 num_workers: null
 task:
   data: [{path: a.jsonl, weight: 2}]
-ddp: {bucket_cap_mb: 5}
+find_unused_parameters: false
 """
 WRONG = [  # what is written, and the field that train.py names
     ("learning_rat: 1e-3", "learning_rat"),
@@ -101,7 +101,6 @@ WRONG = [  # what is written, and the field that train.py names
     ("check: true", "check"),
     ("task: {context_length: 1}", "task.context_length"),
     ("task: {colour: red}", "task.colour"),
-    ("ddp: {bucket_cap_mb: 0}", "ddp.bucket_cap_mb"),
     ("task: 3", "task"),
 ]
 

@@ -20,7 +20,18 @@ from accelerate.utils.launch import (
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, digest, latest, lines, preloaded, read_weights, status
+from conftest import (
+    FP16,
+    BakedProject,
+    bake,
+    digest,
+    latest,
+    lines,
+    preloaded,
+    read_weights,
+    status,
+    with_ddp,
+)
 from test_exact import BATCH_NORM, with_task
 from test_invariance import check_same_curve, curve
 
@@ -318,7 +329,8 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
 
 def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
     project, run = with_task(tiny, tmp_path, BATCH_NORM), tmp_path / "run"
-    flags = ["--ddp.broadcast_buffers", "false", "--eval_every", 3, "--output_dir", run]
+    project = with_ddp(project, tmp_path / "ddp", "broadcast_buffers=False")
+    flags = ["--eval_every", 3, "--output_dir", run]
     assert "deprecated" not in train(project, "cpu_multi", 2, *flags)
     train(project, "cpu", 1, *flags, "--eval_only", "true")
     evaluated = json.loads((run / "evaluation" / "metrics.json").read_text())["eval_loss"]
@@ -366,12 +378,11 @@ def test_batch_norm_that_fsdp_cannot_take_is_one_line(tiny, tmp_path):
     assert "ram_efficient_loading: false" in line and "Traceback" not in text, text
 
 
-# ---- DDP's own field -----------------------------------------------------------------------------
+# ---- DDP's arguments -----------------------------------------------------------------------------
 
 
 def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
     """To the rounding of fp16, which shows."""
-    flags = ["--gradient_compression", "fp16", "--output_dir", tmp_path / "run"]
-    train(small, "cpu_multi", 2, *flags)
+    train(with_ddp(small, tmp_path, FP16), "cpu_multi", 2, "--output_dir", tmp_path / "run")
     agree(tmp_path / "run", alone, loss=1e-3, norm=1e-2)
     assert losses(tmp_path / "run") != losses(alone)

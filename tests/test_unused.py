@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import lines, read_weights, write_table
+from conftest import lines, read_weights, with_ddp, write_table
 from test_exact import with_task
 from test_sharding import agree, make_small, train
 
@@ -79,17 +79,12 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
     assert torch.equal(one, torch.ones(4, 4)) == (use != "some rows")
 
 
-UNUSED, STATIC = ["--ddp.find_unused_parameters", "false"], ["--ddp.static_graph", "true"]
-
-
-@pytest.mark.parametrize(
-    ("use", "flags"),
-    [("some rows", UNUSED), pytest.param("other rows", STATIC, marks=pytest.mark.slow)],
-)
-def test_ddp_told_that_there_is_none_refuses_it_before_the_weights_change(
-    small, tmp_path, use, flags
-):
+@pytest.mark.parametrize("use", ["some rows", pytest.param("other rows", marks=pytest.mark.slow)])
+def test_ddp_told_that_there_is_none_refuses_it_before_the_weights_change(small, tmp_path, use):
     project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
+    flags = ["--find_unused_parameters", "false"]
+    if use == "other rows":
+        project, flags = with_ddp(project, tmp_path / "ddp", "static_graph=True"), []
     flags = [*flags, "--save_every", 1, "--output_dir", tmp_path / "run", "--micro_batch_size", 4]
     printed = train(project, "cpu_multi", 2, *flags, codes=[1, 2])
     assert "a weight has no gradient" in printed and "Traceback" not in printed, printed

@@ -74,13 +74,7 @@ def is_local_name(name: str) -> bool:
     return bool(rest) and (first == "runs" or Path(first).is_dir())
 
 
-SECTIONS = ("task", "ddp")  # of a recipe
-
-
 def flatten(config: dict) -> dict:
-    """A config without nesting. Fields of a section are called task.FIELD, like their flags."""
-    found = {name: value for name, value in config.items() if name not in SECTIONS}
-    for section in SECTIONS:
-        own = config.get(section, {}).items()
-        found |= {f"{section}.{name}": value for name, value in own}
-    return found
+    """A config without nesting. Fields of the task are called task.FIELD, like their flags."""
+    found = {name: value for name, value in config.items() if name != "task"}
+    return found | {f"task.{name}": value for name, value in config.get("task", {}).items()}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
@@ -34,10 +33,11 @@ def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def accelerator_options(cfg: Any) -> dict[str, Any]:
+def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
     """Arguments of Accelerator: on the CPU or not, how gradients are exchanged and accumulate.
 
-    StepGradients sets the number of micro-batches whose gradients accumulate.
+    `ddp`: arguments of DistributedDataParallelKwargs, such as bucket_cap_mb. StepGradients sets the
+    number of micro-batches whose gradients accumulate.
     """
     deterministic = cfg.deterministic or cfg.exact
     if deterministic:
@@ -51,16 +51,11 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
     # accelerate knows no newer name for it.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
-    unused = cfg.ddp.find_unused_parameters and not cfg.ddp.static_graph
-    ddp = DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True,
-        comm_hook=compression,
-        # With find_unused_parameters DDP keeps its buckets. Otherwise it makes others in the second
-        # step after each start, and sums round in another way. So does static_graph, which needs no
-        # such search: torch would warn of both.
-        **vars(cfg.ddp) | {"find_unused_parameters": unused},
-    )
+    # With find_unused_parameters DDP keeps its buckets. Otherwise it makes others in the second
+    # step after each start, and sums round in another way. So does static_graph, which needs no
+    # such search: torch would warn of both.
+    unused = cfg.find_unused_parameters and not ddp.get("static_graph")
+    given = {"gradient_as_bucket_view": True, "find_unused_parameters": unused, **ddp}
     return {
         "cpu": use_cpu(),
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
@@ -70,7 +65,7 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
             sync_each_batch=this_layout().fsdp,
         ),
         "dynamo_plugin": TorchDynamoPlugin(backend="no"),  # see compile_blocks
-        "kwargs_handlers": [ddp],
+        "kwargs_handlers": [DistributedDataParallelKwargs(**given)],
     }
 
 
@@ -89,8 +84,6 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
         torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
         print_on_main("warning: tf32 is true, but only a GPU in fp32 reads it")
-    if cfg.gradient_compression != "none" and PROCESSES == 1:
-        print_on_main("warning: gradient_compression is set, but one process sends no gradients")
 
 
 def allow_tf32(allowed: bool) -> None:

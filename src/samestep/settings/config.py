@@ -333,6 +333,10 @@ OTHER_NAMES = {
     "resume_from_checkpoint ckpt_path": "resume",
     "warmup_ratio": "it is warmup_steps here, a number of steps",
     "optim optimizer": "build_optimizer in train.py is where it is changed",
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "ddp bucket_cap_mb ddp_bucket_cap_mb ddp_broadcast_buffers gradient_compression": (
+        "accelerator_options in train.py takes DDP's arguments"
+    ),
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
     "streaming task.streaming": "tasks of texts stream; this one prepares its rows",
 }

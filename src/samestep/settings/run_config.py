@@ -14,25 +14,8 @@ from samestep.base.fields import (
 )
 from samestep.settings.config import ONE_COMMAND, UNSAVED
 
-Megabytes = Annotated[int, Field(ge=1, le=100_000)]
 Workers = Annotated[int, Field(ge=0, le=256)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]  # a year
-
-
-@dataclass
-class DDPConfig:
-    """Arguments of DistributedDataParallel; docs/hardware.md has what each does."""
-
-    bucket_cap_mb: Megabytes = field(default=25, metadata=ROUNDING)
-    """MB of gradients that are sent at once, while the backward pass computes the others."""
-    find_unused_parameters: bool = field(default=True, metadata=ROUNDING)
-    """Allow weights that some rows do not use. With false the first step after each start may add
-    in another order, so that a continued run is the same to rounding alone."""
-    static_graph: bool = field(default=False, metadata=ROUNDING)
-    """Each step uses the same weights in the same order; the note on find_unused_parameters holds
-    here, too."""
-    broadcast_buffers: bool = True
-    """Send the main process's buffers, such as BatchNorm's, to the others before each step."""
 
 
 @dataclass
@@ -96,10 +79,9 @@ class RunConfig:
     Writes traces, memory and a table of the longest operations into profile/ in the run folder."""
 
     # Speed, memory and determinism
-    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Format of DDP's messages. bf16 (needs NCCL) and fp16 halve the bytes, for slow networks."""
-    ddp: DDPConfig = field(default_factory=DDPConfig)
-    """Arguments of DDP, which several processes with whole models use."""
+    find_unused_parameters: bool = field(default=True, metadata=ROUNDING)
+    """DDP: allow weights that some rows do not use. With false the first step after each start may
+    add in another order, so that a resumed run is the same to rounding alone."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""

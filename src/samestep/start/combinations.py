@@ -11,18 +11,15 @@ from accelerate.utils import parse_flag_from_env
 
 from samestep.processes.device import use_cpu
 from samestep.settings.mesh import Layout
-from samestep.settings.run_config import DDPConfig
 
 # Of the first and any of the others one is left out.
 EXCLUDED = {
     "exact": (
-        *("compile", "gradient_compression", "ddp", "offload", "fp8", "DeepSpeed"),
+        *("compile", "find_unused_parameters false", "offload", "fp8", "DeepSpeed"),
         *("tensor parallelism", "context parallelism", "stages", "an Apple GPU"),
     ),
     "compile": ("DeepSpeed", "context parallelism", "stages"),
-    "gradient_compression": ("device_shares auto", "sharded weights"),
-    "gradient_compression bf16": ("a CPU",),
-    "ddp": ("sharded weights",),
+    "find_unused_parameters false": ("sharded weights",),
     "device_shares": ("sharded weights",),
     "async_save": ("DeepSpeed",),
     "fp16": ("sharded weights", "a CPU"),
@@ -41,9 +38,7 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
         "async_save": cfg.async_save,
         "device_shares": cfg.device_shares != "equal",
         "device_shares auto": cfg.device_shares == "auto",
-        "gradient_compression": cfg.gradient_compression != "none",
-        "gradient_compression bf16": cfg.gradient_compression == "bf16" and layout.processes > 1,
-        "ddp": cfg.ddp != DDPConfig(),
+        "find_unused_parameters false": not cfg.find_unused_parameters,
         "fp16": precision == "fp16",
         "fp8": precision == "fp8",
         "offload": parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),

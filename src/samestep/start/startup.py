@@ -490,11 +490,6 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
         replicas = most // layout.replica_size
         in_step = replicas if layout.in_step else 0
         batches.plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
-    if cfg.ddp.static_graph and (max(plan.shares) > 1 or cfg.device_shares == "auto"):
-        raise ValueError(
-            "ddp.static_graph: torch takes one micro-batch of a process in a step, and equal "
-            "shares; raise micro_batch_size, or leave it out"
-        )
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
     tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
     if IS_MAIN:  # before the data, whose preparation may take hours

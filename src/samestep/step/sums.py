@@ -154,7 +154,7 @@ class StepGradients:
             except RuntimeError:
                 raise UserError(
                     "a weight has no gradient in this step, and DDP has exchanged not all others; "
-                    "leave out ddp.find_unused_parameters and ddp.static_graph"
+                    "leave out find_unused_parameters and static_graph"
                 ) from None
         self.checking, used = False, self.used
         if self.exact:
