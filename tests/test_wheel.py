@@ -14,7 +14,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from conftest import ROOT, bake, copy_template
+from conftest import ROOT, SOURCE, bake, copy_template
 
 # Imports that have another name than the package.
 PACKAGES = {"PIL": "pillow", "pydantic_core": "pydantic", "sklearn": "scikit-learn"}
@@ -81,6 +81,26 @@ def test_the_wheel_says_its_version_license_and_types(wheels):
     sources, release = [metadata.version for _, metadata in wheels]
     assert sources.local and not release.local and Version(sources.public) == release
     assert wheels[0][1].requires_dist == wheels[1][1].requires_dist
+
+
+def test_types_of_what_a_project_imports_say_what_may_be_none():
+    """mypy checks these modules with strict_optional; `make test-all` runs it."""
+    files = [ROOT / SOURCE / "train.py", *ROOT.glob("templates/tasks/*.py")]
+    names = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    source = ROOT / "src"
+    modules = {
+        name for name in names if source.joinpath(*name.split(".")).with_suffix(".py").is_file()
+    }
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    (override,) = settings["overrides"]
+    assert override["strict_optional"] is True
+    assert len(modules) > 20 and {*override["module"]} == modules
 
 
 def test_urls_come_from_the_template(tmp_path, wheels):

@@ -112,7 +112,7 @@ class Ranks:
     def __init__(self, timeout: int, others: Any = None):
         self.group, self.layout, self.timeout, self.others = None, this_layout(), timeout, others
         self.limit = datetime.timedelta(seconds=timeout)
-        store = others.wait(timeout) if others else None
+        store: Any = others.wait(timeout) if others else None
         if PROCESSES > 1:
             others.try_exchange(lambda: self.gloo(store), torch.device("cpu"), timeout)
         else:

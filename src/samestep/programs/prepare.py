@@ -17,7 +17,7 @@ from pathlib import Path
 from samestep.base.console import print_on_main
 from samestep.hardware.project import read_project
 from samestep.processes import shutdown
-from samestep.settings.contract import Stream
+from samestep.streaming.lanes import ShardStream
 
 
 def prepare() -> None:
@@ -35,7 +35,7 @@ def prepare() -> None:
     where = f" in {folder}" if isinstance(folder, Path) else ""
     train, validation = project.views
     rows = f"{len(train):,} rows to train on"
-    if isinstance(train, Stream):
+    if isinstance(train, ShardStream):
         rows = f"a stream of {len(train.shards):,} shards to train on"
     print_on_main(f"prepared{where}: {rows}, {len(validation):,} to evaluate on")
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from samestep.base.console import protect_output, without_credentials
 from samestep.base.files import read_json_object
@@ -60,12 +61,13 @@ def run(*command: str | bytes | Path, folder: Path | None = None, **env: str) ->
     """What a command prints; raises ValueError with its own words if it fails."""
     variables = {name: value for name, value in os.environ.items() if name not in PLACES}
     variables |= {"GIT_LITERAL_PATHSPECS": "1", **env}
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
-    result = subprocess.run(command, cwd=folder, env=variables, **pipes)
+    result = subprocess.run(
+        command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True
+    )
     printed = result.stdout.decode(errors="surrogateescape").removesuffix("\n")
     if result.returncode:
         problem = result.stderr.decode(errors="replace").strip() or printed
-        raise ValueError(problem or f"{command[0]} ended with {result.returncode}")
+        raise ValueError(problem or f"{os.fsdecode(command[0])} ended with {result.returncode}")
     return printed
 
 
@@ -163,7 +165,12 @@ def generate(clone: Path, commit: str, answers: dict[str, str], folder: Path) ->
     # Not the settings of ~/.cookiecutterrc, and no file outside this folder.
     settings = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
     (folder / "settings.yaml").write_text(json.dumps(settings), encoding="utf-8")
-    options = ["--no-input", "--config-file", folder / "settings.yaml", "--output-dir"]
+    options: list[str | Path] = [
+        "--no-input",
+        "--config-file",
+        folder / "settings.yaml",
+        "--output-dir",
+    ]
     # A .pyc of the old state would pass for the new one of the same second and size.
     env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
     try:
@@ -171,7 +178,7 @@ def generate(clone: Path, commit: str, answers: dict[str, str], folder: Path) ->
         questions = json.loads((clone / "cookiecutter.json").read_text(encoding="utf-8"))
         asked = [name for name in answers if name in questions and not name.startswith("_")]
         words = [f"{name}={answers[name]}".encode() for name in asked]
-        run(*command, clone, *options, folder / "project", "--", *words, folder=folder, **env)
+        run(*command, clone, *options, "--", *words, folder=folder, **env)
     except (ValueError, OSError) as error:
         problem = str(error).splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(f"the template at {commit[:12]} cannot be generated: {problem}") from None
@@ -204,7 +211,7 @@ def write_tree(project: Path) -> str:
     state = project.parent / "tree"
     (state / prefix).parent.mkdir(parents=True, exist_ok=True)
     project.rename(state / prefix)
-    index = {"GIT_INDEX_FILE": str(project.parent / "index")}
+    index: Any = {"GIT_INDEX_FILE": str(project.parent / "index")}
     git("read-tree", "HEAD", **index)
     places = (f"--git-dir={git('rev-parse', '--absolute-git-dir')}", f"--work-tree={state}")
     git(*places, "add", "--all", "--force", "--", prefix or ".", folder=state, **index)

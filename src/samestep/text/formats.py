@@ -234,7 +234,7 @@ def row_format(cfg: Any, columns: dict[str, Columns] | None = None) -> RowFormat
     """How rows of the kind cfg.rows are read. `columns`: of sources by their names; None: each is
     looked at."""
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
-    normalize = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
+    normalize: Any = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
     if cfg.rows == "chat":
         known = chats.read_names(cfg.roles)
         normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)

@@ -45,6 +45,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             folder.mkdir(exist_ok=True)
             replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
         elif run.accelerator.is_main_process:
+            assert full_model is not None
             run.start.lock.check_folder()
             folder = run.output / "model"
             if run.cfg.check_export and hasattr(run.task, "test_inputs"):

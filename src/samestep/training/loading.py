@@ -52,7 +52,8 @@ class TrainLoader:
             self.window = window or []
             counts = np.sum([numbers for _, numbers, _ in self.window] or [(0, 0)], axis=0)
             counts *= self.run.ranks.layout.leads  # its replica counts once
-            own = Agreed(*counts, stop=self.run.stop.requested())
+            num_items, ids_hash = counts
+            own = Agreed(num_items, ids_hash, self.run.stop.requested())
             self.pending = PendingSum(self.run.ranks, own, problem or self.run.problem)
 
     def read_window(self) -> list[tuple]:

@@ -203,6 +203,7 @@ class Saver:
         if path:
             with self.ranks.fail_together():
                 self.state.load_weights(path, saved, run.start.manifest)
+        assert self.best is not None
         step, loss = self.best
         print_on_main(f"the best evaluation was that of step {step}: {loss:.5g}")
         return step
