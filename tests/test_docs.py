@@ -33,7 +33,7 @@ OTHERS = {
     *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
     *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
     *"head tar torchrun touch trackio transformers uv vllm wandb lm_eval".split(),
-    *".venv/bin/cookiecutter cat".split(),
+    *".venv/bin/cookiecutter cat ckpt-chaos".split(),
 }
 # Of docker, pip and train_pipeline.py, and a field that a recipe of the cookbook adds.
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience", "--stages"}
