@@ -165,12 +165,8 @@ def generate(clone: Path, commit: str, answers: dict[str, str], folder: Path) ->
     # Not the settings of ~/.cookiecutterrc, and no file outside this folder.
     settings = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
     (folder / "settings.yaml").write_text(json.dumps(settings), encoding="utf-8")
-    options: list[str | Path] = [
-        "--no-input",
-        "--config-file",
-        folder / "settings.yaml",
-        "--output-dir",
-    ]
+    options: list[str | Path] = ["--no-input", "--config-file", folder / "settings.yaml"]
+    options += ["--output-dir", folder / "project"]
     # A .pyc of the old state would pass for the new one of the same second and size.
     env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
     try:
