@@ -81,7 +81,7 @@ def check_scores(folder, output):
         assert tuple(row["input_ids"]) in known  # not augmented
         batch = {n: torch.tensor([row[n]]) for n in ("input_ids", "attention_mask", "labels")}
         found = model(**batch)
-        losses.append(float(found.loss))
+        losses.append(found.loss.item())
         right.append(int(found.logits.argmax()) == row["labels"])
     scores = lines(output, "eval_loss")[-1]
     assert scores["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
