@@ -122,6 +122,16 @@ def manifest_of(state):
     return json.loads(json.dumps({"optimizer": settings, "frozen_weights": digest, "processes": 1}))
 
 
+def test_the_digest_of_frozen_weights_takes_complex_ones():
+    digests = set()
+    for dtype in (torch.complex64, torch.complex128):
+        for value in (1 + 2j, 1 + 3j):
+            model = torch.nn.Module()
+            model.frozen = torch.nn.Parameter(torch.full((3,), value, dtype=dtype), False)
+            digests.add(weights.frozen_digest(model))
+    assert len(digests) == 4
+
+
 def save(state, folder):
     folder.mkdir(parents=True, exist_ok=True)
     tensor_files.write_share(tensor_files.take_share(state.collect(), ONE), folder)

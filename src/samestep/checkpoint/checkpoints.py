@@ -357,10 +357,11 @@ def find_best(
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`.
 
-    `effects` maps fields to the effect of a change: nothing, rounding or result, the default.
+    `effects` maps fields to the effect of a change: nothing, rounding, or else it counts.
     """
     settings = flatten(manifest.get("config", {})).items()
-    found = {name: value for name, value in settings if effects.get(name, "result") == "result"}
+    free = ("nothing", "rounding")
+    found = {name: value for name, value in settings if effects.get(name) not in free}
     return found | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
 
 

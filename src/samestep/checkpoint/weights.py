@@ -275,7 +275,8 @@ def frozen_digest(model: torch.nn.Module) -> str:
         if not values.requires_grad:
             digest = digest or hashlib.sha256()
             # Integer sums of the bits of 64 slices are the same on any device, in any order.
-            bits = values.detach().flatten().view(BITS[values.element_size()])
+            numbers = torch.view_as_real(values) if values.is_complex() else values
+            bits = numbers.detach().flatten().view(BITS[numbers.element_size()])
             sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
             digest.update(name.encode() + sums.cpu().numpy().tobytes())
     return digest.hexdigest() if digest else ""
