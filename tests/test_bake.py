@@ -61,6 +61,7 @@ def check_files_parse(project):
             continue
         text = path.read_text(encoding="utf-8")
         assert text.strip(), f"{name} is empty"
+        assert text.endswith("\n") and not text.endswith("\n\n"), f"{name}: its end"
         if name.suffix == ".py":
             ast.parse(text, filename=str(path))
         elif name.suffix in (".yaml", ".yml"):
