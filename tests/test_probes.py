@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, make_tiny
+from conftest import ROOT, lines, make_tiny
 from test_prepared import RECIPE, write_rows
 
 
@@ -106,10 +106,23 @@ def test_a_token_that_ends_texts_and_never_has_a_label_is_said(project, tmp_path
 
 def test_intent_and_noise_are_said_once(project, tmp_path):
     printed = train(project, tmp_path / "a", f"{NEGATIVES}\n\nrows_depend = True\n", 2)
-    assert printed.count("rows_depend: the result depends on micro_batch_size") <= 2
-    assert printed.count("rows_depend: ") >= 1
+    assert printed.count("rows_depend: it is not checked that rows are independent") == 1
     printed = train(project, tmp_path / "b", NOISE, 2)
     assert printed.count("task.loss_sum draws random numbers without a row's generator") == 1
+
+
+def test_the_loss_per_item_is_said_also_where_rows_depend(project, tmp_path):
+    """New weights give the logarithm of the number of tokens; a mean as a sum shows as a part."""
+    said = r"loss per item ([\d.]+) \(4 rows\)(.*)"
+    for folder, code in [("a", ""), ("b", f"{MEAN}\n\nrows_depend = True\n")]:
+        ((loss, more),) = re.findall(said, train(project, tmp_path / folder, code, 2))
+        first = lines(tmp_path / folder, "loss")[0]["loss"]
+        assert bool(more) == (folder == "b")
+        if folder == "a":
+            assert float(loss) == pytest.approx(first, rel=0.05)
+            right = float(loss)
+        else:
+            assert float(loss) < right / 4
 
 
 def test_a_run_that_resumes_is_warned_and_not_ended(project, tmp_path):

@@ -8,6 +8,7 @@ are found. A language model must not see the token that it predicts.
 import contextlib
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
@@ -44,6 +45,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
             whole = probe.batch(run.start.probes[1])
             sharding.check_parts(run.accelerator, model, functions, whole)
+    probe.print_loss()
     with device.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
     model.train()
@@ -59,6 +61,7 @@ class Probe:
         rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
         self.exact = not rounds and not run.first_step
         self.limit = LIMIT if self.exact else LIMIT_BELOW
+        self.dependent = getattr(run.task, "rows_depend", bool)()
 
     def check(self, name: str, samples: list[tuple]) -> Batch:
         """Checks the sums of a function on samples; the batch of as many as a device takes."""
@@ -69,14 +72,13 @@ class Probe:
         if not all(map(torch.equal, before, random_state(self.run.accelerator.device))):
             remark = "it is not checked that rows are independent"
             print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
-        elif getattr(self.task, "rows_depend", bool)():
-            remark = "the result depends on micro_batch_size and on the number of processes"
-            print_on_main(f"rows_depend: {remark}")
-        else:
+        elif not self.dependent:
             alone = [self.sums(name, self.batch([each])) for each in chosen]
             self.compare(name, sums, alone)
             if name == "loss_sum" and self.run.ranks.layout.cp == 1:
                 self.check_labels(chosen[-1])
+        if name == "loss_sum":
+            self.loss, self.rows = float(sums[""]), chosen
         if name == "eval_sums":
             totals = {key: value.cpu().double() for key, value in sums.items()}
             metrics: Any = {"loss": 0.0}
@@ -84,6 +86,22 @@ class Probe:
                 metrics = self.task.metrics(totals)
             contract.check_metrics(metrics)
         return self.batch(chosen)
+
+    def print_loss(self) -> None:
+        """Prints the loss per item of the training rows; all processes must call it."""
+        layout, loss = self.run.ranks.layout, self.loss
+        if layout.cp > 1:  # each process has the loss of its part of the rows
+            own = np.array([loss * layout.adds, layout.leads], np.float64)
+            total, replicas = self.run.ranks.sum_arrays(own)
+            loss = total / replicas
+        _, (items, _), _ = batches.collate(self.task, self.rows)
+        line = f"loss per item {loss / max(items, 1):.3g} ({len(self.rows)} rows)"
+        if self.dependent:
+            line += (
+                "; rows_depend: it is not checked that rows are independent, and the result "
+                "depends on micro_batch_size and on the number of processes"
+            )
+        print_on_main(line)
 
     def batch(self, samples: list[tuple]) -> Batch:
         return send_to_device(batches.collate(self.task, samples)[0], self.run.accelerator.device)
