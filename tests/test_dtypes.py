@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import make_tiny
 from samestep.checkpoint.weights import TaskModule, build_empty, form_of
-from samestep.models import dtypes
+from samestep.settings import dtypes
 from test_prepared import RECIPE, write_rows
 from test_probes import train
 

@@ -26,10 +26,10 @@ from accelerate.utils import send_to_device
 
 import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
-from samestep.models.dtypes import split_by_decay
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
 from samestep.settings.config import BatchSize, DecayRate, Interval
+from samestep.settings.dtypes import split_by_decay
 from samestep.settings.run_config import NOTHING, ROUNDING, RunConfig
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.batches import seed_micro_batch

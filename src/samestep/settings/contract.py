@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from samestep.models import dtypes
+from samestep.settings import dtypes
 
 Batch = dict[str, Any]  # of tensors
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.

@@ -18,10 +18,10 @@ from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
 from samestep.base.workers import count_cores
 from samestep.checkpoint import checkpoints, weights
-from samestep.models import dtypes
 from samestep.models.attention import restored
 from samestep.processes.shutdown import STOPPED
 from samestep.report import model_card, tracking
+from samestep.settings import dtypes
 from samestep.training import export_check
 from samestep.training.log import RunLog
 from samestep.training.run import Run

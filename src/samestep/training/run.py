@@ -13,10 +13,10 @@ from accelerate.utils import send_to_device
 from samestep.base import files, run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.checkpoint import checkpoints, weights
-from samestep.models import dtypes
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
 from samestep.report import speed, tracking
+from samestep.settings import dtypes
 from samestep.start import hardware_file
 from samestep.start.startup import IDENTITY, RunStart, agree_on_start
 from samestep.step import batches, deepspeed, exact, sharding, shares
