@@ -141,6 +141,36 @@ def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
     assert precision in quick(*flags, env=bf16) and precision not in quick(*flags, env=plain)
 
 
+def test_code_that_has_changed_since_the_checkpoint_is_named(quick, tiny, whole, tmp_path):
+    """By functions, and without a word about comments; nothing has to be accepted."""
+    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE]
+    edits = {
+        "task.py": [
+            ("def loss_sum(", "HALF = 0.5\n\n\ndef loss_sum("),
+            ("loss = losses", "loss = HALF * losses"),
+        ],
+        "train.py": [("peak = cfg.learning_rate", "peak = 2 * cfg.learning_rate")],
+    }
+    before = {name: (tiny.path / name).read_text() for name in edits}
+    for name, text in before.items():
+        (tiny.path / name).write_text(f"# A comment.\n{text}")
+    try:
+        assert "changed since" not in quick(*flags, "--check")
+        for name, text in before.items():
+            for old, new in edits[name]:
+                assert old in text
+                text = text.replace(old, new)
+            (tiny.path / name).write_text(text)
+        said = "code of task.loss_sum, task.py, train.lr_at"
+        printed = quick(*flags)
+    finally:
+        for name, text in before.items():
+            (tiny.path / name).write_text(text)
+    assert printed.count(f"changed since the checkpoint: {said}\n") == 1
+    assert [each["changes"] for each in lines(flags[1], "event")] == [said]
+    assert "changed since" not in quick("--output_dir", half(whole, tmp_path / "new"), *BASE)
+
+
 # ---- Checkpoints that are gone -------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     """Of another program than train.py too; what one process alone has loaded is no difference."""
     from samestep.processes import consistency, ranks
 
-    manifest = {"versions": {"python": "3.11.7"}, "data": {}, "config": {}}
+    manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}}
     program = "import helper, json, sys; from pathlib import Path\n"
     program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.processes import consistency\n"
     program += f"facts = consistency.collect_facts({manifest}, False, Path.cwd())\n"

@@ -4,6 +4,7 @@ A machine with an older copy of the project, with other data or another library 
 would train something else.
 """
 
+import ast
 import hashlib
 import os
 import socket
@@ -37,13 +38,15 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
         versions = {name: versions[name] for name in VERSIONS if name in versions}
         versions["python"] = versions["python"].rpartition(".")[0]
     facts = dict(versions)
-    code = {name: project / name for name in ("train.py", "task.py")}
-    code |= {str(p.relative_to(LIBRARY.parent)): p for p in sorted(LIBRARY.rglob("*.py"))}
-    for name, path in code.items():
-        facts[f"code {name}"] = hash_file(path)
-    for name, path in loaded_modules(project).items():
-        if name not in code:
-            facts[f"{LOADED}{name}"] = hash_file(path)
+    own = ("train.py", "task.py")
+    for file in own:
+        functions = hash_functions(project / file, file)
+        facts |= {f"code {name}": digest for name, digest in functions.items()}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        facts[f"code {path.relative_to(LIBRARY.parent)}"] = short_hash(path.read_bytes())
+    for file, functions in hash_project(project).items():
+        if file not in own:
+            facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
     facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
@@ -55,8 +58,7 @@ def loaded_modules(project: Path) -> dict[str, Path]:
     found = {}
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None) or ""
-        is_file = file.endswith(".py") and os.path.isabs(file) and os.path.isfile(file)
-        if not is_file:  # torch.ops says _ops.py; a module may lie in a .zip
+        if not (file.endswith(".py") and os.path.isfile(file)):  # a module may lie in a .zip
             continue
         path = Path(file).resolve()
         if not path.is_relative_to(project.resolve()) or path.is_relative_to(LIBRARY):
@@ -67,8 +69,40 @@ def loaded_modules(project: Path) -> dict[str, Path]:
     return found
 
 
-def hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+def hash_functions(path: Path, file: str) -> dict[str, str]:
+    """16 hex digits of the SHA-256 of each function and class of a file, such as task.loss_sum, and
+    of all its other statements, under the name of the file.
+
+    As in the key of prepared data, neither comments nor the docstring of the file count.
+    """
+    texts = {file: ""}
+    for number, node in enumerate(ast.parse(path.read_bytes()).body):
+        name = file
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{file.removesuffix('.py').replace(os.sep, '.')}.{node.name}"
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if number or not is_text:
+            texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
+    return {name: short_hash(text.encode()) for name, text in texts.items()}
+
+
+def hash_project(project: Path) -> dict[str, dict[str, str]]:
+    """hash_functions of each module of the project that is loaded, the program among them."""
+    return {file: hash_functions(path, file) for file, path in loaded_modules(project).items()}
+
+
+def changed_code(before: dict, now: dict) -> list[str]:
+    """The names whose code differs in the files that both results of hash_project have."""
+    changed = []
+    for file in before.keys() & now.keys():
+        for name in before[file].keys() | now[file].keys():
+            if before[file].get(name) != now[file].get(name):
+                changed.append(name)
+    return sorted(changed)
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_same(processes: Ranks, facts: dict[str, str]) -> None:

@@ -103,7 +103,8 @@ class Log:
             rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
-        if self.bar.disable or {"eval_loss", "event"} & line.keys():
+        is_said = line.get("event") == "changed"  # at the start
+        if not is_said and (self.bar.disable or {"eval_loss", "event"} & line.keys()):
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:

@@ -54,7 +54,7 @@ class ResumePoint:
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     remarks: list[str] = field(default_factory=list)  # lines to print
-    changed: list[str] = field(default_factory=list)  # accepted changes of settings
+    changed: list[str] = field(default_factory=list)  # accepted changes of settings, and of code
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
 
@@ -112,6 +112,10 @@ class ResumePoint:
             self.changed = checkpoints.check_settings(
                 self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
             )
+            if code := consistency.changed_code(self.saved.get("code", {}), manifest["code"]):
+                self.changed.append(f"code of {ranks.some(code, 10)}")
+            if self.changed:
+                self.remarks.append(f"changed since the checkpoint: {'; '.join(self.changed)}")
         if cfg.eval_only:
             return
         if self.checkpoint:
@@ -125,10 +129,10 @@ class ResumePoint:
             if not path:
                 self.remarks.append(f"warning: {lost}")
                 self.best = None
-            if any(line.startswith("task.") for line in self.changed):
+            if any(line.startswith(("task.", "code of ")) for line in self.changed):
                 self.remarks.append(
                     "warning: the best evaluation may be one from before the change of task "
-                    "settings; if they change the loss, give --export last"
+                    "settings or code; if they change the loss, give --export last"
                 )
 
     def same_validation(self, manifest: dict) -> bool:
@@ -235,6 +239,11 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     import train
 
     return train, task
+
+
+def project_of(cfg: Any) -> Path:
+    """The folder of train.py and task.py."""
+    return Path(inspect.getfile(type(cfg))).parent
 
 
 def read_config(config_class: type, about: str | None) -> Any:
@@ -452,6 +461,7 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         identity = prepared.identity_of(data.folder)
     return {
         "config": resolved_config(cfg),
+        "code": consistency.hash_project(project_of(cfg)),
         "data": entries,
         "identity": identity,
         "prepared": getattr(getattr(data, "folder", None), "name", ""),
@@ -523,7 +533,7 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
 
     Raises UserError unless all processes run the same, and see the same run folder.
     """
-    folder = Path(inspect.getfile(type(start.cfg))).parent
+    folder = project_of(start.cfg)
     facts = consistency.collect_facts(start.manifest, start.cfg.exact, folder)
     consistency.check_same(processes, facts)
     resume_point = processes.from_main(start.resume_point)
