@@ -99,13 +99,6 @@ class ResumePoint:
             else:
                 self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
-        if cfg.num_epochs:
-            # 1.1 x 100 is 110.00000000000001
-            total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
-            self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-        if cfg.warmup_steps >= self.max_steps and not cfg.eval_only:
-            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
-            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
         if self.checkpoint:
             fields = config.fields_of(type(cfg)).items()
             defaults = {name: field.default for name, (_, field) in fields}
@@ -116,8 +109,16 @@ class ResumePoint:
                 self.changed.append(f"code of {ranks.some(code, 10)}")
             if self.changed:
                 self.remarks.append(f"changed since the checkpoint: {'; '.join(self.changed)}")
-        if cfg.eval_only:
+        if cfg.eval_only:  # a run whose last step is its first
+            self.max_steps = step
             return
+        if cfg.num_epochs:
+            # 1.1 x 100 is 110.00000000000001
+            total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
+            self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+        if cfg.warmup_steps >= self.max_steps:
+            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
+            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
         if self.checkpoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
         self.mixture = manifest["mixture"]

@@ -32,9 +32,7 @@ class Run:
         self.resume_point = agree_on_start(ranks, start)
         self.first_step = self.resume_point.saved.get("step", 0)  # done before
         self.first_sample = self.resume_point.saved.get("samples", 0)
-        self.last_step = self.first_step
-        if not self.cfg.eval_only:
-            self.last_step = max(self.first_step, self.resume_point.max_steps)
+        self.last_step = max(self.first_step, self.resume_point.max_steps)
         self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
         self.lanes: dict[int, tuple[int, int]] = {}  # of a stream: see TrainLoader.last_of_lanes

@@ -66,7 +66,7 @@ class Saver:
     def save(self, step: int, log: RunLog) -> None:
         """Saves a step, or begins to, unless it is saved already."""
         run = self.run
-        if run.cfg.eval_only or step == self.step:
+        if step == self.step:
             return
         manifest = {**run.start.manifest, "step": step, "samples": run.samples(step)}
         manifest |= {"processes": self.accelerator.num_processes, "best": self.best}
