@@ -62,6 +62,7 @@ class Probe:
         self.exact = not rounds and not run.first_step
         self.limit = LIMIT if self.exact else LIMIT_BELOW
         self.dependent = getattr(run.task, "rows_depend", bool)()
+        self.rounded = ""  # the dtype of a loss below fp32
 
     def check(self, name: str, samples: list[tuple]) -> Batch:
         """Checks the sums of a function on samples; the batch of as many as a device takes."""
@@ -89,6 +90,11 @@ class Probe:
 
     def print_loss(self) -> None:
         """Prints the loss per item of the training rows; all processes must call it."""
+        if self.rounded:
+            print_on_main(
+                f"warning: task.loss_sum computes the loss in {self.rounded}, since it runs under "
+                "autocast; call .float() on the outputs of the model"
+            )
         layout, loss = self.run.ranks.layout, self.loss
         if layout.cp > 1:  # each process has the loss of its part of the rows
             own = np.array([loss * layout.adds, layout.leads], np.float64)
@@ -111,7 +117,6 @@ class Probe:
         """What the function gives for a batch, whose results are checked inside of the model:
         outside, accelerate has made all of them float32."""
         function = getattr(self.task, name)
-        warnings = []
 
         def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
             result = function(model, batch)
@@ -119,18 +124,11 @@ class Probe:
                 contract.check_sums(result)
                 return result
             if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
-                warnings.append(str(result.dtype).removeprefix("torch."))
+                self.rounded = str(result.dtype).removeprefix("torch.")
             return {"": result}
 
         with sharding.split_rows(self.run.accelerator, batch):
-            sums = self.model(call, batch)
-        if warnings and len(batch) and not hasattr(self, "warned"):
-            self.warned = True
-            print_on_main(
-                f"warning: task.loss_sum computes the loss in {warnings[0]}, since it runs under "
-                "autocast; call .float() on the outputs of the model"
-            )
-        return sums
+            return self.model(call, batch)
 
     def compare(self, name: str, sums: dict, alone: list[dict]) -> None:
         """Compares the sums of rows together with those of each alone."""
