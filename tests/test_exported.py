@@ -232,11 +232,12 @@ def test_without_test_inputs_all_tensors_are_compared(tmp_path, capsys, exchange
     tensors["decode_head.classifier.bias"] += 1e-6
     save_file(tensors, file, metadata={"format": "pt"})
     if same:
+        both = torch.nn.ModuleList([Segmenter(False), model])
         with pytest.raises(ValueError, match="has other values than that of the trained model"):
-            export_check.compare_tensors(str(folder), [Segmenter(False).net, model.net])
+            export_check.compare_tensors(str(folder), both)
         changed = transformers.SegformerForSemanticSegmentation.from_pretrained(folder)
         model.net.load_state_dict(changed.state_dict())  # a teacher and its student, say
-        assert export_check.compare_tensors(str(folder), [Segmenter(False).net, model.net]) > 50
+        assert export_check.compare_tensors(str(folder), both).startswith("loads it as Segformer")
 
 
 def test_inputs_of_a_task_without_a_tokenizer_are_given_again(tmp_path):

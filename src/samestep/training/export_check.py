@@ -127,27 +127,25 @@ def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: An
     return {"dtype": answer["dtype"], "difference": largest, "stop": stop}
 
 
-def find_parts(model: torch.nn.Module, folder: Path) -> list[torch.nn.Module]:
-    """The parts of the trained model that are of the class which an exported config names, if that
-    is a class of transformers."""
+def compare_tensors(folder: str, model: torch.nn.Module) -> str:
+    """Loads an exported model by the class that its config names, on the CPU, and compares names,
+    shapes and values of all its tensors with those of the trained one. Gives a line; an empty one
+    if that is no class of transformers, or none in the trained model.
+
+    Raises ValueError unless one of the parts with this class, such as a student and its teacher, is
+    the same.
+    """
     import transformers
 
     name = architecture(folder)
-    known = hasattr(transformers, name)
-    return [each for each in model.modules() if known and type(each).__name__ == name]
-
-
-def compare_tensors(folder: str, parts: list[torch.nn.Module]) -> int:
-    """Loads an exported model by the class that its config names, on the CPU, and compares names,
-    shapes and values of all its tensors with those of a part of the trained one; their number.
-
-    Raises ValueError if it is none of these parts, such as a student or its teacher.
-    """
+    parts = [each for each in model.modules() if type(each).__name__ == name]
+    if not parts or not hasattr(transformers, name):
+        return ""
     after = load(folder, None, local_files_only=True).state_dict()
     problems = [find_difference(each.state_dict(), after) for each in parts]
     if all(problems):
         raise ValueError(problems[0])
-    return len(after)
+    return f"loads it as {name}, with the {len(after)} tensors of the trained model"
 
 
 def find_difference(trained: dict, loaded: dict) -> str:
