@@ -77,15 +77,27 @@ def folders(project):
     return [folder for folder in found if not folder.is_symlink()]
 
 
+def filled(run):
+    """A field that prepare_data fills in, as config.yaml and the newest manifest have it."""
+    newest = max(run.glob("checkpoints/step-*/manifest.json"))
+    found = (
+        yaml.safe_load((run / "config.yaml").read_text()),
+        json.loads(newest.read_text())["config"],
+    )
+    return tuple(each["task"]["lower"] for each in found)
+
+
 def test_prepared_once_and_found_again(texts):
     first = texts.train(1)
     assert first.count("PREPARES") == 1
-    config = yaml.safe_load((texts.path / "runs/default/config.yaml").read_text())
-    assert config["task"]["lower"] == "yes"
+    assert filled(texts.path / "runs/default") == ("auto", "yes")
     second = texts.train(2, "--output_dir", "runs/two")  # on two processes, from the same folder
     assert "PREPARES" not in second and "together, but" not in first + second
-    config = yaml.safe_load((texts.path / "runs/two/config.yaml").read_text())
-    assert config["task"]["lower"] == "yes"  # applied at the second start
+    assert filled(texts.path / "runs/two") == ("auto", "yes")  # applied at the second start
+    again = ["--config", "runs/two/config.yaml", "--output_dir", "runs/two"]
+    shutil.rmtree(texts.path / "runs/two/checkpoints")
+    printed = texts.train(1, *again)
+    assert "PREPARES" not in printed and "runs/two is finished: its checkpoints are gone" in printed
     (folder,) = folders(texts)
     assert not (folder / "work").exists() and (folder / "tokenizer.json").exists()
     assert (texts.path / "runs/two/identity/tokenizer.json").exists()

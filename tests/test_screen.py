@@ -1,13 +1,17 @@
 """What people see in a log file; which model is evaluated and exported; which settings win."""
 
 import json
+import os
 import re
 import shutil
 import sys
+import termios
+from types import SimpleNamespace
 
 import pytest
 
 from conftest import ROOT, lines, read_weights, reseal, status, train_module, trained, wait_until
+from samestep.report import tracking
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
 
@@ -18,6 +22,22 @@ def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
     left = re.findall(r"^step (\d+)/.* [\d,]+ samples/s  \d\d:\d\d left$", printed, re.M)
     assert [*map(int, left)] == found[1:-1]
     assert found == list(range(1, 13)) and "\r" not in printed and "%|" not in printed
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, columns):
+    """As those of containers and jobs, where a bar is empty; others have the loss in the bar."""
+    _, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, columns))
+    accelerator = SimpleNamespace(log=lambda *_, **__: None)
+    with open(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        config = {"tracker": "none", "output_dir": str(tmp_path)}
+        log = tracking.Log(accelerator, config, 0, 9)
+        log.write({"step": 1, "loss": 0.5, "lr": 0.1, "samples_per_second": 3})
+        log.close()
+    said = "" if columns else "step 1/9  loss 0.5  lr 0.1  3 samples/s\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.slow

@@ -37,6 +37,14 @@ def nan_to_null(line: dict) -> dict:
     }
 
 
+def has_bar() -> bool:
+    """Whether this is the main process, at a terminal with columns; a container's may have none."""
+    try:
+        return IS_MAIN and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:  # it is a file
+        return False
+
+
 class Log:
     """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
 
@@ -54,7 +62,7 @@ class Log:
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=None if IS_MAIN else True,
+            disable=not has_bar(),
         )
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if IS_MAIN:

@@ -83,8 +83,10 @@ class ResumePoint:
         if cfg.eval_only and not self.checkpoint:
             raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
-    def find_start(self, cfg: Any, manifest: dict) -> None:
+    def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
         """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+
+        `given`: the settings as config.yaml holds them.
 
         Raises ValueError if it cannot continue.
         """
@@ -122,7 +124,7 @@ class ResumePoint:
         if self.checkpoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
         self.mixture = manifest["mixture"]
-        self.check_finished(output, manifest, effects)
+        self.check_finished(output, given, effects)
         if step < self.max_steps:
             checkpoints.check_disk_space(folder)
         if cfg.export == "best" and self.best and not self.finished:
@@ -155,7 +157,7 @@ class ResumePoint:
             self.remarks.append(remark)
         return mixture
 
-    def check_finished(self, output: Path, manifest: dict, effects: dict) -> None:
+    def check_finished(self, output: Path, given: dict, effects: dict) -> None:
         """Notes that the run has finished: its newest checkpoint is the last, and exported.
 
         The export may be that of the best checkpoint. Raises ValueError for a model whose
@@ -174,7 +176,7 @@ class ResumePoint:
             self.finished += "; to export again delete model/"
             return
         before = {"config": read_settings(output / "config.yaml")}
-        now = {"config": manifest["config"]}
+        now = {"config": given}
         settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
         if exported == -1 or checkpoints.differences(*settings):
             # Another training would replace the model.
@@ -189,7 +191,8 @@ class ResumePoint:
 class RunStart:
     """What is known before the model is built."""
 
-    cfg: Any  # train.Config
+    cfg: Any  # train.Config, with what prepare_data has filled in
+    given: dict  # its settings before that, for config.yaml
     output: Path
     lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
     plan: batches.StepPlan
@@ -270,6 +273,7 @@ def read_config(config_class: type, about: str | None) -> Any:
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
     """The settings that config.yaml and manifests hold: all but those that belong to one start.
+    config.yaml has them as they were given, manifests with what prepare_data has filled in.
 
     A path, an option of an Enum and the like become what they are read from.
     """
@@ -503,6 +507,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
         batches.plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
     tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
+    given = resolved_config(cfg)
     if IS_MAIN:  # before the data, whose preparation may take hours
         ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
     data, bound, views, samples = read_data(cfg, task, run_of(cfg))
@@ -519,13 +524,13 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     try:
         if IS_MAIN:
             resume_point.find_checkpoint(cfg)
-            resume_point.find_start(cfg, manifest)
+            resume_point.find_start(cfg, manifest, given)
     except BaseException:
         if lock:
             lock.leave()
         raise
     return RunStart(
-        cfg, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
+        cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
     )
 
 

@@ -132,8 +132,7 @@ class Run:
         """
         if self.cfg.eval_only:
             return
-        settings = self.start.manifest["config"]
-        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self.start.given, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
         hardware = self.start.manifest["hardware"]
         hardware = hardware | {"environment": hardware_file.launch_variables()}
@@ -142,7 +141,7 @@ class Run:
         self.keep_identity()
         saved = self.first_step if self.resume_point.own else 0
         run_folder.write_status(self.output, "running", saved=saved)
-        tracking.start_tracker(self.accelerator, settings)
+        tracking.start_tracker(self.accelerator, self.start.manifest["config"])
 
     def keep_identity(self) -> None:
         """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
