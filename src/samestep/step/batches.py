@@ -11,7 +11,6 @@ multiple of the processes. Micro-batch v has the samples from v * G // V up to (
 import functools
 import hashlib
 import heapq
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,10 +86,7 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
     Each goes to the rank that would complete it first, of several to the lowest; each rank gets
     `least`. No other way to assign whole micro-batches takes less time.
     """
-    # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
-    shares = [int(count * speed / math.fsum(speeds)) - 1 for speed in speeds]
-    if min(shares) < least:
-        shares = [least] * len(speeds)
+    shares = [least] * len(speeds)
     queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(queue)
     for _ in range(count - sum(shares)):
