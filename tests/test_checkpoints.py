@@ -293,7 +293,7 @@ def test_scores_are_added_to_a_manifest_in_one_step(tmp_path, monkeypatch):
             for owner, name in ((os, "fsync"), (checkpoints.Path, "replace"), (os, "open")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             try:
-                checkpoints.add_to_manifest(tmp_path, 3, eval_loss=limit, best=[3, limit])
+                checkpoints.add_to_manifest(tmp_path, 3, {"eval_loss": limit, "best": [3, limit]})
             except Crash:
                 pass
         found = checkpoints.verify(path)
@@ -304,7 +304,7 @@ def test_scores_are_added_to_a_manifest_in_one_step(tmp_path, monkeypatch):
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]  # nothing of the kills is left
     with pytest.raises(ValueError, match="step-00000005 has no manifest"):
-        checkpoints.add_to_manifest(tmp_path, 5, eval_loss=1.0)
+        checkpoints.add_to_manifest(tmp_path, 5, {"eval_loss": 1.0})
 
 
 def test_ways_to_start(tmp_path):

@@ -140,10 +140,10 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
 
 
-def add_to_manifest(folder: Path, step: int, **entries: object) -> None:
+def add_to_manifest(folder: Path, step: int, entries: dict) -> None:
     """Adds entries to the manifest of a checkpoint; raises ValueError if it is not there."""
     path = checkpoint_folder(folder, step)
-    write_manifest(path, {**read_manifest(path), **entries})
+    write_manifest(path, read_manifest(path) | entries)
 
 
 # ---- Verifying -----------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Saves checkpoints, while training waits or in the background, and continues from them."""
 
-import functools
 import math
 import shutil
 import threading
@@ -107,10 +106,8 @@ class Saver:
             if self.main and found:
                 self.run.start.lock.check_folder()
                 folder = self.run.output / "checkpoints"
-                attempt(
-                    f"the scores of step {self.step} are not in its checkpoint",
-                    functools.partial(checkpoints.add_to_manifest, folder, self.step, **found),
-                )
+                failure = f"the scores of step {self.step} are not in its checkpoint"
+                attempt(failure, checkpoints.add_to_manifest, folder, self.step, found)
 
     def commit(self, manifest: dict) -> None:
         """Commits a checkpoint, or begins to, once the last one is done. All processes must call
