@@ -43,11 +43,12 @@ def test_devices_may_differ_but_not_with_exact():
 
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"hardware": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
-    facts = consistency.collect_facts(manifest, False, ROOT / SOURCE)
+    manifest["code"] = consistency.hash_project(ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, False)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
     assert {"code train.py", "code samestep/processes/consistency.py"} <= {*code}
     assert facts == {"python": "3.11", "torch": "2.13.0", "seed": "0", "data fingerprint": "1"}
-    facts = consistency.collect_facts(manifest, True, ROOT / SOURCE)
+    facts = consistency.collect_facts(manifest, True)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
 
 
@@ -58,7 +59,8 @@ def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}}
     program = "import helper, json, sys; from pathlib import Path\n"
     program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.processes import consistency\n"
-    program += f"facts = consistency.collect_facts({manifest}, False, Path.cwd())\n"
+    program += f"manifest = {manifest} | {{'code': consistency.hash_project(Path.cwd())}}\n"
+    program += "facts = consistency.collect_facts(manifest, False)\n"
     program += "print(json.dumps({n: f for n, f in facts.items() if not n.startswith('code s')}))\n"
     found = []
     for number in "112":

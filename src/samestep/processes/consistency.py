@@ -23,30 +23,29 @@ VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
 HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
+OWN = ("train.py", "task.py")
 LOADED = "module "  # begins the name of a fact that some processes may lack
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
-def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
+def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
     """What must be the same on all processes, by names that a person understands.
 
-    `project`: the folder of train.py and task.py. The program and modules that lie there count,
-    too, on the processes that have loaded them.
+    Beside train.py and task.py, modules of the project count on the processes that have loaded
+    them.
     """
     versions = manifest["hardware"]
     if not exact:
         versions = {name: versions[name] for name in VERSIONS if name in versions}
         versions["python"] = versions["python"].rpartition(".")[0]
     facts = dict(versions)
-    own = ("train.py", "task.py")
-    for file in own:
-        functions = hash_functions(project / file, file)
-        facts |= {f"code {name}": digest for name, digest in functions.items()}
+    for file, functions in manifest["code"].items():
+        if file in OWN:
+            facts |= {f"code {name}": digest for name, digest in functions.items()}
+        else:
+            facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
     for path in sorted(LIBRARY.rglob("*.py")):
         facts[f"code {path.relative_to(LIBRARY.parent)}"] = short_hash(path.read_bytes())
-    for file, functions in hash_project(project).items():
-        if file not in own:
-            facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
     facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
@@ -87,8 +86,10 @@ def hash_functions(path: Path, file: str) -> dict[str, str]:
 
 
 def hash_project(project: Path) -> dict[str, dict[str, str]]:
-    """hash_functions of each module of the project that is loaded, the program among them."""
-    return {file: hash_functions(path, file) for file, path in loaded_modules(project).items()}
+    """hash_functions of train.py, task.py and each module of the project that is loaded, the
+    program among them. `project`: the folder of train.py and task.py."""
+    files = loaded_modules(project) | {name: project / name for name in OWN}
+    return {file: hash_functions(path, file) for file, path in files.items()}
 
 
 def changed_code(before: dict, now: dict) -> list[str]:

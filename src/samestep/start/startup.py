@@ -245,11 +245,6 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     return train, task
 
 
-def project_of(cfg: Any) -> Path:
-    """The folder of train.py and task.py."""
-    return Path(inspect.getfile(type(cfg))).parent
-
-
 def read_config(config_class: type, about: str | None) -> Any:
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, sys.argv[1:], about)
@@ -466,7 +461,7 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         identity = prepared.identity_of(data.folder)
     return {
         "config": resolved_config(cfg),
-        "code": consistency.hash_project(project_of(cfg)),
+        "code": consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
         "data": entries,
         "identity": identity,
         "prepared": getattr(getattr(data, "folder", None), "name", ""),
@@ -539,8 +534,7 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
 
     Raises UserError unless all processes run the same, and see the same run folder.
     """
-    folder = project_of(start.cfg)
-    facts = consistency.collect_facts(start.manifest, start.cfg.exact, folder)
+    facts = consistency.collect_facts(start.manifest, start.cfg.exact)
     consistency.check_same(processes, facts)
     resume_point = processes.from_main(start.resume_point)
     if not (start.cfg.check or resume_point.finished):
