@@ -30,7 +30,7 @@ class RunConfig:
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
     """Continue from a checkpoint although data or settings that affect the result have changed."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
-    """Check everything that needs no model, print the result in one line, and stop."""
+    """Check everything that needs no model, show a row, a batch and the result, and stop."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
     """Evaluate the newest checkpoint (with export best: the best), or the one that resume names."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)

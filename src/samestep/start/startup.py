@@ -35,6 +35,7 @@ from samestep.processes.ranks import UserError
 from samestep.report import tracking
 from samestep.settings import config, contract, launched
 from samestep.settings.mesh import Layout, this_layout
+from samestep.start import preview
 from samestep.start.combinations import check_combinations
 from samestep.step import batches
 from samestep.step.order import first_mixture, next_mixture
@@ -221,8 +222,11 @@ class RunStart:
         if isinstance(self.views[0], contract.Stream):
             samples = f"{self.cfg.global_batch_size} samples of a stream"
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
-        remarks = [] if "LAUNCHING" in os.environ else resume_point.remarks  # the run prints them
-        return "\n".join([*remarks, f"checked: {self.output} {start}; {steps}"])
+        lines = []
+        if "LAUNCHING" not in os.environ:  # the run prints remarks
+            lines = preview.describe_samples(self.probes[0], self.task, self.data)
+            lines += resume_point.remarks
+        return "\n".join([*lines, f"checked: {self.output} {start}; {steps}"])
 
 
 def read_settings(path: Path) -> dict:
