@@ -171,6 +171,7 @@ def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
     with run.meter.paused():
         for batch in loader.batches(model, run.stop.requested):  # as many on every rank: FSDP
             totals.add(model(run.task.eval_sums, batch))
+            loader.keep_outputs(model, batch)  # if task.py has eval_outputs
         if loader.stopped:
             return None, None
         return loader.score(totals)

@@ -153,6 +153,8 @@ class Pipeline(torch.nn.Module):
         run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
         model, batch = run.build_model(), run.task.collate([run.start.views[1][0]])
         with run.ranks.fail_together():
+            if hasattr(run.task, "eval_outputs"):
+                raise ValueError("stages do not support task.eval_outputs; use fsdp2.yaml")
             sums = check_cut(model, self.count, run.task.eval_sums, batch)
         self.zeros = {name: torch.zeros_like(values) for name, values in sums.items()}
         self.model = cut(model, self.stage, self.count).to(self.device)

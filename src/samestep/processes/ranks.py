@@ -174,6 +174,15 @@ class Ranks:
             dist.all_gather_object(values, value, group=group)
         return values
 
+    def gather_on_main(self, value: Any) -> list:
+        """The value of each process on the main one, in the order of their ranks; elsewhere an
+        empty list."""
+        values: list | None = [value]
+        if group := self.begin_exchange():
+            values = [None] * PROCESSES if self.layout.rank == 0 else None
+            dist.gather_object(value, values, dst=0, group=group)
+        return values or []
+
     def from_main(self, value: Any) -> Any:
         """The main process's value, on every process."""
         return self.gather(value)[0]

@@ -118,8 +118,17 @@ class Task(Protocol):
         """Tensors of any shape. They are added up over all batches, in float64. It runs under
         autocast, which rounds products of matrices: count in other ways."""
 
-    def metrics(self, sums: Batch) -> dict[str, float]:
-        """Numbers from these totals: "loss", which is logged as eval_loss, and others."""
+    def eval_outputs(self, model: torch.nn.Module, batch: Batch) -> Batch:
+        """For scores that are no sums, such as AUC: a dict of tensors (B, ...), after eval_sums of
+        the same batch, under autocast. Each row is kept once, in CPU memory, bfloat16 and float16
+        as float32, and metrics gets all of them. The other dimensions may differ between batches:
+        shorter rows are padded with -100, unsigned integers with 0, booleans with False. Write
+        these into the padding of a batch, too."""
+
+    def metrics(self, sums: Batch, outputs: Batch) -> dict[str, float]:
+        """Numbers from these totals: "loss", which is logged as eval_loss, and others. `outputs`,
+        if there is eval_outputs: tensors (N, ...) of the N validation rows, or of those of a
+        source, in their order, on the CPU. Then the main process alone computes the scores."""
 
     def export(self, model: torch.nn.Module, output: Path, cfg: Any, data: Any) -> None:
         """Saves the trained model in this empty folder. It is unwrapped, and in eval mode."""
@@ -161,7 +170,7 @@ class Task(Protocol):
 
 REQUIRED = "collate count build_model loss_sum eval_sums metrics export".split()
 OPTIONAL = """prepare_data views check_config augment files rows_depend check_context_parallel
-    report test_inputs""".split()
+    report test_inputs eval_outputs""".split()
 GIVEN = ("cfg", "data")  # to functions that name them
 
 
@@ -178,6 +187,8 @@ def check_functions(task: Any) -> None:
     for name in [*REQUIRED, *OPTIONAL]:
         if callable(function := getattr(task, name, None)):
             wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
+            if name == "metrics" and not callable(getattr(task, "eval_outputs", None)):
+                wanted.remove("outputs")
             given = inspect.signature(function)
             by_name = (*GIVEN, "folder") if name == "prepare_data" else GIVEN
             first = [each for each in wanted if each not in by_name]
@@ -365,6 +376,17 @@ def check_sums(sums: Any) -> None:
         expect(exact, f"eval_sums: {name!r} is", value, better)
 
 
+def check_outputs(outputs: Any, rows: int) -> None:
+    """Raises ValueError unless this is a dict of tensors whose first dimension is `rows`."""
+    expect(
+        isinstance(outputs, dict) and outputs, "eval_outputs returns", outputs, "a dict of tensors"
+    )
+    for name, value in outputs.items():
+        right = torch.is_tensor(value) and value.shape[:1] == (rows,)
+        wanted = f"a tensor whose first dimension is that of the rows, here {rows}"
+        expect(right, f"eval_outputs: {name!r} is", value, wanted)
+
+
 def check_metrics(metrics: Any) -> dict[str, float]:
     """The task's metrics as floats; raises ValueError for anything else."""
     numbers = {}
@@ -380,23 +402,33 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def score(task: Any, sums: list[Batch], sources: list[Source]) -> tuple[dict[str, float], Batch]:
-    """The scores of an evaluation, and its sums, from the sums of each source.
+def score(
+    task: Any, sums: list[Batch], sources: list[Source], outputs: Batch | None = None
+) -> tuple[dict[str, float], Batch]:
+    """The scores of an evaluation, and its sums, from the sums of each source and the outputs of
+    all rows, if the task has eval_outputs.
 
     The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
     eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
     """
 
-    def scores_of(sums: Batch) -> dict[str, float]:
-        scores = check_metrics(task.metrics(sums))
+    def own_rows(values: torch.Tensor) -> torch.Tensor:
+        return values.clone() if len(sums) > 1 else values  # metrics may change them in place
+
+    def scores_of(own: Batch, first: int, end: int | None) -> dict[str, float]:
+        given = [own]
+        if outputs is not None:
+            given.append({name: own_rows(each[first:end]) for name, each in outputs.items()})
+        scores = check_metrics(task.metrics(*given))
         return {"eval_loss": scores.pop("loss"), **scores}
 
     total: Any = {name: sum(each[name] for each in sums) for name in sums[0]}
-    scores = scores_of(total)
-    found = dict(scores)
+    scores = scores_of(total, 0, None)
+    found, end = dict(scores), 0
     for each, source in zip(sums, sources, strict=False) if len(sums) > 1 else ():
+        first, end = end, end + int(source.rows)
         try:
-            own = scores_of(each)
+            own = scores_of(each, first, end)
         except (ArithmeticError, ValueError):
             own = dict.fromkeys(scores, math.nan)
         found |= {f"{name}/{source.name}": number for name, number in own.items()}

@@ -319,6 +319,10 @@ def check_rows(rows: Any, task: Any, parts: int) -> None:
     start = "context parallelism cuts rows, of which each token sees all earlier ones"
     if not hasattr(task, "check_context_parallel"):
         raise ValueError(f"{start}: task.py has no function check_context_parallel")
+    if hasattr(task, "eval_outputs"):
+        raise ValueError(
+            f"{start}: task.eval_outputs would get parts of them; leave it out, or use fsdp2.yaml"
+        )
     if "position_ids" in row:
         raise ValueError(f"{start}: those packed by best_fit are of other texts; use fsdp2.yaml")
     if not tokens or tokens != labels or tokens % parts:

@@ -13,6 +13,7 @@ from samestep.processes.ranks import PendingSum, as_user_error
 from samestep.settings import contract
 from samestep.step import batches, sharding
 from samestep.step.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler
+from samestep.step.outputs import EvaluationOutputs
 from samestep.step.sums import EvaluationSums
 from samestep.training.run import Run
 
@@ -104,6 +105,8 @@ class EvalLoader:
             self.rows, self.sampler, run.task, run.cfg.num_workers, run.accelerator.device
         )
         self.stopped = False
+        self.outputs: EvaluationOutputs | None = None  # of the evaluation, if the task has them
+        self.ids = np.empty(0)  # the rows of the batch, by number
 
     def batches(self, model: torch.nn.Module, requested: Callable[[], int]) -> Iterator[Batch]:
         """The batches of this process on its device, as many as of every other.
@@ -112,14 +115,19 @@ class EvalLoader:
         computes without its compiled code.
         """
         run, iterator = self.run, batches.iterate(self.loader)
+        if hasattr(run.task, "eval_outputs"):
+            self.outputs = EvaluationOutputs(run.ranks)
         model.eval()
         sharding.share_buffers(model, run.ranks.layout.fsdp)
         for _ in range(len(self.loader)):
             fetched, problem = catch(next, iterator)
+            if self.outputs:
+                problem = problem or self.outputs.problem
             (stop,) = run.ranks.sum_over_ranks(requested(), problem=problem)
             self.stopped = bool(stop)
             if stop:
                 break
+            self.ids = fetched[2]
             batch = send_to_device(fetched[0], run.accelerator.device, non_blocking=True)
             # A model that draws noise: by the rows of the batch, whoever evaluates them.
             batches.seed_micro_batch(0, 1, fetched[1][1])
@@ -127,8 +135,22 @@ class EvalLoader:
                 yield batch
         model.train()
 
+    def keep_outputs(self, model: torch.nn.Module, batch: Batch) -> None:
+        """Keeps what the task's eval_outputs returns for a batch, if the task has it."""
+        if self.outputs:
+            self.outputs.add(model(self.run.task.eval_outputs, batch), self.ids)
+
     def score(self, totals: EvaluationSums) -> tuple[dict[str, float], Batch]:
-        """The scores of an evaluation, and the task's sums over all rows."""
-        sums = totals.total(self.run.ranks)
-        with as_user_error():
-            return contract.score(self.run.task, sums, self.rows.sources)
+        """The scores of an evaluation, and the task's sums over all rows.
+
+        Outputs are on the main process alone, which then computes the scores.
+        """
+        task, ranks, sums = self.run.task, self.run.ranks, totals.total(self.run.ranks)
+        if not self.outputs:
+            with as_user_error():
+                return contract.score(task, sums, self.rows.sources)
+        outputs, self.outputs, found = self.outputs.gather(len(self.rows)), None, None
+        with ranks.fail_together():
+            if outputs is not None:
+                found = contract.score(task, sums, self.rows.sources, outputs)
+        return ranks.from_main(found)

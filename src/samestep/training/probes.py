@@ -6,6 +6,7 @@ are found. A language model must not see the token that it predicts.
 """
 
 import contextlib
+import math
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from samestep.checkpoint import weights
 from samestep.processes import device
 from samestep.settings import contract
 from samestep.settings.contract import Batch
-from samestep.step import batches, sharding
+from samestep.step import batches, outputs, sharding
 from samestep.training.run import Run
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
 LIMIT, LIMIT_BELOW = 1e-4, 1e-3
+LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
 SMALLEST = 0.01  # sums below it are compared as if they were so large
 HALF = (torch.bfloat16, torch.float16)
 
@@ -39,6 +41,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     with run.ranks.fail_together(), device.eager(model):
         probe = Probe(run, model)
         batch = probe.check("loss_sum", run.start.probes[0])
+        probe.check_outputs(run.start.probes[1])
         probe.check("eval_sums", run.start.probes[1])
         probe.check_ends(run.start.views[0])
         if run.ranks.layout.cp > 1:
@@ -61,13 +64,13 @@ class Probe:
         rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
         self.exact = not rounds and not run.first_step
         self.limit = LIMIT if self.exact else LIMIT_BELOW
+        self.outputs: Batch = {}  # of validation rows
         self.dependent = getattr(run.task, "rows_depend", bool)()
         self.rounded = ""  # the dtype of a loss below fp32
 
     def check(self, name: str, samples: list[tuple]) -> Batch:
         """Checks the sums of a function on samples; the batch of as many as a device takes."""
-        maximum = max(2, self.run.plan.largest)
-        chosen = [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
+        chosen = self.choose(samples)
         before = random_state(self.run.accelerator.device)
         sums = self.sums(name, self.batch(chosen))
         if not all(map(torch.equal, before, random_state(self.run.accelerator.device))):
@@ -84,9 +87,61 @@ class Probe:
             totals = {key: value.cpu().double() for key, value in sums.items()}
             metrics: Any = {"loss": 0.0}
             with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
-                metrics = self.task.metrics(totals)
+                given = [totals]
+                if self.outputs:
+                    given.append(self.outputs)
+                metrics = self.task.metrics(*given)
             contract.check_metrics(metrics)
         return self.batch(chosen)
+
+    def choose(self, samples: list[tuple]) -> list[tuple]:
+        """As many of these as a device takes, with the last one."""
+        maximum = max(2, self.run.plan.largest)
+        return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
+
+    def check_outputs(self, samples: list[tuple]) -> None:
+        """Compares the outputs of rows together with those of each alone, and prints the memory
+        that those of all rows need."""
+        if not hasattr(self.task, "eval_outputs"):
+            return
+        chosen = self.choose(samples)
+        before = random_state(self.run.accelerator.device)
+        self.outputs = self.rows_of([chosen])
+        size, rows = outputs.bytes_per_row(self.outputs), len(self.run.start.views[1])
+        print_on_main(
+            f"eval_outputs: {size:,} bytes a row, {size * rows / 1e6:,.1f} MB for {rows:,} rows"
+        )
+        drawn = not all(map(torch.equal, before, random_state(self.run.accelerator.device)))
+        if drawn or self.dependent:
+            return
+        alone = self.rows_of([[each] for each in chosen])
+        for name, values in self.outputs.items():
+            one, limit = alone[name], self.limit
+            if one.shape != values.shape:
+                difference = math.inf
+            elif not one.numel():
+                continue
+            elif one.is_floating_point():
+                size = float(one.masked_fill(one == outputs.PADDING, 0).abs().max())
+                difference = float((one - values).nan_to_num().abs().max()) / max(size, SMALLEST)
+            else:  # a few predictions of a new model may be as likely as others
+                difference, limit = float((one != values).float().mean()), LIMIT_UNEQUAL
+            if difference > limit:
+                self.complain(
+                    f"task.eval_outputs: {name!r} of a row depends on the rows beside it (shape "
+                    f"{(*values.shape,)} together, {(*one.shape,)} alone). Write -100 into the "
+                    "padding of a batch (0 into unsigned integers, False into booleans)"
+                )
+
+    @torch.no_grad()
+    def rows_of(self, groups: list[list[tuple]]) -> Batch:
+        """The task's eval_outputs of these groups of samples, row by row."""
+        parts, first = [], 0
+        for group in groups:
+            found = self.model(self.task.eval_outputs, self.batch(group))
+            parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
+            first += len(group)
+        return outputs.merge(parts, first)
 
     def print_loss(self) -> None:
         """Prints the loss per item of the training rows; all processes must call it."""
