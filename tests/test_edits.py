@@ -22,7 +22,18 @@ from samestep.step.batches import seed_micro_batch
 from test_cookbook import task_of
 
 # Lines that an edit may add.
-LINES = {"01": 5, "02": 5, "03": 11, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
+LINES = {
+    "01": 5,
+    "02": 5,
+    "03": 11,
+    "04": 6,
+    "05": 3,
+    "06": 10,
+    "07": 12,
+    "08": 41,
+    "09": 15,
+    "11": 10,
+}
 FLAGS = {
     "01": ["--task.data", "mine.jsonl", "--task.rows", "text"],
     "02": ["--task.packing", "best_fit"],
@@ -158,10 +169,11 @@ OTHER_TASKS = {
     "04": ("text_classification", write_pairs),
     "05": ("image_classification", write_images),
     "07": ("plain_module", write_table),
+    "11": ("text_classification", write_pairs),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("04", marks=pytest.mark.slow), "05", "07"])
+@pytest.mark.parametrize("name", [pytest.param("04", marks=pytest.mark.slow), "05", "07", "11"])
 def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
     task, write = OTHER_TASKS[name]
     patch = (ROOT / "tests" / "edits" / f"{name}.patch").read_text()
@@ -179,6 +191,9 @@ def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
     last = lines(tmp_path / "one", "eval_loss")[-1]
     if name == "04":
         assert -1 <= last["matthews"] <= 1 and last["matthews"] != last["accuracy"]
+    if name == "11":
+        two = lines(tmp_path / "two", "eval_loss")[-1]
+        assert 0 < last["auc"] < 1 and last["auc"] == pytest.approx(two["auc"], rel=1e-6)
     if name == "07":
         assert last["eval_loss"] < lines(tmp_path / "one", "eval_loss")[0]["eval_loss"]
 
