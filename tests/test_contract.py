@@ -1,6 +1,7 @@
 """What task.py gives wrongly is one line that names the function, before hours are spent."""
 
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,38 @@ def test_a_dataset_with_lanes_is_no_stream(quick, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--num_epochs", 1, "--max_steps", 0]
     quick(*flags, "--warmup_steps", 0, before="import task; task.Numbers.lanes = 3")
     assert lines(tmp_path / "run", "epoch")[-1]["epoch"] >= 1
+
+
+RECORDED = """
+import task, torch
+own, given = task.collate, task.Numbers.__getitem__
+task.Numbers.__getitem__ = lambda self, i: {
+    **given(self, i), "kind": "validation" if self.first else "training"
+}
+task.augment = lambda row, generator: {**row, "kind": "augmented " + row["kind"]}
+def collate(rows):
+    print("collated", len(rows), *{row["kind"] for row in rows}, sep=",", flush=True)
+    return own(rows)
+task.collate = collate
+"""
+
+
+def test_collate_gets_augmented_rows_for_training_and_validation_rows_as_they_are(quick, tmp_path):
+    """Training rows that are not augmented at the start alone, where batches are compared."""
+    printed = quick("--output_dir", tmp_path / "run", before=RECORDED)
+    found = []
+    for part in printed.partition("step 1/12")[::2]:
+        batches = [line.split(",")[1:] for line in part.splitlines() if "collated," in line]
+        assert all(len(each) == 2 for each in batches)  # of one kind
+        found.append(Counter((kind, int(size)) for size, kind in batches))
+    start, training = found
+    assert {kind for kind, _ in training} == {"augmented training", "validation"}
+    plain = {size: n for (kind, size), n in start.items() if kind == "training"}
+    compared = [
+        start[kind, size] for kind, size in (("augmented training", 37), ("validation", 11))
+    ]
+    assert plain == {37: 2} and compared == [2, 2]
+    assert start["augmented training", 2] > 4 < start["augmented training", 1]  # probes, and step 1
 
 
 WARNED = [  # a loss_sum in bf16, and what is said

@@ -1,13 +1,16 @@
 """Reports of errors in other projects, tried here: cases of README.md that no other file has."""
 
 import json
+import math
 import re
+import shutil
 
 import pytest
 import torch
+import transformers
 
 from conftest import ROOT, bake, digest, kill_after, lines
-from samestep.models import lora
+from samestep.models import lora, next_token, pretrained
 from test_invariance import check_same_curve
 from test_tasks import BY_NAME, picture
 
@@ -27,7 +30,7 @@ def curve(output):
 
 def test_each_report_has_a_link_and_tests_that_exist():
     rows = [row.split("|")[1:-1] for row in TABLE.splitlines() if row.startswith("| [")]
-    assert len(rows) >= 26 and {len(row) for row in rows} == {6}
+    assert len(rows) >= 31 and {len(row) for row in rows} == {6}
     for link, *_, here, tests in rows:
         assert re.search(r"\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", link), link
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
@@ -194,3 +197,133 @@ def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"an adapter of one of them cannot be merged"):
         lora.add_adapters(model, cfg, "CAUSAL_LM")
+
+
+def linear_models():
+    """Models with layers that have a state in place of a mask, which positions do not reset."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    heads = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    kinds = {
+        "Qwen3_5Text": {**heads, "layer_types": ["linear_attention", "full_attention"]},
+        "Lfm2": {"layer_types": ["conv", "full_attention"]},
+        "Bamba": {**mamba, "attn_layer_indices": [1]},
+    }
+    for name, settings in kinds.items():
+        config = getattr(transformers, f"{name}Config")(**sizes, **settings)
+        torch.manual_seed(1)
+        yield pretrained.new_model(
+            transformers.AutoModelForCausalLM, config, pretrained.ModelConfig()
+        )
+
+
+def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
+    """Their second text has other logits than alone; from new weights, too, which leak little."""
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 128, (1, size), generator=draw) for size in (10, 12)]
+    places = torch.tensor([[*range(10), *range(12)]])
+    for model in linear_models():
+        with torch.no_grad():
+            alone = model(input_ids=texts[1], use_cache=False).logits
+            packed = model(input_ids=torch.cat(texts, 1), position_ids=places, use_cache=False)
+        assert not torch.allclose(packed.logits[:, 10:], alone, atol=1e-5)
+        with pytest.raises(ValueError, match="cannot keep packed texts apart; take another model"):
+            next_token.check_separates_texts(model)
+
+
+@pytest.mark.parametrize("closing", ["after the answer", "before the next turn", "nowhere"])
+def test_the_mark_that_ends_an_answer_is_learnt_wherever_the_template_writes_it(
+    tmp_path, capsys, closing
+):
+    tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
+    after = " </s>" if closing == "after the answer" else ""
+    between = "{% if not loop.first and m['role'] == 'user' %}</s> {% endif %}"
+    last = "{% if messages[-1]['role'] == 'assistant' %}</s>{% endif %}"
+    if closing != "before the next turn":
+        between = last = ""
+    tokenizer.chat_template = (
+        "{% for m in messages %}" + between + "{{ 'User' if m['role'] == 'user' else 'Bot' }} "
+        "{{ m['content'] }}{% if m['role'] == 'assistant' %}" + after + "{% endif %} {% endfor %}"
+        + last + "{% if add_generation_prompt %}Bot {% endif %}"
+    )  # fmt: skip
+    tokenizer.save_pretrained(tmp_path / "base")
+    data = [
+        {"messages": 2 * [
+            {"role": "user", "content": f"why {i}"}, {"role": "assistant", "content": f"{i} is so"}
+        ]}
+        for i in range(40)
+    ]  # fmt: skip
+    given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
+    _, prepared, _ = kit.prepare(tmp_path, data, **given)
+    ends = 0 if closing == "nowhere" else 1
+    for row in prepared["train"]:
+        learnt = [i for i, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts]
+        assert len(learnt) == 2 * (3 + ends)
+        assert learnt.count(tokenizer.eos_token_id) == 2 * ends
+    warned = "the chat template ends answers without a special token of the tokenizer"
+    assert capsys.readouterr().out.count(warned) == 1 - ends
+
+
+@pytest.mark.slow
+def test_layers_with_a_window_evaluate_packed_rows_as_each_alone(tmp_path):
+    """One in a row on one process, and five on two; they are longer than the window."""
+    base_model(tmp_path / "base")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 68}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**sizes, **heads, **layers, max_position_embeddings=128)
+    )
+    for weights in model.parameters():
+        weights.data *= 4  # attention that is not almost even
+    model.eval().save_pretrained(tmp_path / "base")
+    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
+    pairs = [(f"why {i % 60} so {i // 60} {'so why ' * 5}", f"{i % 60} is so ") for i in range(400)]
+    rows = [{"prompt": prompt, "completion": answer * 2} for prompt, answer in pairs]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--task.data", tmp_path / "rows.jsonl", "--max_steps", 1]
+    flags += ["--task.model_name_or_path", tmp_path / "base"]
+    flags += ["--warmup_steps", 0, "--learning_rate", 1e-12, "--eval_every", 1, "--log_every", 1]
+    for processes, length in ((1, 32), (2, 128)):  # one document in a row, and up to five
+        output = tmp_path / f"{processes}"
+        given = ["--task.context_length", length, "--output_dir", output]
+        printed = project.train(processes, *flags, *given)
+    assert "Prepared validation: 6 sequences, 83 % of their tokens used" in printed
+    alone, packed = (lines(tmp_path / each, "eval_loss")[-1]["eval_loss"] for each in "12")
+    assert packed == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_stream_of_two_files_reaches_both_processes_also_where_it_resumes(tmp_path):
+    """With more workers than files. No process reads the whole stream."""
+    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
+    (tmp_path / "texts").mkdir()
+    for shard in range(3):  # the last is for validation
+        rows = [json.dumps({"text": f"{shard} and {i}. " * 9}) for i in range(60)]
+        (tmp_path / "texts" / f"{shard}.jsonl").write_text("\n".join(rows))
+    flags = ["--task.data", tmp_path / "texts", "--task.streaming", "true", "--max_steps", 6]
+    flags += ["--global_batch_size", 8, "--save_every", 3, "--eval_every", 0, "--warmup_steps", 0]
+    flags += ["--log_every", 1, "--task.lanes", 2, *BY_NAME["causal_lm"].flags()]
+    one, two = tmp_path / "one", tmp_path / "two"
+    project.train(1, *flags, "--num_workers", 0, "--output_dir", one)
+    (two / "checkpoints").mkdir(parents=True)
+    shutil.copytree(one / "checkpoints/step-00000003", two / "checkpoints/step-00000003")
+    project.train(2, *flags, "--num_workers", 2, "--output_dir", two)
+    hashes = [[line["batch_hash"] for line in lines(each, "loss")] for each in (one, two)]
+    assert hashes[1] == hashes[0][3:] and len({*hashes[0]}) == 6
+
+
+def test_rates_and_samples_depend_on_no_process_and_on_no_evaluation(tiny, tmp_path):
+    """Evaluations after each step, or after the last; dropout tells what they draw."""
+    flags = ["--task.dropout", 0.2, "--eval_every"]
+    tiny.train(1, *flags, 12, "--output_dir", tmp_path / "one")
+    tiny.train(2, *flags, 1, "--output_dir", tmp_path / "two")
+    for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
+        assert one[::2] == two[::2] and one[1] == pytest.approx(two[1], rel=1e-5)
+    assert [len(lines(tmp_path / each, "eval_loss")) for each in ("one", "two")] == [1, 12]
+    decay = [0.001 + 0.0045 * (1 + math.cos(math.pi * step / 10)) for step in range(10)]
+    rates = [line["lr"] for line in lines(tmp_path / "two", "loss")]
+    assert rates == pytest.approx([0.005, 0.01, *decay], rel=1e-9)

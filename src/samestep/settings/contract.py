@@ -99,10 +99,13 @@ class Task(Protocol):
 
     def collate(self, rows: list) -> Mapping:
         """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), or to lists
-        and mappings of such. Later functions get it as a dict."""
+        and mappings of such. Later functions get it as a dict. Rows for training come from
+        `augment`, in the checks at the start too; rows for validation do not. A start also collates
+        training rows that are not augmented yet: what `augment` adds to a row is missing then."""
 
     def count(self, batch: Batch) -> int:
-        """Number of items in the loss of a batch, from its labels alone."""
+        """Number of items in the loss of a batch, from its labels alone; of each batch that
+        `collate` makes."""
 
     def build_model(self, cfg: Any, data: Any) -> torch.nn.Module:
         """A model with new or pretrained weights, on the CPU; torch is seeded. Under FSDP2 the main
