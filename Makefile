@@ -24,7 +24,8 @@ EXTRAS = dev,trackio,tensorboard
 # imports it in each run. Nothing is compiled.
 ZERO = $(VENV)/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
-# So does Jupyter, which one test needs.
+# So do Jupyter and ckpt-chaos, which one test each needs. In $(VENV) the second would put the
+# wheel of the library before its sources.
 ADDED = $(VENV)/extra
 # Processes that share the tests: two, on four cores or more three.
 WORKERS ?= $(shell if [ "$$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then echo 3; else echo 2; fi)
@@ -136,7 +137,7 @@ $(ZERO)/.installed: $(TESTS)
 	@touch $@
 
 $(ADDED)/.installed: $(TESTS)
-	@$(call add,$(ADDED),'nbclient>=0.10' 'ipykernel>=6.29')
+	@$(call add,$(ADDED),'nbclient>=0.10' 'ipykernel>=6.29' 'ckpt-chaos==0.1.8')
 	@touch $@
 
 $(BENCH): VENV = .venv/bench

@@ -139,6 +139,9 @@ def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
 
 ODD = """
 
+WEIGHTS = 'as built'
+
+
 class Odd(torch.nn.Module):
     '''Weights of several types and layouts; some have no gradient in some micro-batches, one has
     never any.'''

@@ -99,11 +99,11 @@ def test_lora_trains_adapters_alone_and_saves_no_more(project, tuned):
 
 
 def test_lora_merged_is_lora(project, tuned, monkeypatch):
-    """A finished run with adapters alone merges them: it exports again."""
+    """A finished run with adapters alone merges them: without model/ it exports again."""
     shutil.copytree(tuned["lora"], project.path / "runs" / "merged")
+    shutil.rmtree(project.path / "runs" / "merged" / "model")
     flags = [*recipe_of("lora"), "--output_dir", "runs/merged", "--task.merge_lora", "true"]
-    printed = project.train(1, *flags)
-    assert "exports again: task.merge_lora: False -> True" in printed
+    project.train(1, *flags)
     monkeypatch.chdir(project.path)  # by which the adapter finds its model
     logits = []
     for run in ("lora", "merged", "base"):

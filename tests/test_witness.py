@@ -1,12 +1,14 @@
 """A program of others, ckpt-chaos, kills train.py at its file events, resumes it, and compares."""
 
+import os
 import re
 import sys
-from importlib.util import find_spec
 
 import pytest
 
-from conftest import make_tiny
+from conftest import ROOT, make_tiny
+
+ADDED = ROOT / ".venv" / "extra"
 
 # Modes: a kill before an event; with half of a file written; SIGTERM, then a kill; and a kill that
 # takes what no fsync has flushed.
@@ -19,7 +21,7 @@ TRAIN = ["train.py", "--config", "configs/train/default.yaml", "--max_steps", 8]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("ckpt_chaos"), reason="make installs tests/requirements.txt")
+@pytest.mark.skipif(not (ADDED / "ckpt_chaos").exists(), reason="make test-all installs it")
 @pytest.mark.parametrize("ranks, crash_rank, points", [(1, 0, 4), (2, 1, 2)])
 def test_a_run_survives_kills_at_file_events(tmp_path, ranks, crash_rank, points):
     """No point loses work, fails or ends with other bytes; docs/benchmarks.md has a longer run."""
@@ -29,6 +31,7 @@ def test_a_run_survives_kills_at_file_events(tmp_path, ranks, crash_rank, points
         *(sys.executable, *CHAOS, *options, "--work", tmp_path / "chaos", "--"),
         *(sys.executable, *TRAIN, "--output_dir", "{out}"),
         ACCELERATE_USE_CPU="true",
+        PYTHONPATH=f"{ADDED}:{os.environ['PYTHONPATH']}",
         CKPT_CHAOS_CRASH_RANK=str(crash_rank),  # ckpt-chaos 0.1.8 kills rank 0 alone, or none
     )
     events = re.search(rf"(\d+) file events -> {points} crash points", result.stdout)

@@ -191,7 +191,14 @@ def main() -> int:
     elif signals.received and not ended:
         advice = "the same command continues from the newest checkpoint, if there is one"
         print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
-    return int(ended) if ended else STOPPED if signals.received else code
+    if ended:
+        code = int(ended)
+    elif signals.received:
+        code = STOPPED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread of torchelastic that is in its store while Python ends would abort this process.
+    os._exit(code)
 
 
 def describe(report: str) -> str:
