@@ -234,7 +234,7 @@ def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
 
 
 @pytest.mark.parametrize("closing", ["after the answer", "before the next turn", "nowhere"])
-def test_the_mark_that_ends_an_answer_is_learnt_wherever_the_template_writes_it(
+def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_writes_it(
     tmp_path, capsys, closing
 ):
     tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
@@ -259,9 +259,11 @@ def test_the_mark_that_ends_an_answer_is_learnt_wherever_the_template_writes_it(
     _, prepared, _ = kit.prepare(tmp_path, data, **given)
     ends = 0 if closing == "nowhere" else 1
     for row in prepared["train"]:
-        learnt = [i for i, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts]
-        assert len(learnt) == 2 * (3 + ends)
-        assert learnt.count(tokenizer.eos_token_id) == 2 * ends
+        in_loss = [
+            i for i, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts
+        ]
+        assert len(in_loss) == 2 * (3 + ends)
+        assert in_loss.count(tokenizer.eos_token_id) == 2 * ends
     warned = "the chat template ends answers without a special token of the tokenizer"
     assert capsys.readouterr().out.count(warned) == 1 - ends
 

@@ -250,9 +250,9 @@ def verify(path: Path, hashed: bool = True) -> dict:
     return manifest
 
 
-def is_valid(path: Path, hashed: bool = True) -> bool:
+def has_right_sizes(path: Path) -> bool:
     try:
-        return bool(verify(path, hashed))
+        return bool(verify(path, hashed=False))
     except ValueError:
         return False
 
@@ -327,7 +327,7 @@ def prune(newest: Path, keep: int, best: int | None) -> None:
     if not keep:
         return
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    intact = [path for path in older if is_valid(path, hashed=False)]
+    intact = [path for path in older if has_right_sizes(path)]
     for path in intact[keep:]:
         if step_of(path) != best:
             remove(path)

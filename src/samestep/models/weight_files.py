@@ -135,7 +135,7 @@ def check_taken(model: Any, unexpected: Iterable[str], files: list[Path]) -> str
 
 
 def count(tensors: list[str]) -> str:
-    return f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
+    return "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
 
 
 def clear_announced(model: Any) -> list[str]:

@@ -37,7 +37,6 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
         "compile": cfg.compile,
         "async_save": cfg.async_save,
         "device_shares": cfg.device_shares != "equal",
-        "device_shares auto": cfg.device_shares == "auto",
         "find_unused_parameters false": not cfg.find_unused_parameters,
         "fp16": precision == "fp16",
         "fp8": precision == "fp8",
