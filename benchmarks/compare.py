@@ -43,8 +43,8 @@ import sys
 import numpy as np
 import task
 import torch
-from samestep.step.order import sample_ids
-from samestep.start.startup import read_config, read_data
+from samestep.core.order import sample_ids
+from samestep.project.startup import read_config, read_data
 from train import Config
 cfg = read_config(Config, "\\n\\n")
 _, bound, (rows, _), _ = read_data(cfg, task)

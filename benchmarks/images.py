@@ -81,8 +81,8 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
     if str(project) not in sys.path:
         sys.path.insert(0, str(project))
     import task
-    from samestep.start.startup import read_data
-    from samestep.step import batches
+    from samestep.core import batches
+    from samestep.project.startup import read_data
 
     datasets, transforms = import_torchvision()
     found: dict[str, Callable] = {}

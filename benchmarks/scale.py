@@ -280,7 +280,7 @@ def time_batches(asked, task, prepared: str, table: str) -> dict[str, list[float
 
 def time_order(asked, task) -> dict[str, dict[str, list[list[float]]]]:
     """For rows and positions, in each round: milliseconds until the first batch, and of a batch."""
-    from samestep.step import batches
+    from samestep.core import batches
 
     places = [(rows, 0) for rows in ROWS] + [(ROWS[-1], position) for position in POSITIONS[1:]]
     found: dict[str, dict] = {"rows": {}, "positions": {}}

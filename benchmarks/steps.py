@@ -108,7 +108,7 @@ def train() -> None:
     os.chdir(todo.project)
     sys.path[0] = todo.project
     import task
-    from samestep.processes import device
+    from samestep.project import device
 
     ddp = json.loads(os.environ.get("BENCH_DDP", "{}"))
     device.accelerator_options = functools.partial(device.accelerator_options, **ddp)

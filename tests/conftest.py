@@ -473,7 +473,7 @@ def write_table(folder, rows, kind="jsonl", name="rows"):
 
 def parse_error(task, field, value):
     """The message for a value that the type of a task's field does not take."""
-    from samestep.settings import config
+    from samestep.project import config
 
     fields = config.fields_of(task.TaskConfig)
     with pytest.raises(ValueError) as error:

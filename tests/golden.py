@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task
 from samestep.data import prepared
-from samestep.settings import contract
+from samestep.project import contract
 
 FOLDER = Path(__file__).resolve().with_suffix("")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]

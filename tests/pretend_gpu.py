@@ -109,8 +109,8 @@ def watch_steps():
 
     An exact run compares the buffers in its first step. Offload computes on the CPU.
     """
+    from samestep.project.loading import TrainLoader
     from samestep.report import tracking
-    from samestep.training.loading import TrainLoader
 
     take, write, steps = TrainLoader.next_step, tracking.Log.write, []
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"

@@ -24,16 +24,16 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-import samestep.processes.device
-import samestep.settings.launched
+import samestep.project.device
+import samestep.project.launched
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
-samestep.processes.device.use_cpu = lambda: False
-samestep.processes.device.check_devices = lambda: None
+samestep.project.device.use_cpu = lambda: False
+samestep.project.device.check_devices = lambda: None
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-samestep.settings.launched.check_launched = see_gpu(samestep.settings.launched.check_launched)
+samestep.project.launched.check_launched = see_gpu(samestep.project.launched.check_launched)
 attention = F.scaled_dot_product_attention
 
 

@@ -15,8 +15,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel
 
 from conftest import ROOT, train_module
-from samestep.settings import config
-from samestep.start import startup
+from samestep.project import config, startup
 
 
 def recipe(text):
@@ -366,7 +365,8 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "from unittest import mock; from samestep.processes import rendezvous, ranks\n"
+        "before": "from unittest import mock; from samestep.core import ranks\n"
+        "from samestep.project import rendezvous\n"
         "ranks.PROCESSES = 2; rendezvous.join = lambda _: mock.Mock(wait=lambda _: None)",
     }
     ((code, printed, errors),) = tiny.forked([case])

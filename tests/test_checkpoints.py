@@ -9,7 +9,7 @@ import pytest
 
 from conftest import reseal
 from samestep.base import files
-from samestep.checkpoint import checkpoints
+from samestep.core import checkpoints
 
 FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
 

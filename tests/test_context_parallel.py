@@ -5,9 +5,8 @@ import torch
 
 import test_sharding
 from conftest import load_task
-from samestep.processes import ranks
-from samestep.settings import mesh as layout
-from samestep.step import sharding
+from samestep.core import mesh as layout
+from samestep.core import ranks, sharding
 from test_exact import with_task
 from test_sharding import agree, curve, make_small, train
 

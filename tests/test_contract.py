@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import ROOT, lines, train_module
-from samestep.settings import contract, mesh
-from samestep.step import monitor
+from samestep.core import mesh, monitor
+from samestep.project import contract
 
 ONE = mesh.Layout()  # of the processes: one alone
 

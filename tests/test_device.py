@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import bake, lines
-from samestep.processes import device
+from samestep.project import device
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
 def test_the_fused_optimizer_skips_a_step_whose_norm_is_not_finite(norm):
     import torch
 
-    from samestep.step import monitor
+    from samestep.core import monitor
 
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
@@ -62,7 +62,7 @@ def test_the_fused_optimizer_skips_a_step_whose_norm_is_not_finite(norm):
 
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path):
     """The step before it is saved, although its data is fetched before that."""
-    from samestep.step import order
+    from samestep.core import order
 
     size, row = 1000, 5  # a row that the fingerprint of the data does not read
     place = order.sample_ids(range(size), size, 0).tolist().index(row)
@@ -81,8 +81,8 @@ def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
     program = """
 import torch
 from torch._dynamo.utils import counters
-from samestep.processes import device
-from samestep.checkpoint import weights
+from samestep.project import device
+from samestep.core import weights
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
 class Block(torch.nn.Module):
@@ -120,7 +120,7 @@ assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
-    from samestep.processes import device
+    from samestep.project import device
 
     cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
     images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
@@ -136,9 +136,7 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
 
 
 def test_batch_norm_is_synchronized_over_gpus_with_equal_shares(monkeypatch):
-    from samestep.checkpoint import weights
-    from samestep.processes import ranks
-    from samestep.step import batches
+    from samestep.core import batches, ranks, weights
 
     monkeypatch.setattr(weights, "PROCESSES", 2)
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))

@@ -21,7 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
 from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
-from samestep.settings import config
+from samestep.project import config
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 TASKS = QUESTIONS["task"]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import make_tiny
-from samestep.checkpoint.weights import TaskModule, build_empty, form_of
-from samestep.settings import dtypes
+from samestep.core.weights import TaskModule, build_empty, form_of
+from samestep.project import dtypes
 from test_prepared import RECIPE, write_rows
 from test_probes import train
 

@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from conftest import ROOT, SOURCE, BakedProject, bake, digest, lines
-from samestep.step.batches import seed_micro_batch
+from samestep.core.batches import seed_micro_batch
 from test_cookbook import task_of
 
 # Lines that an edit may add.

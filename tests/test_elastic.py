@@ -176,7 +176,7 @@ MEETINGS = [
 @pytest.mark.parametrize("restarts, machines, most, shared, expected", MEETINGS)
 def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
-    from samestep.processes import ranks
+    from samestep.core import ranks
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}

@@ -119,7 +119,7 @@ def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path):
 
 @pytest.mark.parametrize("limit", [0.05, 100.0, 0])
 def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
-    from samestep.step import sums
+    from samestep.core import sums
 
     draw = torch.Generator().manual_seed(0)
     weights, others = [], []
@@ -182,11 +182,11 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
 
 def sample_of(step):
     """The id of a sample of this step, among 200."""
-    return int(load_task("samestep.step.order").sample_ids([8 * step - 3], 200, 0)[0])
+    return int(load_task("samestep.core.order").sample_ids([8 * step - 3], 200, 0)[0])
 
 
 # A process that has died cannot say so: the others wait for it.
-SOON = "from samestep.processes import rendezvous as r; r.BEAT, r.GRACE = 0.2, 1"
+SOON = "from samestep.project import rendezvous as r; r.BEAT, r.GRACE = 0.2, 1"
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
@@ -271,7 +271,7 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def batches():
-    return load_task("samestep.step.batches")
+    return load_task("samestep.core.batches")
 
 
 def busiest(shares, speeds):
@@ -345,8 +345,8 @@ def test_neighbours_that_share_weights_take_turns(batches):
 
 @pytest.fixture
 def symbols(monkeypatch):
-    """samestep.step.exact, which adds texts in place of tensors: a sum shows its order."""
-    from samestep.step import exact
+    """samestep.core.exact, which adds texts in place of tensors: a sum shows its order."""
+    from samestep.core import exact
 
     def add(right, left):
         right[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]

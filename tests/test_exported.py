@@ -12,9 +12,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, bake, status
+from samestep.project import contract, ending, export_check
 from samestep.report import model_card
-from samestep.settings import contract
-from samestep.training import ending, export_check
 from test_tasks import KITS
 
 CHAT = {"rows": "chat", "context_length": 128}

@@ -93,8 +93,8 @@ def test_skipped_steps_and_fp16_overflows(tiny):
     """The watch on its own: what is noted, what counts."""
     program = """
 import math, types, torch
-from samestep.settings import mesh as layout
-from samestep.step import monitor
+from samestep.core import mesh as layout
+from samestep.core import monitor
 ranks = types.SimpleNamespace(sum_arrays=lambda values: values, layout=layout.Layout())
 watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 2, 2)
 def feed(watch, *losses, norm=1.0):
@@ -131,7 +131,7 @@ def test_fp16_skips_a_step_whose_gradients_are_finite_and_whose_norm_is_not(tiny
 import math, torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from samestep.step import monitor
+from samestep.core import monitor
 Accelerator(cpu=True)
 def step(gradient, limit=1.0):
     scaler.scale(weight.sum() * 0)
@@ -192,7 +192,7 @@ def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
 
 WAITS = """
 import os, time, task
-from samestep.processes import rendezvous
+from samestep.project import rendezvous
 rendezvous.BEAT, rendezvous.HANGS = 0.2, 1
 plain, calls = task.loss_sum, []
 def loss_sum(*given):

@@ -166,8 +166,8 @@ NO_WAITS = """
 import sys
 import torch
 import train
-from samestep.step import monitor
-from samestep.training.loading import TrainLoader
+from samestep.core import monitor
+from samestep.project.loading import TrainLoader
 take, add, taken = TrainLoader.next_step, monitor.StepMonitor.add, []
 def begin(reader):
     taken.append(reader)

@@ -17,12 +17,11 @@ from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
 from conftest import ROOT, SOURCE
+from samestep.core import mesh as layout
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.programs import hardware as hardware_program
-from samestep.settings import launched, launcher
-from samestep.settings import mesh as layout
-from samestep.start import combinations, startup
+from samestep.project import combinations, launched, launcher, startup
 from test_exact import with_task
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
@@ -271,10 +270,10 @@ def test_rows_that_context_parallelism_cannot_cut(row, said):
         startup.check_rows(rows, SimpleNamespace(), 4)
 
 
-NAMED = "from samestep.processes import shutdown; shutdown.LAUNCHER_WORDS = "
+NAMED = "from samestep.project import shutdown; shutdown.LAUNCHER_WORDS = "
 NAMED += "['accelerate', 'launch', '--config_file', {path!r}]"
 DEFAULT = "from accelerate.commands.config import config_args; "
-DEFAULT += "config_args.default_config_file = {path!r}; from samestep.processes import shutdown; "
+DEFAULT += "config_args.default_config_file = {path!r}; from samestep.project import shutdown; "
 DEFAULT += "shutdown.LAUNCHER_WORDS = ['accelerate', 'launch']"
 MISTAKES = [  # a YAML, and what is said in a single process
     (
@@ -299,7 +298,7 @@ def test_the_yaml_of_accelerates_own_launcher_is_looked_at(tiny, tmp_path, befor
 
 
 def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
-    code = "from train import Config; from samestep.settings.config import fields_of; "
+    code = "from train import Config; from samestep.project.config import fields_of; "
     code += "print(*fields_of(Config))"
     fields = {*tiny.run("python", "-c", code).stdout.split()}
     for name in SHIPPED:

@@ -9,8 +9,9 @@ import yaml
 
 from conftest import ROOT, SOURCE, digest, status
 from samestep.base import launching
+from samestep.core import mesh
 from samestep.programs import env
-from samestep.settings import launched, mesh
+from samestep.project import launched
 from test_hardware import SHIPPED, launched_env
 from test_hardware import machine as machine  # the fixture
 from test_invariance import curve

@@ -30,7 +30,8 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    from samestep.processes import consistency, ranks
+    from samestep.core import ranks
+    from samestep.project import consistency
 
     found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
@@ -39,14 +40,14 @@ def test_a_difference_names_the_machines(changes, said):
 
 
 def test_devices_may_differ_but_not_with_exact():
-    from samestep.processes import consistency
+    from samestep.project import consistency
 
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"hardware": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
     manifest["code"] = consistency.hash_project(ROOT / SOURCE)
     facts = consistency.collect_facts(manifest, False)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
-    assert {"code train.py", "code samestep/processes/consistency.py"} <= {*code}
+    assert {"code train.py", "code samestep/project/consistency.py"} <= {*code}
     assert facts == {"python": "3.11", "torch": "2.13.0", "seed": "0", "data fingerprint": "1"}
     facts = consistency.collect_facts(manifest, True)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
@@ -54,11 +55,12 @@ def test_devices_may_differ_but_not_with_exact():
 
 def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     """Of another program than train.py too; what one process alone has loaded is no difference."""
-    from samestep.processes import consistency, ranks
+    from samestep.core import ranks
+    from samestep.project import consistency
 
     manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}}
     program = "import helper, json, sys; from pathlib import Path\n"
-    program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.processes import consistency\n"
+    program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.project import consistency\n"
     program += f"manifest = {manifest} | {{'code': consistency.hash_project(Path.cwd())}}\n"
     program += "facts = consistency.collect_facts(manifest, False)\n"
     program += "print(json.dumps({n: f for n, f in facts.items() if not n.startswith('code s')}))\n"

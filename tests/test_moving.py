@@ -89,7 +89,7 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path):
 
 
 def test_changes_of_settings(tmp_path):
-    from samestep.checkpoint import checkpoints
+    from samestep.core import checkpoints
 
     def compare(before, new="all", accept=True):
         saved = {"files": {}, "config": {"task": before}}
@@ -121,7 +121,7 @@ def test_weights_of_another_shape_are_refused_although_changes_are_accepted(tiny
 # Runs a piece of Python before each file is written: it sees `write`, `calls` and `folder`.
 SLOWED = """
 import os, signal, threading, time
-from samestep.checkpoint import tensor_files
+from samestep.core import tensor_files
 write, calls, inside = tensor_files.write_share, [], []
 def slow(share, folder):
     assert not inside, "two saves at once"
@@ -200,9 +200,9 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, tmp_path)
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
     flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-    seen = load_task("samestep.step.order").sample_ids(range(4), 37, 0)
+    seen = load_task("samestep.core.order").sample_ids(range(4), 37, 0)
     flags += ["--task.poisoned", int(seen[2])]
     printed = tiny.train(1, *flags, codes=[2], before=SLOWED.format("time.sleep(2)"))
     assert "not finite in 1 steps in a row" in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
-    assert load_task("samestep.checkpoint.checkpoints").verify(checkpoint(output, 2))["step"] == 2
+    assert load_task("samestep.core.checkpoints").verify(checkpoint(output, 2))["step"] == 2

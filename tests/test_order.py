@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.settings import contract
-from samestep.step import batches, order, shares
+from samestep.core import batches, order, shares
+from samestep.project import contract
 
 
 def Source(name, rows, weight=1):  # noqa: N802

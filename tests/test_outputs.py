@@ -10,15 +10,16 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from conftest import ROOT, lines, make_tiny, train_module
-from samestep.processes.ranks import UserError
-from samestep.settings import contract, mesh
-from samestep.settings.contract import Source
-from samestep.step.outputs import EvaluationOutputs, merge, to_part
+from samestep.core import mesh
+from samestep.core.outputs import EvaluationOutputs, merge, to_part
+from samestep.core.ranks import UserError
+from samestep.project import contract
+from samestep.project.contract import Source
 
 OUTPUTS = """
 
 from sklearn.metrics import roc_auc_score
-from samestep.settings.contract import Source
+from samestep.project.contract import Source
 
 sums_to_scores, rows_of = metrics, views
 

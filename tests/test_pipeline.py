@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, train_module
+from samestep.core import mesh
 from samestep.models import next_token
-from samestep.settings import mesh
 from test_exact import with_task
 from test_sharding import CONSTANT, SPOIL, agree, make_small, train
 

@@ -19,7 +19,7 @@ import yaml
 
 from conftest import ROOT, BakedProject, kill_after, lines, make_tiny, preloaded
 from samestep.data import prepared_key
-from samestep.start import startup
+from samestep.project import startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (

@@ -10,7 +10,7 @@ import yaml
 
 from conftest import ROOT, bake, train_module
 from samestep.programs.schema import recipe_schema
-from samestep.settings import config
+from samestep.project import config
 
 TASKS = [path.stem for path in sorted((ROOT / "templates" / "tasks").glob("*.py"))]
 COMMITTED = ROOT / "templates" / "schemas"

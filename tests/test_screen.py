@@ -171,7 +171,7 @@ def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
 # Killed when the second evaluation begins, after its step was saved.
 KILL = """
 import os
-from samestep.training.loading import EvalLoader
+from samestep.project.loading import EvalLoader
 begun = []
 def batches(self, *given, old=EvalLoader.batches):
     begun.append(1)
@@ -250,7 +250,7 @@ def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path):
 # One of two processes is asked to stop when an evaluation begins.
 STOP_ALL = """
 import os, signal
-from samestep.training.loading import EvalLoader
+from samestep.project.loading import EvalLoader
 def batches(self, *given, old=EvalLoader.batches):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)

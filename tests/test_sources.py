@@ -22,10 +22,10 @@ from conftest import (
     write_table,
 )
 from samestep.base.console import one_line
+from samestep.core import batches
 from samestep.data import folders, prepared_key, rows, sources
 from samestep.models import pretrained
-from samestep.settings import contract
-from samestep.step import batches
+from samestep.project import contract
 from samestep.text import tokenizing
 
 TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
@@ -189,7 +189,7 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
 def test_the_contract_names_what_train_py_calls():
     """The Protocol says all that train.py and training/ take from a task, and no more."""
     called = set()
-    rooms = ("settings", "processes", "step", "checkpoint", "start", "training")
+    rooms = ("core", "project")
     for file in [
         ROOT / SOURCE / "train.py",
         *(p for room in rooms for p in (ROOT / "src" / "samestep" / room).glob("*.py")),

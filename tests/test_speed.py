@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from conftest import lines
+from samestep.core import mesh as layout
 from samestep.report import speed
-from samestep.settings import mesh as layout
 
 CPU = torch.device("cpu")
 
@@ -178,7 +178,7 @@ def between_steps(step):
         sys.setprofile(count)
 """
 TRAINED = """
-from samestep.training.log import RunLog
+from samestep.project.log import RunLog
 start_step = RunLog.start_step
 RunLog.start_step = lambda log, step: [start_step(log, step), between_steps(step)]
 """

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from conftest import read_checkpoint, read_weights
-from samestep.checkpoint import tensor_files, weights
+from samestep.core import tensor_files, weights
 
 ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
 PATH = "checkpoints/step-00000003"

@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     """Nor does the first one after another signal: it may come in the middle of the save."""
     program = """
 import os, signal, time
-from samestep.processes import shutdown
+from samestep.project import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
 os.kill(os.getpid(), signal.SIGTERM)
@@ -289,7 +289,7 @@ def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
     program = """
 import multiprocessing, os, signal, time, torch
 multiprocessing.set_start_method("forkserver")
-from samestep.processes import shutdown
+from samestep.project import shutdown
 stop = shutdown.StopRequest()
 assert multiprocessing.get_start_method() == "fork"
 stop.training = True
@@ -328,7 +328,7 @@ def test_a_pool_ends_before_training_begins(project):
     lock, where a handler in Python would not run."""
     program = """
 import multiprocessing, signal
-from samestep.processes import shutdown
+from samestep.project import shutdown
 shutdown.StopRequest()
 for number in range(40):
     with multiprocessing.Pool(2) as pool:

@@ -20,8 +20,8 @@ import torch
 
 import hub
 from conftest import bake, digest, lines, load_task, prepare_task
+from samestep.core import batches
 from samestep.data import folders, prepared_key
-from samestep.step import batches
 from samestep.streaming import lanes
 from samestep.text import tokenizing
 

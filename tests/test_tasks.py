@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from conftest import bake, digest, load_task, status, write_table
 from samestep.data import columns
 from samestep.data.prepared import prepare
-from samestep.settings import contract
+from samestep.project import contract
 from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()

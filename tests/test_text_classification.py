@@ -15,7 +15,7 @@ from sklearn.metrics import f1_score, r2_score
 from conftest import lines
 from samestep.data import demo_data, labels, readers
 from samestep.data import prepared as prepared_data
-from samestep.settings import contract
+from samestep.project import contract
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()

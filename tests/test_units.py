@@ -2,8 +2,8 @@
 
 import pytest
 
-from samestep.processes.ranks import UserError
-from samestep.step import batches
+from samestep.core import batches
+from samestep.core.ranks import UserError
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from conftest import load_task, prepare_task
 from samestep.models import attention
-from samestep.settings import contract
+from samestep.project import contract
 from waits import host_waits
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}

@@ -18,7 +18,7 @@ import test_checkpoints
 import test_exact
 import test_stopping
 from conftest import lines, make_tiny
-from samestep.checkpoint import checkpoints
+from samestep.core import checkpoints
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
 # A save in the background is nearly always in flight.

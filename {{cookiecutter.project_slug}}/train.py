@@ -26,21 +26,21 @@ from accelerate.utils import send_to_device
 
 import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
-from samestep.processes import device, shutdown
-from samestep.processes.ranks import Ranks
-from samestep.settings.config import BatchSize, DecayRate, Interval
-from samestep.settings.dtypes import split_by_decay
-from samestep.settings.run_config import NOTHING, ROUNDING, RunConfig
-from samestep.start.startup import RunStart, prepare_run
-from samestep.step.batches import seed_micro_batch
-from samestep.step.monitor import skip_unless_finite
-from samestep.step.sums import EvaluationSums, StepGradients
-from samestep.training.ending import export, finish
-from samestep.training.loading import EvalLoader, TrainLoader
-from samestep.training.log import RunLog
-from samestep.training.probes import probe_task
-from samestep.training.run import Run
-from samestep.training.saving import Saver
+from samestep.core.batches import seed_micro_batch
+from samestep.core.monitor import skip_unless_finite
+from samestep.core.ranks import Ranks
+from samestep.core.sums import EvaluationSums, StepGradients
+from samestep.project import device, shutdown
+from samestep.project.config import BatchSize, DecayRate, Interval
+from samestep.project.dtypes import split_by_decay
+from samestep.project.ending import export, finish
+from samestep.project.loading import EvalLoader, TrainLoader
+from samestep.project.log import RunLog
+from samestep.project.probes import probe_task
+from samestep.project.run import Run
+from samestep.project.run_config import NOTHING, ROUNDING, RunConfig
+from samestep.project.saving import Saver
+from samestep.project.startup import RunStart, prepare_run
 from task import TaskConfig
 
 # ---- Config --------------------------------------------------------------------------------------

@@ -29,19 +29,19 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
+from samestep.core.mesh import STAGES, TP
+from samestep.core.monitor import skip_unless_finite
+from samestep.core.ranks import Ranks
+from samestep.core.sharding import full_tensor, local
 from samestep.models import attention, next_token
-from samestep.processes import device, shutdown
-from samestep.processes.ranks import Ranks
-from samestep.settings.config import ONE_COMMAND, parse_config
-from samestep.settings.mesh import STAGES, TP
-from samestep.start.startup import RunStart, prepare_run
-from samestep.step.monitor import skip_unless_finite
-from samestep.step.sharding import full_tensor, local
-from samestep.training.ending import export, finish
-from samestep.training.loading import EvalLoader, TrainLoader
-from samestep.training.log import RunLog
-from samestep.training.run import Run
-from samestep.training.saving import Saver
+from samestep.project import device, shutdown
+from samestep.project.config import ONE_COMMAND, parse_config
+from samestep.project.ending import export, finish
+from samestep.project.loading import EvalLoader, TrainLoader
+from samestep.project.log import RunLog
+from samestep.project.run import Run
+from samestep.project.saving import Saver
+from samestep.project.startup import RunStart, prepare_run
 
 Batch = dict[str, torch.Tensor]
 

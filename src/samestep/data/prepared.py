@@ -40,7 +40,7 @@ from samestep.base.files import (
     replace_text,
 )
 from samestep.data import columns, prepared_key
-from samestep.settings.config import fields_of
+from samestep.project.config import fields_of
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 LOCK_SECONDS = 5  # of waiting for another process until it is said

@@ -8,7 +8,7 @@ import torch
 
 from samestep.data import columns
 from samestep.data.sources import split_data
-from samestep.settings.contract import Source
+from samestep.project.contract import Source
 
 
 def source_numbers(dataset: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from samestep.base.console import IS_MAIN, one_line
 from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
-from samestep.processes.device import allow_tf32
+from samestep.project.device import allow_tf32
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Timer

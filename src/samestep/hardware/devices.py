@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from samestep.base.console import one_line
-from samestep.processes.ranks import UserError
-from samestep.settings import config, launched, launcher
+from samestep.core.ranks import UserError
+from samestep.project import config, launched, launcher
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(

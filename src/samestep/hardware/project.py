@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.checkpoint.weights import enable_gradient_checkpointing
-from samestep.processes.device import allow_tf32, compile_blocks
-from samestep.settings import config, contract
-from samestep.start import startup
-from samestep.step import batches
+from samestep.core import batches
+from samestep.core.weights import enable_gradient_checkpointing
+from samestep.project import config, contract, startup
+from samestep.project.device import allow_tf32, compile_blocks
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,11 +19,11 @@ import yaml
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import one_line, print_on_main
+from samestep.core import batches
 from samestep.hardware import devices
 from samestep.hardware.devices import Devices, Section, Wrong
 from samestep.hardware.project import Project
-from samestep.start.startup import resolved_config
-from samestep.step import batches
+from samestep.project.startup import resolved_config
 
 STEPS, SAMPLES, TURNS = 3, 4, 2  # SAMPLES: in a micro-batch; TURNS: micro-batches of a process
 # Relative errors that are rounding, of the loss and of the norm of the gradient.

@@ -3,7 +3,7 @@
 Batches are those of transformers: `labels` are aligned with `input_ids`, IGNORE_INDEX does not
 count, and the loss shifts, so that the first token of a sequence is not in it. An `attention_mask`
 hides padding on either side; `position_ids` without one separate the texts of packed sequences.
-`shift_labels` are used in place of `labels`: under context parallelism step/sharding.py adds them.
+`shift_labels` are used in place of `labels`: under context parallelism core/sharding.py adds them.
 
 Three things differ from a plain call, where a model allows them, which `prepare` finds out: its
 attention (attention.py); the residual stream, bf16 under bf16 autocast; and the logits, which exist
@@ -22,7 +22,7 @@ from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
-from samestep.processes.device import is_dtensor
+from samestep.project.device import is_dtensor
 
 
 def plan_of(model: Any) -> LossPlan:

@@ -19,13 +19,12 @@ from rich.table import Table
 
 from samestep.base.console import IS_MAIN, escaped, one_line, print_on_main
 from samestep.base.files import read_json_object, replace_text
+from samestep.core.ranks import UserError, as_user_error
 from samestep.hardware import bench, devices, recommend, smoke
 from samestep.hardware.devices import Section, short
 from samestep.hardware.project import read_project
-from samestep.processes import shutdown
-from samestep.processes.ranks import UserError, as_user_error
 from samestep.programs import make_parser
-from samestep.settings import launcher
+from samestep.project import launcher, shutdown
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")

@@ -150,7 +150,7 @@ def main() -> int:
             # The imports of the launcher take as long as those of the check.
             from accelerate.commands.launch import launch_command
 
-            from samestep.settings import launcher
+            from samestep.project import launcher
 
             launcher.check_machines(launcher.read(words)[0])
             arguments = launcher.parse(words)

@@ -23,8 +23,8 @@ from typing import Any
 from samestep.base.console import escaped, one_line, protect_output
 from samestep.images.images import flatten, open_image, upright
 from samestep.programs import make_parser
+from samestep.project.export_check import load
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
-from samestep.training.export_check import load
 
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 

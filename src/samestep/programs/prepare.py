@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samestep.base.console import print_on_main
 from samestep.hardware.project import read_project
-from samestep.processes import shutdown
+from samestep.project import shutdown
 from samestep.streaming.lanes import ShardStream
 
 

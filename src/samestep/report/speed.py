@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.base.errors import catch
-from samestep.processes.ranks import Ranks
+from samestep.core.batches import Batch
+from samestep.core.ranks import Ranks
+from samestep.core.stopwatch import Stopwatch
 from samestep.report.peaks import peaks_of
-from samestep.step.batches import Batch
-from samestep.step.stopwatch import Stopwatch
 
 BEHIND = 1.15  # times the median of the other processes: a straggler
 NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine

@@ -1,1 +1,0 @@
-"""Weights, and the state of a run: written, verified and read."""

@@ -1,0 +1,1 @@
+"""The promises, on accelerate and torch: order, steps, sums, exact sums, checkpoints."""

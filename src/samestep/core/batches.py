@@ -1,0 +1,401 @@
+"""Chooses the samples of each step, and assigns its micro-batches to the processes.
+
+The samples of a run form one endless sequence (see order.py). Step s, counted from 1, takes the G
+samples of the global batch at the positions from (s - 1) * G up to s * G, whatever the micro-batch
+size and the number of processes. Epochs may end in the middle of a step: no sample is left over.
+
+A step is cut into V near-equal micro-batches, V = ceil(G / micro_batch_size) rounded up to a
+multiple of the processes. Micro-batch v has the samples from v * G // V up to (v + 1) * G // V.
+"""
+
+import functools
+import hashlib
+import heapq
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from samestep.core.order import SampleOrder, hash64
+from samestep.core.ranks import UserError, as_user_error
+from samestep.project import contract
+from samestep.project.device import count_workers
+from samestep.project.shutdown import ignore_signals, signals_blocked
+
+Batch = dict[str, torch.Tensor]
+FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
+
+# ---- The step ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as a list of micro-batches, and who computes them: rank r computes `shares[r]` of
+    them, from where the run of rank r - 1 ends. Of `in_turn` neighbors, which have equal shares,
+    each computes every `in_turn`-th micro-batch of their runs."""
+
+    samples: int  # in a step: global_batch_size
+    micro_batch_size: int  # maximum of samples that a device takes at once
+    shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
+    rank: int = 0  # this one
+    in_turn: int = 1
+
+    @property
+    def count(self) -> int:
+        """Micro-batches in a step, of all ranks."""
+        return sum(self.shares)
+
+    @property
+    def largest(self) -> int:
+        """Samples in the largest micro-batch; others may have one less."""
+        return -(-self.samples // self.count)
+
+    def run(self, rank: int | None = None) -> range:
+        """The numbers of the micro-batches that a rank computes; without one, this rank."""
+        rank = self.rank if rank is None else rank
+        turn = rank % self.in_turn
+        first = sum(self.shares[: rank - turn])
+        return range(first + turn, first + self.in_turn * self.shares[rank], self.in_turn)
+
+    def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
+        """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
+        first = number * self.samples // self.count
+        end = (number + 1) * self.samples // self.count
+        return positions[first:end]
+
+    def describe(self, ranks: str = "processes") -> str:
+        """The samples of a step as a product, and what its factors count."""
+        shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
+        if len({*self.shares}) > 1:
+            shares = f"({' + '.join(map(str, self.shares))})"
+            words = "micro-batches"
+        size = str(self.largest)
+        if self.samples % self.count:
+            size = f"({self.largest - 1} or {self.largest})"
+        return f"{self.samples} samples = {shares} x {size} ({words} x samples)"
+
+
+def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
+    """Assigns `count` micro-batches to ranks of these speeds, so that the last is done early.
+
+    Each goes to the rank that would complete it first, of several to the lowest; each rank gets
+    `least`. No other way to assign whole micro-batches takes less time.
+    """
+    shares = [least] * len(speeds)
+    queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    for _ in range(count - sum(shares)):
+        _, rank = queue[0]
+        shares[rank] += 1
+        heapq.heapreplace(queue, ((shares[rank] + 1) / speeds[rank], rank))
+    return tuple(shares)
+
+
+def count_micro_batches(
+    samples: int, size: int, ranks: int, exact: bool, unequal: bool, sharded: bool
+) -> int:
+    """The micro-batches of a step: as few of at most `size` samples as there can be, and as many on
+    each rank; where ranks have unequal shares, at least four for each. exact: all of `size`.
+
+    0 if there is no such cut. Of a sharded model all ranks must compute as many.
+    """
+    count = -(-samples // size)
+    if not exact:
+        count = -(-count // ranks) * ranks
+        if unequal:
+            count = max(count, 4 * ranks)
+        count = min(count, samples)
+    if count < ranks or (exact and samples % size) or (sharded and count % ranks):
+        return 0
+    return count
+
+
+def plan_step(
+    global_batch_size: int,
+    micro_batch_size: int,
+    ranks: int,
+    exact: bool = False,
+    device_shares: str | list[float] = "equal",
+    rank: int = 0,
+    in_step: int = 0,
+) -> StepPlan:
+    """Cuts a step into micro-batches of at most `micro_batch_size` samples (exact: of so many).
+
+    `in_step`: so many neighbors share weights, so all ranks compute the same number of
+    micro-batches. Raises UserError for a cut that is impossible.
+    """
+    samples, size = global_batch_size, micro_batch_size
+    speeds = [1.0] * ranks
+    if isinstance(device_shares, list):
+        speeds = device_shares
+    if len(speeds) != ranks:
+        raise UserError(
+            f"device_shares has {len(speeds)} numbers, and there are {ranks} processes; give one "
+            "number for each, or auto"
+        )
+    if samples < ranks:
+        raise UserError(
+            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
+            f"least {ranks}, or start at most {samples}"
+        )
+    unequal = ranks > 1 and (device_shares == "auto" or len({*speeds}) > 1)
+    kind = (exact, unequal, in_step > 0)
+    count = count_micro_batches(samples, size, ranks, *kind)
+    if not count:
+        sizes = range(1, -(-samples // ranks) + 1)
+        fitting = [n for n in sizes if count_micro_batches(samples, n, ranks, *kind)]
+        nearest = sorted(fitting, key=lambda n: abs(n - size))[:3]
+        remedy = f"give a global_batch_size that {ranks} divides"
+        if nearest:
+            remedy = f"give a micro_batch_size of {' or '.join(map(str, nearest))}"
+        if samples % size == 0 and not in_step:
+            remedy += f", or start at most {samples // size}"
+        raise UserError(
+            f"{'exact: ' if exact else ''}{samples} samples in micro-batches of {size} cannot be "
+            f"assigned to {ranks} process{'es' if ranks > 1 else ''}; {remedy}"
+        )
+    shares = assign_micro_batches(count, speeds, least=1)
+    return StepPlan(samples, size, shares, rank, in_step if exact and in_step else 1)
+
+
+# ---- Random numbers ------------------------------------------------------------------------------
+
+
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
+    step, counted from 1, and not by its rank."""
+    seed = int(hash64(seed, step - 1, number)[0])
+    seed_host(seed)
+    # torch.manual_seed would format a stack for each kind of device that is not initialized.
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return
+    if device.type == "mps":
+        torch.mps.manual_seed(seed)
+    elif torch.get_device_module(device).is_initialized():
+        torch.get_device_module(device).manual_seed_all(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds all that a model may draw from, on devices that are not initialized yet, too."""
+    seed_host(seed)
+    torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds what draws on the CPU; masks of time in speech models are NumPy's."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+# ---- Loading -------------------------------------------------------------------------------------
+
+
+class StepBatchSampler:
+    """Yields the micro-batches of this rank, as lists of positions of the run.
+
+    The steps go from position `first` up to `last`; `sort` may reorder those of a step.
+    """
+
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+        self.plan, self.first, self.last, self.sort = plan, first, last, sort
+
+    def __len__(self):
+        return (self.last - self.first) // self.plan.samples * len(self.plan.run())
+
+    def __iter__(self):
+        for begin in range(self.first, self.last, self.plan.samples):
+            positions = self.sort(range(begin, begin + self.plan.samples))
+            run = self.plan.run()
+            yield from (list(self.plan.positions(positions, number)) for number in run)
+
+
+class EvaluationSampler:
+    """Yields the batches of an evaluation that this rank computes, as lists of positions.
+
+    A batch has micro_batch_size rows, and none has rows of two sources. All ranks get as many as
+    the busiest, since a sharded model computes on all at once; what is added holds the position
+    past the last row, without weight.
+    """
+
+    def __init__(self, plan: StepPlan, rows: "SampleDataset"):
+        self.size, self.rows = plan.micro_batch_size, rows
+        counts = [-(-each // self.size) for each in rows.source_sizes]
+        # All batches at once, so some ranks may have none of a source.
+        shares = assign_micro_batches(sum(counts), plan.shares)
+        ends = [*accumulate(shares, initial=0)]  # of the ranks' runs
+        self.plans, first = [], 0  # the evaluation of each source as one step
+        for samples, count in zip(rows.source_sizes, counts, strict=True):
+            cuts = [min(max(end - first, 0), count) for end in ends]
+            shares = tuple(end - begin for begin, end in pairwise(cuts))
+            self.plans.append(StepPlan(samples, self.size, shares, plan.rank))
+            first += count
+
+    def __len__(self):
+        return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
+
+    def __iter__(self):
+        fillers, first = len(self), 0
+        for plan in self.plans:
+            run, positions = plan.run(), range(first, first + plan.samples)
+            positions = self.rows.sort(positions) if run else positions
+            for number in run:
+                yield list(positions[number * self.size : (number + 1) * self.size])
+            fillers, first = fillers - len(run), first + plan.samples
+        yield from [[first]] * fillers
+
+
+class SampleDataset(torch.utils.data.Dataset):
+    """A dataset of the task, indexed by position in the run. Items are (sample id, row).
+
+    With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
+    the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
+    and a position past the end gives (-1, first row). A stream (streaming/lanes.py) gives the ids
+    of its samples itself.
+    """
+
+    def __init__(
+        self, dataset: Any, task: Any = None, seed: int | None = None, mixture: dict | None = None
+    ):
+        self.dataset, self.seed = dataset, seed
+        self.sources = contract.list_sources(dataset, training=seed is not None)
+        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        self.order, self.is_stream = None, isinstance(dataset, contract.Stream)
+        if seed is not None and not self.is_stream:
+            self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
+        sizes = getattr(dataset, "sizes", None)
+        self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
+        if self.sizes is not None and self.sizes.shape != (len(dataset),):
+            raise ValueError(
+                f"sizes() of task.views returns an array of shape {self.sizes.shape}; return the "
+                f"sizes of the {len(dataset)} rows, shape ({len(dataset)},)"
+            )
+        self.augment = getattr(task, "augment", None) if seed is not None else None
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getstate__(self):
+        """For worker processes, which sort nothing: `sizes` may have a number for each row."""
+        return self.__dict__ | {"sizes": None}
+
+    def ids(self, positions: Iterable[int]) -> list[int]:
+        """The sample ids at these positions."""
+        if self.order is None:
+            return [p if p < len(self) else -1 for p in positions]
+        return self.order.ids(positions).tolist()
+
+    def count_samples(self, samples: int) -> dict[str, int]:
+        """For metrics.jsonl: how many of the first samples come from each of several sources."""
+        if len(self.sources) < 2:
+            return {}
+        counts = zip(self.sources, self.order.count(samples), strict=True)
+        return {f"samples/{source.name}": count for source, count in counts}
+
+    def sort(self, positions: range) -> Sequence[int]:
+        """These positions by the sizes of their rows: micro-batches then need less padding."""
+        if self.sizes is None:
+            return positions
+        order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
+        return np.asarray(positions)[order].tolist()
+
+    def __getitems__(self, positions: list[int]) -> list[tuple]:
+        ids = [] if self.is_stream else self.ids(positions)
+        places = [max(i, 0) for i in ids]
+        with as_user_error():
+            if self.is_stream:
+                ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
+            elif hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
+                rows = self.dataset.__getitems__(places)
+            else:
+                rows = [self.dataset[i] for i in places]
+        if self.augment:
+            passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
+            seeds = hash64(self.seed, passes, ids).view(np.int64).tolist()
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
+        return list(zip(ids, rows, strict=True))
+
+
+def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
+    """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
+    batch = contract.plain_batch(task.collate([row for _, row in samples]))
+    ids = np.array([i for i, _ in samples])
+    numbers = (contract.check_count(task.count(batch)), int(hash64(ids).view(np.int64).sum()))
+    return batch, numbers, ids
+
+
+def make_loader(
+    rows: SampleDataset,
+    sampler: StepBatchSampler | EvaluationSampler,
+    task: Any,
+    num_workers: int | None,
+    device: torch.device,
+) -> DataLoader:
+    """A DataLoader of the task's batches; for what comes with each see `collate`."""
+    workers = count_workers(num_workers, task, device)
+    if rows.is_stream and isinstance(sampler, StepBatchSampler):
+        # So that a lane is always read by the same worker.
+        while workers and len(sampler.plan.run()) % workers:
+            workers -= 1
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        collate_fn=functools.partial(collate, task),
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
+        # Otherwise DataLoader advances the global generator, and changes dropout.
+        generator=torch.Generator(),
+    )
+
+
+def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.ndarray]]:
+    """Its batches. A signal does not end the worker processes that it starts."""
+    with signals_blocked():
+        return iter(loader)
+
+
+def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
+    """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for values in contract.tensors_of(collate(task, samples)[0]):
+        digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
+    return digest.hexdigest()[:16]
+
+
+def read_samples(dataset: Any, task: Any) -> list[tuple]:
+    """64 evenly spread samples of a view; a stream gives the first ones."""
+    rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
+    last = FINGERPRINT_ROWS - 1
+    if not rows.is_stream:
+        last = len(dataset) - 1
+    ids = {i * last // (FINGERPRINT_ROWS - 1) for i in range(FINGERPRINT_ROWS)}
+    return rows.__getitems__(sorted(ids))
+
+
+def augmented(samples: list[tuple], task: Any) -> list[tuple]:
+    """What `augment`, if the task has it, makes of samples, each with a generator of its own."""
+    if not hasattr(task, "augment"):
+        return samples
+    return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+
+
+def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
+    """Samples to try the task on: the shortest of these with items in the loss, two others, and the
+    longest."""
+    sized = []
+    for sample in samples:
+        batch, (items, _), _ = collate(task, [sample])
+        if items:
+            sized.append((sum(each.numel() for each in contract.tensors_of(batch)), sample))
+    sized.sort(key=lambda each: each[0])
+    return [sample for _, sample in [*sized[:3], *sized[3:][-1:]]] or samples[:1]

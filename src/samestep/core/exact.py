@@ -1,0 +1,292 @@
+"""exact: adds up the gradients of a step's micro-batches in an order that no process decides.
+
+Floating-point sums depend on their order. A sum that follows a binary tree over the numbers of the
+micro-batches of a step does not depend on which process computes which of them:
+
+    [0, 4) = [0, 2) + [2, 4)        [2, 4) = [2, 3) + [3, 4)
+
+A process adds up the largest nodes inside its run of micro-batches. Then each receives a part of
+all nodes, adds these up the rest of the tree, and sends the others its part of the sum: as many
+bytes as DDP's all-reduce where each process has one node. What is sent of a bucket of gradients
+travels while the backward pass computes the next one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from samestep.core.batches import StepPlan
+from samestep.core.mesh import Layout
+from samestep.core.sharding import Tensors, local
+from samestep.project.device import is_dtensor
+
+
+class TreeSum:
+    """Sums of lists of tensors over a run of micro-batches, added in ascending order.
+
+    `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
+    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes that are the
+    halves of a larger one become it at once: n micro-batches need about 2 log2(n) nodes at most.
+    """
+
+    def __init__(self, nodes: Iterable[tuple[int, int, Tensors]] = ()):
+        self.nodes = [*nodes]
+
+    def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
+        """Adds a micro-batch or a node. The tensors become the sums of the last node."""
+        while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
+            first, _, left = self.nodes.pop()
+            size *= 2
+            if tensors:
+                torch._foreach_add_(tensors, left)
+        self.nodes.append((first, size, tensors))
+
+    def total(self) -> Tensors:
+        """The sums over all micro-batches of a step; the last nodes are added first."""
+        *others, (_, _, sums) = self.nodes
+        for _, _, left in reversed(others):
+            torch._foreach_add_(sums, left)
+        self.nodes = []
+        return sums
+
+
+@functools.lru_cache
+def nodes_of(run: range) -> list[tuple[int, int]]:
+    """(first, size) of each node of a TreeSum over this run of micro-batches."""
+    tree = TreeSum()
+    for number in run:
+        tree.add(number, [])
+    return [(first, size) for first, size, _ in tree.nodes]
+
+
+def exchange(
+    total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None
+) -> Iterator[None]:
+    """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
+    this process's run; the last of these may be `total` itself.
+
+    `runs` are those of the processes of the group. It sends at first, then adds, and then waits.
+    All processes must go on alike.
+    """
+    rank, count = dist.get_rank(group), len(runs)
+    places = total.tensor_split(count)  # the part of each process
+    cut = [node.tensor_split(count) for node in nodes]
+    others = [peer for peer in range(count) if peer != rank]
+    parts = [[torch.empty_like(places[rank]) for _ in nodes_of(run)] for run in runs]
+    parts[rank] = [each[rank] for each in cut]
+
+    def send(given: Sequence[tuple[Callable, int, torch.Tensor]]) -> list:
+        pairs = [each for each in given if len(each[2])]
+        ops = [dist.P2POp(f, t, group=group, group_peer=peer) for f, peer, t in pairs]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    works = send(
+        [(dist.isend, peer, each[peer]) for peer in others for each in cut]
+        + [(dist.irecv, peer, each) for peer in others for each in parts[peer]]
+    )
+    yield
+    for work in works:
+        work.wait()
+    tree = TreeSum()
+    for (first, size), part in zip(chain(*map(nodes_of, runs)), chain(*parts), strict=True):
+        tree.add(first, [part], size)
+    places[rank].copy_(tree.total()[0])
+    works = send(
+        [(dist.isend, peer, places[rank]) for peer in others]
+        + [(dist.irecv, peer, places[peer]) for peer in others]
+    )
+    yield
+    for work in works:
+        work.wait()
+
+
+# ---- In the backward pass ------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """The micro-batch that this process computes now."""
+
+    plan: StepPlan
+    number: int = 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last one of this process in its step."""
+        return self.number == self.plan.run()[-1]
+
+
+class TreeAllReduce:
+    """Exchanges DDP's buckets of gradients, in place of its all-reduce, while the last micro-batch
+    of a process is computed. `tree` has the sums of those before it."""
+
+    def __init__(self, model: torch.nn.Module, parameters: list, tree: TreeSum, turn: Turn):
+        self.places = {parameter: i for i, parameter in enumerate(parameters)}
+        self.tree, self.turn = tree, turn
+        self.under_way: list[tuple[Iterator, Any]] = []
+        model.broadcast_buffers = False  # they do not change; sending them would look like that
+        model.register_comm_hook(None, self.send)  # type: ignore[operator]
+
+    def send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's hook."""
+        weights, plan = bucket.parameters(), self.turn.plan
+        places = [self.places[weight] for weight in weights]
+        nodes = ((first, size, [s[i] for i in places]) for first, size, s in self.tree.nodes)
+        # DDP gives them as if weights were contiguous; they lie as these do, as channels_last.
+        pairs = zip(bucket.gradients(), weights, strict=True)
+        tree, gradients = TreeSum(nodes), [g.as_strided(w.shape, w.stride()) for g, w in pairs]
+        tree.add(self.turn.number, gradients)
+        vectors = [torch.cat([*map(flat, sums)]) for _, _, sums in tree.nodes[:-1]]
+        runs = [plan.run(rank) for rank in range(len(plan.shares))]
+        work = exchange(bucket.buffer(), [*vectors, bucket.buffer()], runs)
+        next(work)
+        self.under_way.append((work, zip(weights, gradients, strict=True)))
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def finish(self) -> None:
+        """Brings the sums to the weights."""
+        for work, _ in self.under_way:
+            next(work)
+        for work, gradients in self.under_way:
+            next(work, None)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+        self.under_way, self.tree.nodes = [], []
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of memory. A gradient has the strides of its weight, so this order
+    is the same on all processes."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class TreeReduceScatter:
+    """FSDP's reduce-scatter of one block: this process adds up its shard of all gradients.
+
+    The processes of its group compute neighboring micro-batches at the same time. It keeps their
+    sums, and gives them to FSDP in the last turn. FSDP adds each output to what it has: before, it
+    gets -0.0, since x + -0.0 is x bit for bit, and x + 0.0 is not for x = -0.0.
+    Then the copies of an HSDP model, in the group `across`, exchange theirs. A turn needs twice the
+    memory of the gradients of a block, and computation waits for it.
+    """
+
+    def __init__(self, turn: Turn, across: dist.ProcessGroup | None):
+        self.turn, self.across, self.tree = turn, across, TreeSum()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received, tree, plan = torch.empty_like(input_tensor), TreeSum(), self.turn.plan
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for i, part in enumerate(received.chunk(group.size())):
+            tree.add(self.turn.number - group.rank() + i, [part])
+        for first, size, (part,) in tree.nodes:
+            self.tree.add(first, [part.clone()], size)  # the memory of the others becomes free
+        output_tensor.fill_(-0.0)
+        if not self.turn.last:
+            return
+        if self.across:
+            nodes, self.tree.nodes = [part for _, _, (part,) in self.tree.nodes], []
+            total, turns = nodes[-1], len(plan.run())
+            starts = [plan.run(i * group.size())[0] for i in range(self.across.size())]
+            runs = [range(start, start + turns * group.size()) for start in starts]
+            for _ in exchange(total, nodes, runs, self.across):
+                pass
+        else:
+            (total,) = self.tree.total()
+        if not (self.across and self.across.rank()):  # FSDP will add the copies' outputs
+            output_tensor.copy_(total)
+
+
+def reduce_in_tree(
+    model: torch.nn.Module, accelerator: Accelerator, layout: Layout, turn: Turn
+) -> list[TreeReduceScatter]:
+    """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
+    from torch.distributed.fsdp import FSDPModule
+
+    across, found = None, []
+    if layout.dp_replicate > 1:
+        across = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            found.append(TreeReduceScatter(turn, across))
+            module.set_custom_reduce_scatter(found[-1])  # type: ignore[arg-type]
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return found
+
+
+class WaitForAllGradients(torch.autograd.Function):
+    """Gives its inputs back: in the backward pass none of their gradients goes on before all of
+    them are complete."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def sum_inside_blocks(module: torch.nn.Module) -> None:
+    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
+    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
+    """
+
+    def separate(_, positional, named):
+        values = [*positional, *named.values()]
+        places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
+        if places:
+            same = WaitForAllGradients.apply(*(values[i] for i in places))
+            for i, value in zip(places, same, strict=True):
+                values[i] = value
+        count = len(positional)
+        return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
+
+    for block in module.modules():
+        if type(block).__name__ in (module._no_split_modules or ()):
+            block.register_forward_pre_hook(separate, with_kwargs=True)
+
+
+# ---- The norm ------------------------------------------------------------------------------------
+
+
+def norm_by_rows(grads: Tensors) -> torch.Tensor:
+    """The Euclidean norm of these tensors: a float32 of shape ().
+
+    The squares of each row are added in float64, then the rows in their order. Sharding cuts along
+    the first dimension, so the norm does not depend on who holds which rows.
+    """
+    if not grads:
+        return torch.zeros(())
+    rows, group = [], None
+    for grad in grads:
+        values = local(grad)
+        values = torch.view_as_real(values) if values.is_complex() else values
+        values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
+        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        if is_dtensor(grad):  # FSDP cuts R rows into blocks of ceil(R / n)
+            shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = grad.device_mesh.get_group(shard)
+            first = math.ceil(grad.shape[0] / group.size()) * group.rank()
+            own, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(own)] = own
+        rows.append(squares)
+    everywhere = torch.cat(rows)
+    if group:
+        dist.all_reduce(everywhere, group=group)  # others hold zeros, so the order is free
+    return everywhere.sum().sqrt().float()

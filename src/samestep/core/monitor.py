@@ -1,0 +1,117 @@
+"""Skips steps whose loss or gradient is not finite, and those without items in the loss.
+
+Numbers stay on the device until a line of metrics is due, so that other steps do not wait for it.
+"""
+
+import math
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+
+from samestep.core.ranks import Ranks
+
+
+def skip_unless_finite(
+    optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
+) -> None:
+    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
+    item was in the loss: weights would decay.
+
+    PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
+    norm and removes the gradients, without which an optimizer changes neither weights nor moments.
+    """
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it has skipped the step in `backward`
+        return
+    inner = optimizer.optimizer
+    if not num_items:
+        norm = norm * math.nan
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        if not norm.isfinite():
+            inner.zero_grad(set_to_none=True)
+    elif optimizer.scaler is None:
+        inner.found_inf = (~norm.isfinite()).float()
+    else:
+        if not hasattr(inner, "norm"):
+            inner.register_step_pre_hook(add_overflow)
+        inner.norm = norm
+
+
+def add_overflow(inner: Any, *_: Any) -> None:
+    """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
+
+    The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
+    """
+    inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
+
+
+class StepMonitor:
+    """Collects losses and gradient norms between two lines of metrics."""
+
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, micro_batches: int, max_skipped_steps: int
+    ):
+        self.accelerator, self.ranks = accelerator, ranks
+        self.micro_batches, self.max_skipped_steps = micro_batches, max_skipped_steps
+        # Since the last line: step, items, micro-batches computed here, their losses, norm.
+        self.steps: list[tuple[int, int, range, list[torch.Tensor], torch.Tensor]] = []
+        self.skipped = 0  # steps skipped in a row
+        self.scale = self.loss_scale()  # at the last line
+
+    def add(
+        self, step: int, num_items: int, run: range, losses: list[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Adds a step. `run` has the numbers of the micro-batches on this process, `losses` their
+        summed losses; these and the norm are scalars on the device."""
+        self.steps.append((step, num_items, run, losses, norm))
+
+    def read(self) -> tuple[float, float, list[dict], str]:
+        """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
+
+        The mean is over the items in the loss of steps with a finite loss; NaN without any. A note
+        holds a skipped step and its numbers. The reason is empty unless the run should stop. All
+        processes call it and get the same; it waits for the device.
+        """
+        steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
+        self.steps = []
+        scalars = [*norms, *chain(*losses)]
+        device = scalars[-1].device  # with offload norms are on the CPU
+        values = iter(torch.stack([each.float().to(device) for each in scalars]).tolist())
+        norms = list(islice(values, len(steps)))
+        table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
+        for row, run, own in zip(table, runs, losses, strict=True):
+            row[list(run)] = list(islice(values, len(own)))
+        table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
+        # In the order of the micro-batches; `sum` compensates rounding from Python 3.12 on.
+        sums = table.cumsum(axis=1)[:, -1].tolist()
+        notes: list[dict] = []
+        reason, total, total_items = "", 0.0, 0
+        before, self.scale = self.scale, self.loss_scale()
+        # fp16's scale is tried now and then. At 1 or below the gradients themselves are not finite.
+        lowered = 1 < self.scale < before
+        for step, num_items, loss, norm in zip(steps, counts, sums, norms, strict=True):
+            if math.isfinite(loss):
+                total, total_items = total + loss, total_items + num_items
+            if num_items and math.isfinite(loss + norm):
+                self.skipped = 0
+            elif not (num_items and math.isfinite(loss) and lowered):
+                numbers = {"skipped_loss": loss / max(num_items, 1), "skipped_norm": norm}
+                numbers["items"] = num_items
+                what = "loss or gradient was not finite" if num_items else "no item is in the loss"
+                notes.append({"step": step, "event": "skipped", **numbers})
+                self.skipped += 1
+                if self.skipped == self.max_skipped_steps:
+                    reason = (
+                        f"{what} in {self.skipped} steps in a row, up to step {step}; these steps "
+                        "did not change the weights. metrics.jsonl names their samples: check the "
+                        "data, or continue with --accept_changes and another learning_rate"
+                    )
+        return total / total_items if total_items else math.nan, norm, notes, reason
+
+    def loss_scale(self) -> float:
+        """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
+        return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0

@@ -1,0 +1,529 @@
+"""Weights and optimizer state: what a checkpoint saves, and how it is restored."""
+
+import contextlib
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+from samestep.base.console import IS_MAIN, print_on_main
+from samestep.base.errors import catch
+from samestep.core import deepspeed
+from samestep.core.batches import StepPlan
+from samestep.core.mesh import this_layout
+from samestep.core.optimizers import check_weights, restore
+from samestep.core.ranks import Ranks, UserError
+from samestep.core.sharding import full_groups
+from samestep.core.tensor_files import TensorReader
+from samestep.project import contract
+from samestep.project.device import PROCESSES, is_dtensor
+
+
+def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
+    """The task's model, which `make()` gives. All processes must call it.
+
+    With fsdp_cpu_ram_efficient_loading only the main process has its weights, and sends the others
+    their shards. These make it on the meta device, and get memory that nobody touches, which takes
+    none of the host's. accelerate tells weights apart by their addresses, which meta tensors lack.
+    """
+    plugin, model = getattr(accelerator.state, "fsdp_plugin", None), None
+    one_builds = plugin and plugin.cpu_ram_efficient_loading
+    with ranks.fail_together():
+        if accelerator.is_main_process or not one_builds:
+            model = contract.check_model(make())
+    if not one_builds:
+        return model
+    adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
+    adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
+    with ranks.fail_together():
+        if model is None:
+            model, _ = catch(build_empty, make)
+            if model is None or form_of(model) != form:  # a task may look at its weights
+                model = contract.check_model(make())
+            elif adaptation:
+                adaptation.apply(model)
+    return model
+
+
+def build_empty(make: Callable) -> torch.nn.Module:
+    """The model that `make()` gives, without values; it raises if the task needs values."""
+    with torch.device("meta"):
+        module = TaskModule(contract.check_model(make()))
+    spared = [n for n, p in module.named_parameters() if getattr(p, "_no_weight_decay", False)]
+    module.to_empty(device="cpu")  # makes new weights, without the attributes of the old
+    for name in spared:
+        module.get_parameter(name)._no_weight_decay = True  # type: ignore[attr-defined]
+    module.tie_weights()
+    return module.model
+
+
+def form_of(model: torch.nn.Module) -> list[tuple]:
+    """Names, shapes and types of the weights and buffers of a model, and which are trained."""
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in weights]
+
+
+class TaskModule(torch.nn.Module):
+    """The module that accelerate prepares. It calls a function of the task with the task's model.
+
+    So DDP, FSDP, autocast and torch.compile wrap all that the function computes, including the
+    loss, and the task never sees a wrapper. It computes inside `context()`.
+    """
+
+    def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
+        super().__init__()
+        self.model, self.context = model, context
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
+        self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
+        if hasattr(model, "config"):
+            self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
+        # FSDP shards each of these blocks of a transformers model by itself. accelerate would also
+        # shard embedding and head by themselves, if it found them: a loss in chunks uses the head's
+        # weight outside of its forward, where only those of the root are gathered.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
+
+    def forward(self, function, batch):
+        with self.context():
+            return function(self.model, batch)
+
+    def train(self, mode: bool = True) -> "TaskModule":
+        """Modules whose weights are all frozen stay in eval mode: a teacher has no dropout, and its
+        BatchNorm keeps its statistics."""
+        super().train(mode)
+        for module in frozen_modules(self):
+            module.eval()
+        return self
+
+    def tie_weights(self) -> None:
+        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *others in self.tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The largest modules that have weights, of which none trains."""
+    weights = [*module.parameters()]
+    if weights and not any(each.requires_grad for each in weights):
+        yield module
+        return
+    for child in module.children():
+        yield from frozen_modules(child)
+
+
+def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
+    """The task's model inside a prepared TaskModule."""
+    return accelerator.unwrap_model(module, keep_torch_compile=False).model
+
+
+def gather_model(
+    accelerator: Accelerator, ranks: Ranks, module: torch.nn.Module, build: Callable
+) -> torch.nn.Module | None:
+    """The task's model with all weights, on the main process. All processes must call it.
+
+    If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
+    the other processes: only the main process needs memory for all weights, and for these once.
+    """
+    if not this_layout().sharded:
+        return bare_model(accelerator, module)
+    model, built, whole = None, {}, {}
+    with ranks.fail_together():
+        if accelerator.is_main_process:
+            model = build()
+            built = model.state_dict()
+    if this_layout().deepspeed:
+        state = accelerator.get_state_dict(module) or {}
+    else:
+        state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
+    with ranks.fail_together():
+        for name, values in state.items():
+            if is_dtensor(values):  # under offload it is on the CPU, where NCCL is not
+                values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+            if model is not None:
+                name = bare_name(name).removeprefix("model.")
+                whole[name] = built[name].copy_(values)
+        # Some modules build their state when they are asked. A weight that is missing is an error.
+        if model is not None:
+            model.load_state_dict(whole)
+    return model
+
+
+def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
+    """Makes a model of transformers or diffusers recompute activations in the backward pass.
+
+    Raises ValueError if the model does not support it.
+    """
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise ValueError(
+        "gradient_checkpointing is true, but the model of task.py does not support it; set it to "
+        "false"
+    )
+
+
+def sync_batch_norms(
+    model: torch.nn.Module,
+    accelerator: Accelerator,
+    plan: StepPlan,
+    device_shares: str | list[float],
+) -> torch.nn.Module:
+    """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
+
+    BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
+    With GroupNorm and LayerNorm it does not. SyncBatchNorm waits for all GPUs in each micro-batch.
+    Raises UserError if their shares are not equal: some would wait for ever.
+    """
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        return model
+    print_on_main(
+        "warning: the model has BatchNorm, so its result depends on how a step is split; "
+        "see docs/task.md"
+    )
+    if PROCESSES == 1 or accelerator.device.type != "cuda":
+        return model
+    if device_shares == "auto" or len({*plan.shares}) > 1:
+        raise UserError(
+            "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
+            f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
+            "equal, or use GroupNorm or LayerNorm"
+        )
+    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
+
+    Raises UserError for what is no optimizer.
+    """
+    hooks = "_optimizer_step_post_hooks"  # that only Optimizer.__init__ makes
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, hooks):
+        kind = type(optimizer).__name__
+        raise UserError(
+            f"build_optimizer returns a {kind}; give one torch.optim.Optimizer, whose __init__ was "
+            "called"
+        )
+    kind = {"class": type(optimizer).__name__}
+    groups = [group for group, *_ in full_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
+
+
+def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
+    """For a manifest, since JSON has neither tensors nor tuples."""
+    return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
+
+
+def exact_repr(value: Any) -> str:
+    """A setting as text with all digits; torch would print four digits of a tensor."""
+    return repr(value.tolist() if torch.is_tensor(value) else value)
+
+
+# ---- The tensors of a checkpoint -----------------------------------------------------------------
+
+# A checkpoint holds these tensors. NAME is that of a weight in the task's model.
+#   model.NAME               a weight that is trained, or a buffer
+#   state.NAME.KEY           a tensor that the optimizer keeps for a weight, such as exp_avg
+#   number.NAME.KEY          a number that it keeps for a weight
+#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
+#   scaler.KEY               a number of fp16's loss scaler
+#   registered.INDEX.NAME    of an object that accelerator.register_for_checkpointing was given
+# Random numbers and the learning rate are functions of the step.
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bare_name(name: str) -> str:
+    """The name of a weight in the task's model, without those of wrapped blocks."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, and the buffers; tied weights once, by their first name.
+
+    Frozen weights come with the pretrained model: a manifest holds their digest alone.
+    """
+    state, seen = {}, set()
+    for name, values in model.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(values):
+            raise ValueError(
+                f"the model's state has {name}, which is no tensor, so it is not saved"
+            )
+        frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
+        if not frozen and id(values) not in seen:
+            state[bare_name(name)] = values
+        seen.add(id(values))
+    return state
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of the names and values of the frozen weights, in hex digits; empty without any."""
+    digest = None
+    for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
+        if not values.requires_grad:
+            digest = digest or hashlib.sha256()
+            # Integer sums of the bits of 64 slices are the same on any device, in any order.
+            numbers = torch.view_as_real(values) if values.is_complex() else values
+            bits = numbers.detach().flatten().view(BITS[numbers.element_size()])
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+    return digest.hexdigest() if digest else ""
+
+
+def as_tensor(value: Any, name: str) -> torch.Tensor:
+    """A tensor, or a number as one; raises ValueError for anything else."""
+    if torch.is_tensor(value):
+        return value
+    if not isinstance(value, float | int):
+        kind = type(value).__name__
+        raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+@dataclass
+class TrainingState:
+    """What training continues from: the weights and the state of the optimizer."""
+
+    accelerator: Accelerator
+    module: torch.nn.Module  # prepared, as the optimizer
+    optimizer: AcceleratedOptimizer
+    settings: list[dict]  # of the optimizer as it was built: see optimizer_settings
+
+    def __post_init__(self):
+        if not this_layout().deepspeed:
+            names = {parameter: name for name, parameter in self.parameters().items()}
+            check_weights(self.bare_optimizer(), names)
+
+    def bare_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def model(self) -> torch.nn.Module:
+        return bare_model(self.accelerator, self.module)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {bare_name(name): p for name, p in self.model().named_parameters()}
+
+    def others(self) -> dict[str, Any]:
+        """What else has a state, by the beginning of the names of its tensors."""
+        objects = {f"registered.{i}.": o for i, o in enumerate(self.accelerator._custom_objects)}
+        if self.accelerator.scaler:
+            objects["scaler."] = self.accelerator.scaler
+        return objects
+
+    def other_states(self) -> dict[str, Any]:
+        """The entries of what else has a state, by the names of their tensors."""
+        objects = self.others().items()
+        return {prefix + n: v for prefix, each in objects for n, v in each.state_dict().items()}
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
+
+        Only the main process has the buffers, which may differ between processes: DDP sends those
+        of the main process to the others.
+        """
+        tensors = {}
+        for name, values in trained_weights(self.model()).items():
+            is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
+            if is_weight or self.accelerator.is_main_process:
+                tensors[f"model.{name}"] = values
+        others = {name: as_tensor(value, name) for name, value in self.other_states().items()}
+        return tensors | others | self.collect_optimizer()
+
+    def collect_optimizer(self) -> dict[str, torch.Tensor]:
+        """Those of the optimizer alone: moments do not wait for the device."""
+        tensors = {}
+        for name, parameter in self.parameters().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    kind = "state" if torch.is_tensor(value) else "number"
+                    value = as_tensor(value, f"the optimizer's {key} of {name}")
+                    tensors[f"{kind}.{name}.{key}"] = value
+        groups = zip(full_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
+            for key, value in group.items():
+                if key not in ("params", "lr") and exact_repr(value) != exact_repr(built.get(key)):
+                    about = f"the optimizer's setting {key}, which has changed,"
+                    tensors[f"group.{i}.{key}"] = as_tensor(value, about)
+        return tensors
+
+    def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
+
+        `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
+        may hold infinities on purpose.
+        """
+        buffers = {f"model.{bare_name(name)}" for name, _ in self.model().named_buffers()}
+        for name, values in tensors.items():
+            kind, _, weight = name.partition(".")
+            if kind in ("model", "state") and not is_finite(values, infinite=name in buffers):
+                owner, _, key = weight.rpartition(".")
+                raise ValueError(
+                    f"{f'{key} of {owner}' if kind == 'state' else weight} is not finite, so "
+                    "nothing was saved; check the data, or continue from the newest checkpoint "
+                    "with --accept_changes and another learning_rate"
+                )
+
+    def load(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores a checkpoint; raises ValueError if it does not fit.
+
+        `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
+        code has changed since then are those of the code. The others are restored, since some
+        optimizers keep state among them.
+        """
+        before, now = saved["optimizer"], settings_as_text(self.settings)
+        kinds = [" and ".join(group["class"] for group in each) for each in (before, now)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
+                "per group); restore that, or give another --output_dir"
+            )
+        self.load_weights(path, saved, manifest)
+        if this_layout().deepspeed:  # it has restored all settings
+            for group in self.optimizer.param_groups:
+                i = group["number"]
+                changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
+                group.update({name: self.settings[i][name] for name in changed})
+            return
+        reader = TensorReader(path)
+        self.load_moments(reader)
+        for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
+            for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
+                key = name.split(".", 2)[2]
+                if before[i].get(key) == now[i].get(key):
+                    value = read_like(parts[0].get(key), reader, name)
+                    for part in parts:
+                        part[key] = value
+
+    def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
+
+        Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
+        """
+        check_kind(path, saved, self.accelerator)
+        if this_layout().deepspeed:
+            check_frozen(path, saved, manifest)
+            self.accelerator.load_state(path, load_module_strict=False)
+            return
+        reader, bare = TensorReader(path), self.model()
+        if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
+            raise ValueError(
+                f"{path} was not trained in fp16; give the YAML that it was trained with"
+            )
+        tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
+        elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
+        check_shapes(tensors | self.other_states() | elsewhere, reader, path)
+        check_frozen(path, saved, manifest)
+        reader.read(tensors)
+        # Some modules build their state when they are asked for it, and take it back.
+        names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
+        state = {names[name]: values.detach() for name, values in tensors.items()}
+        bare.load_state_dict(state, strict=False)
+        for prefix, each in self.others().items():
+            states = each.state_dict().items()
+            each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in states})
+
+    def load_moments(self, reader: TensorReader) -> None:
+        """Gives the optimizer the state that was saved for each weight, and no other."""
+        parameters, tensors, states = self.parameters(), {}, defaultdict(dict)
+        for saved in reader.shapes:
+            kind, _, name = saved.partition(".")
+            name, _, key = name.rpartition(".")
+            if kind in ("state", "number") and name in parameters:
+                tensors[saved] = empty_moment(parameters[name], reader, saved)
+                states[parameters[name]][key] = saved
+        reader.read(tensors)
+        for names in states.values():
+            for key, saved in names.items():
+                value = tensors[saved]
+                names[key] = value.item() if saved.startswith("number.") else value
+        restore(self.bare_optimizer(), states, {p: name for name, p in parameters.items()})
+
+
+def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
+    `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
+    wanted, written = 0, deepspeed.stage_in(path)
+    if this_layout().deepspeed:
+        wanted = deepspeed.stage_of(accelerator)
+    if wanted == written and (not wanted or saved["processes"] == accelerator.num_processes):
+        return
+    kind, remedy = "a run without DeepSpeed", "continue with a YAML of that kind"
+    if written:
+        kind = f"DeepSpeed with zero_stage {written}"
+        remedy += f", set num_processes to {saved['processes']}"
+    raise ValueError(f"{path} is of {kind}; {remedy}, or give another --output_dir")
+
+
+def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
+    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    if IS_MAIN and saved.get("frozen_weights", "") != manifest.get("frozen_weights", ""):
+        raise ValueError(
+            f"{path} was trained with other pretrained weights; give those weights, or another "
+            "--output_dir"
+        )
+
+
+def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
+    """Whether all values are finite; with `infinite` whether none is NaN.
+
+    One pass without a temporary tensor: far faster than isfinite().all().
+    """
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.element_size() == 1:  # float8 has no aminmax
+        values = values.float()
+    ends = torch.stack(values.aminmax())  # NaN if any value is
+    return not (ends.isnan() if infinite else ~ends.isfinite()).any()
+
+
+def read_like(value: Any, reader: TensorReader, name: str) -> Any:
+    """What was saved under this name: a tensor if `value` is one, otherwise a number."""
+    tensor = torch.empty(reader.shapes[name], dtype=reader.dtypes[name])
+    tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
+    reader.read({name: tensor})
+    return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
+
+
+def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
+    """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
+
+    Counters start on the CPU: the optimizer knows whether it wants them on the device. Other
+    moments of a sharded weight are DTensors that each process has whole.
+    """
+    shape, dtype = reader.shapes[name], reader.dtypes[name]
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if not shape:
+        return torch.empty(shape, dtype=dtype)
+    return parameter.detach().new_empty(shape, dtype=dtype)
+
+
+def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
+    """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    dtypes = {n: v.dtype for n, v in built.items() if n.startswith("model.")}
+    saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items()}
+    built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
+    for name in sorted({*saved, *built}):
+        before, now = (each.get(name, "missing") for each in (saved, built))
+        if before == now and name in dtypes:  # moments would keep the dtype of the checkpoint
+            before, now = (str(each[name]) for each in (reader.dtypes, dtypes))
+        if before != now and name.startswith(("model.", "registered.")):
+            raise UserError(
+                f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
+                f"checkpoint and {now} in the model; give the settings and the task.py that it "
+                "was made with, or another --output_dir"
+            )

@@ -1,1 +1,0 @@
-"""The processes of a run: how they meet, agree, fail together and end."""

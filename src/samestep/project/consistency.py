@@ -1,0 +1,158 @@
+"""Finds out before the first step whether all processes run the same, and write to the same folder.
+
+A machine with an older copy of the project, with other data or another library would not fail: it
+would train something else.
+"""
+
+import ast
+import hashlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from samestep.base.console import one_line
+from samestep.base.fields import flatten
+from samestep.base.files import read_json_object
+from samestep.core.ranks import PROCESSES, Ranks, UserError, some
+
+LIBRARY = Path(__file__).resolve().parents[1]
+# Other versions, and devices, may differ unless exact is set.
+VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
+# What the launcher says about the accelerate YAML.
+HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
+HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
+OWN = ("train.py", "task.py")
+LOADED = "module "  # begins the name of a fact that some processes may lack
+FOLDER_SECONDS = 10  # for a network disk to show a new file
+
+
+def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
+    """What must be the same on all processes, by names that a person understands.
+
+    Beside train.py and task.py, modules of the project count on the processes that have loaded
+    them.
+    """
+    versions = manifest["hardware"]
+    if not exact:
+        versions = {name: versions[name] for name in VERSIONS if name in versions}
+        versions["python"] = versions["python"].rpartition(".")[0]
+    facts = dict(versions)
+    for file, functions in manifest["code"].items():
+        if file in OWN:
+            facts |= {f"code {name}": digest for name, digest in functions.items()}
+        else:
+            facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
+    for path in sorted(LIBRARY.rglob("*.py")):
+        facts[f"code {path.relative_to(LIBRARY.parent)}"] = short_hash(path.read_bytes())
+    facts |= {f"data {name}": value for name, value in manifest["data"].items()}
+    facts |= flatten(manifest["config"])
+    facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
+    return {name: str(value) for name, value in facts.items()}
+
+
+def loaded_modules(project: Path) -> dict[str, Path]:
+    """The files of modules below the project's folder, by their names there; no environment's."""
+    found = {}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None) or ""
+        if not (file.endswith(".py") and os.path.isfile(file)):  # a module may lie in a .zip
+            continue
+        path = Path(file).resolve()
+        if not path.is_relative_to(project.resolve()) or path.is_relative_to(LIBRARY):
+            continue
+        name = path.relative_to(project.resolve())
+        if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
+            found[str(name)] = path
+    return found
+
+
+def hash_functions(path: Path, file: str) -> dict[str, str]:
+    """16 hex digits of the SHA-256 of each function and class of a file, such as task.loss_sum, and
+    of all its other statements, under the name of the file.
+
+    As in the key of prepared data, neither comments nor the docstring of the file count.
+    """
+    texts = {file: ""}
+    for number, node in enumerate(ast.parse(path.read_bytes()).body):
+        name = file
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{file.removesuffix('.py').replace(os.sep, '.')}.{node.name}"
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if number or not is_text:
+            texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
+    return {name: short_hash(text.encode()) for name, text in texts.items()}
+
+
+def hash_project(project: Path) -> dict[str, dict[str, str]]:
+    """hash_functions of train.py, task.py and each module of the project that is loaded, the
+    program among them. `project`: the folder of train.py and task.py."""
+    files = loaded_modules(project) | {name: project / name for name in OWN}
+    return {file: hash_functions(path, file) for file, path in files.items()}
+
+
+def changed_code(before: dict, now: dict) -> list[str]:
+    """The names whose code differs in the files that both results of hash_project have."""
+    changed = []
+    for file in before.keys() & now.keys():
+        for name in before[file].keys() | now[file].keys():
+            if before[file].get(name) != now[file].get(name):
+                changed.append(name)
+    return sorted(changed)
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_same(processes: Ranks, facts: dict[str, str]) -> None:
+    """Raises UserError on all processes, which names machines and differences, if there are any."""
+    everywhere = processes.gather((socket.gethostname(), facts))
+    differences = []
+    for name in dict.fromkeys(name for _, each in everywhere for name in each):
+        hosts: dict[str, dict[str, None]] = {}  # by value
+        for host, each in everywhere:
+            if name in each or not name.startswith(LOADED):
+                hosts.setdefault(each.get(name, "missing"), {})[host] = None
+        if len(hosts) > 1:
+            longest = 20 if name.startswith("data ") else 300  # 20: of a digest
+            places = [
+                f"{one_line(value, longest)} on {some([*names], 3)}"
+                for value, names in hosts.items()
+            ]
+            differences.append(f"{name} is {' and '.join(places)}")
+    if not differences:
+        return
+    one_machine = len({host for host, _ in everywhere}) == 1  # its processes read the same files
+    if one_machine and all(text.startswith("data ") for text in differences):
+        raise UserError(
+            "task.views gives other rows on another process; the order of a set differs: sort it, "
+            "or make the rows in prepare_data, which runs once"
+        )
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    raise UserError(
+        f"the machines do not run the same: {'; '.join(differences[:5])}{more}; give all of them "
+        "the same code, settings, data and versions"
+    )
+
+
+def check_shared(processes: Ranks, output: Path) -> None:
+    """Raises UserError on all processes if one of them does not see the main one's run folder: each
+    must read the holder of its lock, which is the main one."""
+    if PROCESSES == 1:
+        return
+    holder = processes.from_main(read_json_object(output / "lock"))
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while read_json_object(output / "lock") != holder and time.monotonic() < deadline:
+        time.sleep(0.2)
+    is_shared = bool(holder) and read_json_object(output / "lock") == holder
+    place = os.path.join(os.getcwd(), output)
+    seen = processes.gather((socket.gethostname(), place, is_shared))
+    main, shared, _ = seen[0]
+    without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
+    if without:
+        raise UserError(
+            f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
+            "put it on a disk that all machines share, under the same path"
+        )

@@ -1,0 +1,438 @@
+"""The functions that train.py calls in task.py, and checks of their results.
+
+`Task` is the contract. A mistake raises ValueError as early as it can be seen, with one line that
+names the function, its result, and the expected result.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from samestep.project import dtypes
+
+Batch = dict[str, Any]  # of tensors
+# Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
+RESERVED = ("step", "samples", "eval_loss", "event")
+LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
+
+
+class Source(NamedTuple):
+    """A part of a dataset: rows that follow each other."""
+
+    name: str
+    """Its name in metrics.jsonl."""
+
+    rows: int
+    """Number of its rows. Those of all sources make up the dataset, in this order."""
+
+    weight: int
+    """Its share of the training samples is weight / the sum of all weights."""
+
+
+class Stream(torch.utils.data.Dataset):
+    """A view to train on whose samples are read from shards while the model trains, in the order of
+    their positions in the run, without an end: see streaming/lanes.py, which implements it."""
+
+    lanes: int
+    """Each supplies the same contiguous part of every step."""
+
+    def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
+        """Sets the seed, the samples of a step, and the position from which the run resumes, where
+        each lane has given the sample `last`."""
+        raise NotImplementedError
+
+
+class Task(Protocol):
+    """The functions of task.py. Mistakes that the user can correct raise ValueError with one line.
+
+    A function gets `cfg` and `data` if it names them, besides the arguments that stand before these
+    here. B is the number of rows in a batch.
+
+    Required are collate, count, build_model, loss_sum, eval_sums, metrics and export, and at least
+    one of prepare_data and views.
+    """
+
+    TaskConfig: type
+    """A dataclass. Each field is a flag --task.FIELD, and its docstring the help. A field that only
+    the model reads is marked with metadata=MODEL: a change of it prepares no data anew."""
+
+    UNIT: str
+    """Name of an item in the loss, in the plural. Throughput is logged as UNIT_per_second; without
+    it, as samples_per_second."""
+
+    WEIGHTS: str
+    """Without it, weights that train are converted to float32, and frozen ones keep their dtype.
+    "as built": all keep the dtype that build_model gives them, for an optimizer that is made for
+    bfloat16 (8-bit, or with stochastic rounding)."""
+
+    def check_config(self, cfg: Any) -> None:
+        """Raises ValueError for fields that cannot work together. It is called at each start."""
+
+    def prepare_data(self, cfg: Any, folder: Path) -> Any:
+        """A datasets.DatasetDict with the splits train and validation, or None.
+
+        It runs once for the fields of cfg, the files that they name and its own code: on one
+        process, under a lock, with Python, NumPy and torch seeded. What it returns is saved, with
+        all that it has written in `folder`, such as a tokenizer; every process loads it as `data`,
+        with data.folder. These files are the run's identity: a run that resumes finds its own in
+        `folder`, and keeps them where data has grown. Fields of cfg that were left open (`auto`)
+        may be filled in; that is saved too. Fields marked with MODEL cannot be read."""
+
+    def views(self, cfg: Any, data: Any) -> tuple[Any, Any]:
+        """(train, validation), map-style datasets with len(), [i] and optionally the faster
+        __getitems__([i, j, ...]); without this function data["train"] and data["validation"]. Row i
+        must be the same in every process and every run; Python, NumPy and torch are seeded before.
+        A view may have `sources`, a list of Source; `sizes()`, the length of each row, int (N,);
+        and `digest()`, a text for all its rows: without it those of datasets.Dataset count by their
+        values, and of others 64 rows. A row that cannot be read raises ValueError, or
+        ConnectionError if that may pass."""
+
+    def collate(self, rows: list) -> Mapping:
+        """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), or to lists
+        and mappings of such. Later functions get it as a dict. Rows for training come from
+        `augment`, in the checks at the start too; rows for validation do not. A start also collates
+        training rows that are not augmented yet: what `augment` adds to a row is missing then."""
+
+    def count(self, batch: Batch) -> int:
+        """Number of items in the loss of a batch, from its labels alone; of each batch that
+        `collate` makes."""
+
+    def build_model(self, cfg: Any, data: Any) -> torch.nn.Module:
+        """A model with new or pretrained weights, on the CPU; torch is seeded. Under FSDP2 the main
+        process alone makes the weights, and the others the same model on torch.device("meta"). If
+        it has an attribute `adaptation`, theirs get adaptation.apply(model)."""
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss summed over the count(batch) items: float32, shape (). A sum, not a mean:
+        train.py divides by the items of the global batch. The batch is on the model's device. It
+        runs under autocast: compute the loss in float32, with F.cross_entropy or .float()."""
+
+    def eval_sums(self, model: torch.nn.Module, batch: Batch) -> Batch:
+        """Tensors of any shape. They are added up over all batches, in float64. It runs under
+        autocast, which rounds products of matrices: count in other ways."""
+
+    def eval_outputs(self, model: torch.nn.Module, batch: Batch) -> Batch:
+        """For scores that are no sums, such as AUC: a dict of tensors (B, ...), after eval_sums of
+        the same batch, under autocast. Each row is kept once, in CPU memory, bfloat16 and float16
+        as float32, and metrics gets all of them. The other dimensions may differ between batches:
+        shorter rows are padded with -100, unsigned integers with 0, booleans with False. Write
+        these into the padding of a batch, too."""
+
+    def metrics(self, sums: Batch, outputs: Batch) -> dict[str, float]:
+        """Numbers from these totals: "loss", which is logged as eval_loss, and others. `outputs`,
+        if there is eval_outputs: tensors (N, ...) of the N validation rows, or of those of a
+        source, in their order, on the CPU. Then the main process alone computes the scores."""
+
+    def export(self, model: torch.nn.Module, output: Path, cfg: Any, data: Any) -> None:
+        """Saves the trained model in this empty folder. It is unwrapped, and in eval mode."""
+
+    def augment(self, row: Any, generator: torch.Generator) -> Any:
+        """The augmented row for training. Draw random numbers from this generator only: it belongs
+        to the row and the epoch, so the result depends on no worker, rank or micro-batch. That goes
+        for the noise of a model, too (a VAE, diffusion), as an entry of the row. What the model
+        itself draws depends on the micro-batch. Rows for validation are not augmented: give them
+        noise in views, from a generator that is seeded with the number of the row."""
+
+    def files(self, cfg: Any) -> list:
+        """Paths of more files and folders that prepare_data reads, beside those that fields name:
+        it runs again where one has changed."""
+
+    def rows_depend(self, cfg: Any, data: Any) -> bool:
+        """Whether the loss of a row depends on others by intent, as negatives from the batch do.
+        Then the result depends on micro-batches, and the check of independent rows is left out."""
+
+    def check_context_parallel(self, cfg: Any, data: Any) -> None:
+        """Raises ValueError for settings under which GPUs cannot share a sequence: each has a part
+        of its tokens and labels. All attention must be causal, over whole sequences, by
+        F.scaled_dot_product_attention. loss_sum and eval_sums get the parts, with position_ids and
+        shift_labels; the results are added up. Without this function it is not supported."""
+
+    def report(
+        self, model: torch.nn.Module, sums: Batch, output: Path, cfg: Any, data: Any
+    ) -> dict[str, str | Path]:
+        """Results of an evaluation for people, by name: texts, and paths of pictures that it has
+        written in the folder `output`."""
+
+    def test_inputs(self, rows: list, cfg: Any, data: Any) -> list[tuple[Any, dict]]:
+        """What the check of the export gives to the trained model, and then to what it loads from
+        the folder by transformers: each input as a pipeline takes it (a text, messages, an image;
+        None where there is no tokenizer or image processor), and as the run gives it to the model,
+        arrays with B = 1. The attention mask of tokens is left out. `rows`: a few validation
+        rows."""
+
+
+REQUIRED = "collate count build_model loss_sum eval_sums metrics export".split()
+OPTIONAL = """prepare_data views check_config augment files rows_depend check_context_parallel
+    report test_inputs eval_outputs""".split()
+GIVEN = ("cfg", "data")  # to functions that name them
+
+
+def check_functions(task: Any) -> None:
+    """Raises ValueError if a function is missing or does not accept its arguments."""
+    if not dataclasses.is_dataclass(task.TaskConfig):
+        raise ValueError("task.TaskConfig is not a dataclass; write @dataclass above it")
+    missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
+    if not any(callable(getattr(task, name, None)) for name in ("prepare_data", "views")):
+        missing.insert(0, "prepare_data or views")
+    if missing:
+        example = "to write a whole task: python -m samestep example plain_module"
+        raise ValueError(f"task.py has no function {', '.join(missing)}; {example}")
+    for name in [*REQUIRED, *OPTIONAL]:
+        if callable(function := getattr(task, name, None)):
+            wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
+            if name == "metrics" and not callable(getattr(task, "eval_outputs", None)):
+                wanted.remove("outputs")
+            given = inspect.signature(function)
+            by_name = (*GIVEN, "folder") if name == "prepare_data" else GIVEN
+            first = [each for each in wanted if each not in by_name]
+            named = {each: None for each in by_name if each in given.parameters}
+            try:
+                given.bind(*first, **named)
+            except TypeError:
+                call = f"{name}({', '.join(wanted)})"
+                raise ValueError(f"task.py: {name}{given} is called as {call}") from None
+
+
+def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
+    """The functions of task.py, with the arguments `cfg` and `data` of those that name them."""
+    found = SimpleNamespace()
+    for name in ("UNIT", "WEIGHTS"):
+        if hasattr(task, name):
+            setattr(found, name, getattr(task, name))
+    for name in [*REQUIRED, *OPTIONAL]:
+        function = getattr(task, name, None)
+        if name == "rows_depend" and isinstance(function, bool):  # a value will do
+            found.rows_depend = functools.partial(bool, function)
+        elif callable(function) and name != "prepare_data":
+            given = inspect.signature(function).parameters
+            named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
+            setattr(found, name, functools.partial(function, **named) if named else function)
+    if hasattr(found, "build_model"):
+        found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
+    return found
+
+
+def expect(right: object, place: str, value: Any, wanted: str) -> None:
+    """Raises ValueError, with the place and the value in task.py, unless the value is right."""
+    if right:
+        return
+    shown = f"{value!r:.60}, {type(value).__name__}"
+    if torch.is_tensor(value):
+        shown = f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
+    raise ValueError(f"task.{place} {shown}; give {wanted}")
+
+
+def read_views(task: Any, data: Any) -> tuple[Any, Any]:
+    """The rows to train and to evaluate on, of a bound task; raises ValueError unless there are
+    both."""
+    if hasattr(task, "views"):
+        views = task.views()
+    else:
+        if not data:
+            raise ValueError(
+                "task.prepare_data returns None, and task.py has no views; give a DatasetDict with "
+                "train and validation, or a function views"
+            )
+        missing = [name for name in ("train", "validation") if name not in data]
+        if missing:
+            raise ValueError(f"task.prepare_data returns no split {' and '.join(missing)}; add it")
+        views = data["train"], data["validation"]
+    right = isinstance(views, tuple | list) and len(views) == 2
+    expect(right, "views returns", views, "(train, validation)")
+    for each in views:
+        right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
+        expect(right, "views returns", each, "datasets with len() and [i]")
+        if not len(each):
+            use = "train on" if each is views[0] else "evaluate on"
+            raise ValueError(f"task.views returns no row to {use}; give at least one")
+    return views[0], views[1]
+
+
+def list_sources(dataset: Any, training: bool) -> list[Source]:
+    """The sources of a view; empty if it names none.
+
+    Raises ValueError for sources that do not fit the dataset. Without `training`, those without
+    rows are left out.
+    """
+    sources = getattr(dataset, "sources", None)
+    if not isinstance(sources, list | tuple) or not sources:
+        return []
+    others = [each for each in sources if not isinstance(each, Source)]
+    if others and len(others) == len(sources) and not hasattr(others[0], "weight"):
+        return []  # an attribute with another meaning
+    if others:
+        raise ValueError(
+            f"sources of task.views: {others[0]!r:.60} is no Source; give a list of "
+            "samestep.project.contract.Source(name, rows, weight)"
+        )
+    for each in sources:
+        numbers = np.array([each.rows, each.weight - 1])
+        if numbers.dtype.kind not in "iu" or numbers.min() < 0:
+            raise ValueError(
+                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, and a "
+                "weight from 1"
+            )
+        if training and not each.rows:
+            raise ValueError(
+                f"sources of task.views: {each.name} has no rows to train on; leave it out"
+            )
+    name, times = Counter(each.name for each in sources).most_common(1)[0]
+    if times > 1:
+        raise ValueError(
+            f"sources of task.views: {times} are called {name!r}; give each another name"
+        )
+    total = sum(each.rows for each in sources)
+    if total != len(dataset):
+        together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
+        raise ValueError(f"task.sources: they have {together}")
+    weights = [int(each.weight) for each in sources]
+    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+        too_fine = f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"
+        raise ValueError(f"sources of task.views: {too_fine}")
+    return [each for each in sources if each.rows]
+
+
+def plain_batch(batch: Any) -> Batch:
+    """A batch as a plain dict, since FSDP's casts and compile look into no other mapping.
+
+    Raises ValueError unless it is a mapping of CPU tensors, or of lists and mappings of such.
+    """
+    expect(isinstance(batch, Mapping) and batch, "collate returns", batch, "a dict of tensors")
+    return {str(name): plain_entry(value, str(name)) for name, value in batch.items()}
+
+
+def plain_entry(value: Any, name: str) -> Any:
+    """An entry of a batch, with mappings as plain dicts."""
+    if isinstance(value, Mapping):
+        return {key: plain_entry(each, f"{name}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple) and value:
+        return [plain_entry(each, f"{name}[{i}]") for i, each in enumerate(value)]
+    on_cpu = torch.is_tensor(value) and value.device.type == "cpu"
+    expect(on_cpu, f"collate: {name!r} is", value, "a tensor on the CPU")
+    return value
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a batch, in the order of their names."""
+    if torch.is_tensor(batch):
+        yield batch
+        return
+    entries = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
+    for each in entries:
+        yield from tensors_of(each)
+
+
+def check_count(count: Any) -> int:
+    """The result of task.count as an int; raises ValueError unless it is a whole number from 0."""
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    expect(number >= 0, "count returns", count, "the number of items in the loss, an int")
+    return number
+
+
+def check_model(model: Any) -> torch.nn.Module:
+    """The model of task.build_model; raises ValueError for one that cannot be trained."""
+    expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
+    if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
+        raise ValueError(
+            "task.build_model returns a quantised model, whose runs do not continue as they were"
+        )
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    if not trained:
+        raise ValueError("task.build_model returns a model without a weight that trains")
+    for name, weight in trained:
+        if not torch.ops.aten.is_non_overlapping_and_dense(weight):  # fused AdamW changes others
+            raise ValueError(
+                f"task.build_model: the weight {name} is a part of another tensor, with gaps; make "
+                "it nn.Parameter(part.contiguous())"
+            )
+    return model
+
+
+def check_loss(loss: Any) -> None:
+    """Raises ValueError unless this is a float32 scalar with a gradient."""
+    right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
+    expect(right, "loss_sum returns", loss, "the sum of the losses, a float32 of shape ()")
+    if not loss.requires_grad:
+        raise ValueError("task.loss_sum returns a loss without a gradient; call model(...) for it")
+
+
+def check_sums(sums: Any) -> None:
+    """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
+    expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
+    for name, value in sums.items():
+        expect(torch.is_tensor(value), f"eval_sums: {name!r} is", value, "a tensor")
+        exact = value.dtype not in (torch.bfloat16, torch.float16) and not value.is_complex()
+        better = "one that rounds no sums: call .float(), and count without products of matrices"
+        expect(exact, f"eval_sums: {name!r} is", value, better)
+
+
+def check_outputs(outputs: Any, rows: int) -> None:
+    """Raises ValueError unless this is a dict of tensors whose first dimension is `rows`."""
+    expect(
+        isinstance(outputs, dict) and outputs, "eval_outputs returns", outputs, "a dict of tensors"
+    )
+    for name, value in outputs.items():
+        right = torch.is_tensor(value) and value.shape[:1] == (rows,)
+        wanted = f"a tensor whose first dimension is that of the rows, here {rows}"
+        expect(right, f"eval_outputs: {name!r} is", value, wanted)
+
+
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """The task's metrics as floats; raises ValueError for anything else."""
+    numbers = {}
+    right = isinstance(metrics, dict) and "loss" in metrics
+    expect(right, "metrics returns", metrics, "a dict of floats, with 'loss'")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name.partition("/")[0] in RESERVED:
+            raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
+            expect(False, f"metrics: {name!r} is", value, "a float")
+    return numbers
+
+
+def score(
+    task: Any, sums: list[Batch], sources: list[Source], outputs: Batch | None = None
+) -> tuple[dict[str, float], Batch]:
+    """The scores of an evaluation, and its sums, from the sums of each source and the outputs of
+    all rows, if the task has eval_outputs.
+
+    The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
+    eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
+    """
+
+    def own_rows(values: torch.Tensor) -> torch.Tensor:
+        return values.clone() if len(sums) > 1 else values  # metrics may change them in place
+
+    def scores_of(own: Batch, first: int, end: int | None) -> dict[str, float]:
+        given = [own]
+        if outputs is not None:
+            given.append({name: own_rows(each[first:end]) for name, each in outputs.items()})
+        scores = check_metrics(task.metrics(*given))
+        return {"eval_loss": scores.pop("loss"), **scores}
+
+    total: Any = {name: sum(each[name] for each in sums) for name in sums[0]}
+    scores = scores_of(total, 0, None)
+    found, end = dict(scores), 0
+    for each, source in zip(sums, sources, strict=False) if len(sums) > 1 else ():
+        first, end = end, end + int(source.rows)
+        try:
+            own = scores_of(each, first, end)
+        except (ArithmeticError, ValueError):
+            own = dict.fromkeys(scores, math.nan)
+        found |= {f"{name}/{source.name}": number for name, number in own.items()}
+    return found, total

@@ -1,0 +1,142 @@
+"""What a launcher has set in the environment of this process, and what is wrong with it."""
+
+import argparse
+import os
+import re
+
+import torch
+
+from samestep.base.console import PROCESSES, one_line
+from samestep.base.launching import EXPORTED, FAILED
+from samestep.core.mesh import Layout
+from samestep.project import config, launcher
+
+STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+# Variables that speak of several processes, and their value for one.
+OF_SEVERAL = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "1"}
+STARTS = "torchrun, accelerate launch or samestep launch"
+
+
+def check_started() -> None:
+    """Raises ValueError if this process would train alone where several are meant.
+
+    A launcher sets RANK. Whoever has to call it, such as Kubeflow, a pod or srun, does not.
+    """
+    if failed := os.environ.get(FAILED):
+        raise ValueError(f"samestep env failed in this shell: {failed}; call it again")
+    if "RANK" in os.environ:
+        return
+    for name, one in OF_SEVERAL.items():
+        text = os.environ.get(name) or one
+        most = text.rpartition(":")[2]  # PET_NNODES may be a range, such as 1:4
+        if most not in (one, "-1"):  # scripts of old write -1 for a process by itself
+            raise ValueError(
+                f"{name} is {one_line(text, 60)}, and no launcher has set RANK: start train.py by "
+                f"{STARTS}; or, to train in one process, unset {name}"
+            )
+    if (tasks := tasks_here()) > 1:
+        raise ValueError(
+            f"srun has started {tasks} tasks on this node, and no launcher has set RANK: give srun "
+            f"--ntasks-per-node 1, and start train.py there by {STARTS}, as cluster/slurm.sbatch "
+            f"does; or, for {tasks} runs of one process, unset {STEP_TASKS}"
+        )
+
+
+def most_processes() -> int:
+    """The processes of an elastic run when all of its machines are there; 0: it is none."""
+    least, _, most = os.environ.get("PET_NNODES", "").partition(":")
+    if "LOCAL_WORLD_SIZE" not in os.environ or not most or least == most:
+        return 0
+    return int(most) * int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def tasks_here() -> int:
+    """Tasks of the step of Slurm on this node; 0: this is none."""
+    counts: list[int] = []  # of each node; Slurm writes 2(x3),1 for 2,2,2,1
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(STEP_TASKS, "")):
+        counts += [int(tasks)] * int(times or 1)
+    node = int(os.environ.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else 0
+
+
+# What the recipe decides, and what takes the place of a variable; these values change nothing.
+DECIDED = {
+    "ACCELERATE_DYNAMO_BACKEND": "the recipe's field compile decides",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "the recipe's field micro_batch_size decides",
+    "ACCELERATE_GRADIENT_CLIPPING": "the recipe's field max_grad_norm decides",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "train.py fills in DeepSpeed's settings",
+    "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's field gradient_checkpointing decides",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "the recipe's field gradient_checkpointing decides",
+    "FSDP_SHARDING_STRATEGY": "fsdp_reshard_after_forward decides under FSDP 2",
+}
+UNSET = ("", "no", "none", "false", "full_shard")
+
+
+def without_gpu() -> str:
+    """What to do where torch sees no GPU, and why it sees none."""
+    version = f"torch {torch.__version__}"
+    if not torch.version.cuda and not torch.version.hip:
+        return (
+            f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
+            "run make setup again"
+        )
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # such as an old driver
+        return f"use cpu.yaml ({version}: {one_line(error, 150)})"
+    return "use cpu.yaml"
+
+
+def check_launched(layout: Layout) -> None:
+    """Raises ValueError for what the launcher has set up, and train.py or a library cannot do.
+
+    What it cannot be combined with is elsewhere: see project/combinations.py.
+    """
+    for name, decides in DECIDED.items():
+        if (text := os.environ.get(name, "")).lower() not in UNSET:
+            raise ValueError(
+                f"{name} is {one_line(text, 60)}: leave it out of the accelerate YAML; {decides}"
+            )
+    if layout.fsdp and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError("train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config")
+    if layout.sp > 1:
+        raise ValueError("parallelism_config: Ulysses brings a loader of its own; use cp_size")
+    by_tensors = layout.tp == layout.processes
+    if "PARALLELISM_CONFIG" in layout.kinds and not layout.fsdp and not by_tensors:
+        raise ValueError("parallelism_config shards nothing without FSDP; use hsdp.yaml")
+    if layout.cp > 1 and not torch.cuda.is_available():
+        raise ValueError("context parallelism needs CUDA's attention kernels")
+    if layout.deepspeed:
+        check_zero()
+
+
+def check_zero() -> None:
+    """Raises ValueError for settings of DeepSpeed that train.py does not know."""
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("2", "3"):
+        raise ValueError(f"deepspeed_config: zero_stage is {one_line(stage, 60)}; give 2 or 3")
+    offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+    if offload == "cpu" and stage != "3":
+        raise ValueError("deepspeed_config: offload_param_device needs zero_stage 3")
+
+
+def check_words(words: list[str]) -> None:
+    """Raises ValueError for what accelerate's launcher, with these words, has not done as meant.
+
+    Its YAML is looked at for sections without effect, and for processes that it does not start.
+    """
+    if EXPORTED in os.environ:
+        raise ValueError(
+            "this shell has what samestep env has set: start train.py by torchrun or samestep "
+            "launch, or call accelerate launch in another shell"
+        )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    wanted = parser.parse_known_args(words)[0].num_processes
+    if path := launcher.find_yaml(words):
+        with config.naming(path):
+            hardware = launcher.read_yaml(path)
+            launcher.check_sections(hardware, os.environ)
+        wanted = wanted or hardware.num_processes
+    if PROCESSES == 1 < (wanted or 1):
+        raise ValueError(launcher.STARTS_ONE.format(wanted))

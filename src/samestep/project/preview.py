@@ -1,0 +1,66 @@
+"""The screen of --check: a row and a batch, as the task makes them."""
+
+import contextlib
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.base.console import one_line
+from samestep.core import batches
+
+WIDTH, LONGEST = 80, 6  # columns of a line; entries of a row or of a batch, of two lines at most
+TOKENS = ("input_ids", "labels")  # ends of the names of token ids
+
+
+def describe_samples(samples: list[tuple], task: Any, data: Any) -> list[str]:
+    """Lines about the last of these training samples, decoded if the data has a tokenizer, and
+    about the batch that the task makes of all."""
+    tokenizer = None
+    folder = getattr(data, "folder", None)
+    if folder and (Path(folder) / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer  # 2 s
+
+        with contextlib.suppress(OSError, ValueError):  # the files are of another kind
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    number, row = samples[-1]
+    batch, (items, _), _ = batches.collate(task, samples)
+    count = f"{items:,} {getattr(task, 'UNIT', 'items').replace('_', ' ')} in the loss"
+    return [
+        f"row {number} to train on:",
+        *describe_entries(row, tokenizer),
+        f"a batch of {len(samples)} rows:",
+        *describe_entries(batch, None),
+        f"  {count}; a run prints the loss per item",
+    ]
+
+
+def describe_entries(value: Any, tokenizer: Any) -> list[str]:
+    """Lines for the entries of a row or batch, or for one that is no dict."""
+    entries = [*value.items()] if isinstance(value, Mapping) else [("", value)]
+    lines = []
+    for name, each in entries[:LONGEST]:
+        shown = describe_value(each, tokenizer if str(name).endswith(TOKENS) else None)
+        text = one_line(f"{name}: {shown}" if name else shown, 2 * WIDTH - 20)
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent="  ", subsequent_indent="    ", max_lines=2
+        )
+    if len(entries) > LONGEST:
+        lines.append(f"  and {len(entries) - LONGEST} more")
+    return lines
+
+
+def describe_value(value: Any, tokenizer: Any) -> str:
+    """The type and shape of numbers, and the text of token ids; any other value as it is."""
+    if isinstance(value, torch.Tensor | np.ndarray | list | tuple):
+        with contextlib.suppress(ValueError, TypeError):  # lists of several lengths; bfloat16
+            array = np.asarray(value)
+            if array.ndim and array.dtype.kind in "biuf":
+                shown = f"{array.dtype} {array.shape}"
+                if tokenizer and array.ndim == 1 and array.dtype.kind in "iu":
+                    shown += f" {tokenizer.decode(array[array >= 0].tolist())!r}"
+                return shown
+    return str(value)

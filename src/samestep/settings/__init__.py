@@ -1,1 +1,0 @@
-"""Recipe, flags and accelerate YAML, and what a task.py must provide."""

@@ -1,1 +1,0 @@
-"""What happens before the processes of a run meet."""

@@ -1,1 +1,0 @@
-"""A step: its samples, micro-batches, shares, sums and gradients."""
