@@ -10,9 +10,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from conftest import ROOT, lines, make_tiny, train_module
+from samestep.base.errors import UserError
 from samestep.core import mesh
 from samestep.core.outputs import EvaluationOutputs, merge, to_part
-from samestep.core.ranks import UserError
 from samestep.project import contract
 from samestep.project.contract import Source
 

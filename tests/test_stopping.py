@@ -289,6 +289,7 @@ def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
     program = """
 import multiprocessing, os, signal, time, torch
 multiprocessing.set_start_method("forkserver")
+from samestep.base import signals
 from samestep.project import shutdown
 stop = shutdown.StopRequest()
 assert multiprocessing.get_start_method() == "fork"
@@ -297,11 +298,11 @@ def worker():
     torch._C._set_worker_signal_handlers()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.2)
-    shutdown.ignore_signals(0)
+    signals.ignore_signals(0)
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(7)
 child = multiprocessing.Process(target=worker)
-with shutdown.signals_blocked():
+with signals.signals_blocked():
     child.start()
 child.join()
 assert child.exitcode == 7, child.exitcode

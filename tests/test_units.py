@@ -2,8 +2,8 @@
 
 import pytest
 
+from samestep.base.errors import UserError
 from samestep.core import batches
-from samestep.core.ranks import UserError
 
 
 @pytest.mark.parametrize(

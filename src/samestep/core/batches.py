@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from samestep.base.errors import UserError, as_user_error
+from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.core.order import SampleOrder, hash64
-from samestep.core.ranks import UserError, as_user_error
 from samestep.project import contract
 from samestep.project.device import count_workers
-from samestep.project.shutdown import ignore_signals, signals_blocked
 
 Batch = dict[str, torch.Tensor]
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared

@@ -24,8 +24,7 @@ from accelerate import Accelerator
 
 from samestep.core.batches import StepPlan
 from samestep.core.mesh import Layout
-from samestep.core.sharding import Tensors, local
-from samestep.project.device import is_dtensor
+from samestep.core.sharding import Tensors, is_dtensor, local
 
 
 class TreeSum:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.core.ranks import UserError
+from samestep.base.errors import UserError
 from samestep.core.sharding import local
 
 States = dict[torch.Tensor, dict[str, Any]]  # of each weight

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from samestep.base.errors import catch
-from samestep.core.ranks import Ranks, as_user_error
+from samestep.base.errors import as_user_error, catch
+from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor
 from samestep.project import contract
 from samestep.project.contract import Batch

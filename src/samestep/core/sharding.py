@@ -5,7 +5,9 @@ Under context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -13,13 +15,21 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from samestep.base.errors import UserError
 from samestep.base.fields import IGNORE_INDEX
 from samestep.core.mesh import Layout, this_layout
-from samestep.core.ranks import UserError
-from samestep.project.device import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensors = list[torch.Tensor]
 COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
+
+
+def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor. Their module takes 0.4 s to import, and whoever has one has it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.base.errors import UserError, some
 from samestep.core import sharding
 from samestep.core.batches import Batch, StepPlan
 from samestep.core.exact import TreeAllReduce, TreeSum, Turn, exchange, norm_by_rows, reduce_in_tree
-from samestep.core.ranks import Ranks, UserError, some
+from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor, local
 from samestep.core.stopwatch import Stopwatch
 from samestep.project import contract

@@ -13,16 +13,16 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from samestep.base.console import IS_MAIN, print_on_main
-from samestep.base.errors import catch
+from samestep.base.errors import UserError, catch
 from samestep.core import deepspeed
 from samestep.core.batches import StepPlan
 from samestep.core.mesh import this_layout
 from samestep.core.optimizers import check_weights, restore
-from samestep.core.ranks import Ranks, UserError
-from samestep.core.sharding import full_groups
+from samestep.core.ranks import Ranks
+from samestep.core.sharding import full_groups, is_dtensor
 from samestep.core.tensor_files import TensorReader
 from samestep.project import contract
-from samestep.project.device import PROCESSES, is_dtensor
+from samestep.project.device import PROCESSES
 
 
 def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:

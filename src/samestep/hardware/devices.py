@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from samestep.base.console import one_line
-from samestep.core.ranks import UserError
+from samestep.base.errors import UserError
 from samestep.project import config, launched, launcher
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
+from samestep.core.sharding import is_dtensor
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan
-from samestep.project.device import is_dtensor
 
 
 def plan_of(model: Any) -> LossPlan:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep.base.console import IS_MAIN, escaped, one_line, print_on_main
+from samestep.base.errors import UserError, as_user_error
 from samestep.base.files import read_json_object, replace_text
-from samestep.core.ranks import UserError, as_user_error
 from samestep.hardware import bench, devices, recommend, smoke
 from samestep.hardware.devices import Section, short
 from samestep.hardware.project import read_project

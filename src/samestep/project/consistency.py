@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 from samestep.base.console import one_line
+from samestep.base.errors import UserError, some
 from samestep.base.fields import flatten
 from samestep.base.files import read_json_object
-from samestep.core.ranks import PROCESSES, Ranks, UserError, some
+from samestep.core.ranks import PROCESSES, Ranks
 
 LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.

@@ -5,9 +5,8 @@ The launcher's YAML chooses devices and precision; fields of the recipe make the
 
 import contextlib
 import os
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,15 +21,6 @@ from samestep.base.console import PROCESSES, print_on_main
 from samestep.base.workers import count_cores
 from samestep.core.mesh import this_layout
 from samestep.project.launched import without_gpu
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor. Their module takes 0.4 s to import, and whoever has one has it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:

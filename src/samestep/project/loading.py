@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.base.errors import catch
+from samestep.base.errors import as_user_error, catch
 from samestep.core import batches, sharding
 from samestep.core.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler
 from samestep.core.outputs import EvaluationOutputs
-from samestep.core.ranks import PendingSum, as_user_error
+from samestep.core.ranks import PendingSum
 from samestep.core.sums import EvaluationSums
 from samestep.project import contract, device
 from samestep.project.run import Run

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from samestep.base.errors import UserError
 from samestep.core import monitor
-from samestep.core.ranks import UserError
 from samestep.project.loading import TrainLoader
 from samestep.project.run import Run
 from samestep.report import speed, tracking

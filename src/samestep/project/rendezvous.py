@@ -22,16 +22,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.base.console import one_line
-from samestep.base.errors import catch
+from samestep.base.errors import Failed, UserError, catch, some
 from samestep.base.launching import STOPPED
-from samestep.core.ranks import (
-    PROCESSES,
-    SAVE_THREAD,
-    Failed,
-    UserError,
-    restart_store,
-    some,
-)
+from samestep.core.ranks import PROCESSES, SAVE_THREAD, restart_store
 
 BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,22 +24,19 @@ import psutil
 
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
-from samestep.base.errors import catch
-from samestep.base.files import DISK_FULL, replace_text
-from samestep.base.launching import STOPPED, write_exit_code
-from samestep.core.ranks import (
-    PROCESSES,
-    SAVE_THREAD,
+from samestep.base.errors import (
     Failed,
-    Ranks,
     UserError,
     as_user_error,
+    catch,
     describe_os_error,
     is_out_of_memory,
 )
+from samestep.base.files import DISK_FULL, replace_text
+from samestep.base.launching import STOPPED, write_exit_code
+from samestep.base.signals import SIGNALS, ignore_signals
+from samestep.core.ranks import PROCESSES, SAVE_THREAD, Ranks
 from samestep.project import rendezvous
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def find_launcher() -> tuple[int | None, list[str]]:
@@ -259,22 +256,6 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < 64:
         raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Worker processes that start in its body have signals blocked, until they ignore them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:  # those that arrived meanwhile are handled now
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def ignore_signals(_: Any) -> None:
-    """A DataLoader's worker_init_fn: the training process alone handles signals to the group."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def kill_workers() -> None:

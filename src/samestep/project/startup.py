@@ -27,11 +27,12 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
+from samestep.base.errors import UserError, some
 from samestep.base.files import read_json_object, read_text
-from samestep.core import batches, checkpoints, ranks
+from samestep.core import batches, checkpoints
 from samestep.core.mesh import Layout, this_layout
 from samestep.core.order import first_mixture, next_mixture
-from samestep.core.ranks import UserError
+from samestep.core.ranks import Ranks
 from samestep.project import config, consistency, contract, launched, preview, shutdown
 from samestep.project.combinations import check_combinations
 from samestep.project.device import check_devices, use_cpu
@@ -106,7 +107,7 @@ class ResumePoint:
                 self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
             )
             if code := consistency.changed_code(self.saved.get("code", {}), manifest["code"]):
-                self.changed.append(f"code of {ranks.some(code, 10)}")
+                self.changed.append(f"code of {some(code, 10)}")
             if self.changed:
                 self.remarks.append(f"changed since the checkpoint: {'; '.join(self.changed)}")
         if cfg.eval_only:  # a run whose last step is its first
@@ -534,7 +535,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     )
 
 
-def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
+def agree_on_start(processes: Ranks, start: RunStart) -> ResumePoint:
     """Where the main process found that the run starts.
 
     Raises UserError unless all processes run the same, and see the same run folder.
