@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT, lines, train_module
-from samestep.core import mesh, monitor
+from samestep.core import inputs, mesh, monitor
 from samestep.project import contract
 
 ONE = mesh.Layout()  # of the processes: one alone
@@ -24,25 +24,24 @@ GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("metrics", {"loss": 1, "step": 3}, "a score cannot be called 'step'"),
     ("metrics", {"los": 1.0}, "give a dict of floats, with 'loss'"),
     ("sums", {"loss": HALF}, "rounds no sums: call .float()"),
-    ("sums", ONE_TENSOR, "task.eval_sums returns a tensor, float32, of shape (3,)"),
-    ("loss", HALF, f"task.loss_sum returns a tensor, bfloat16, of shape (); {SCALAR}"),
+    ("sums", ONE_TENSOR, "eval_sums returns a tensor, float32, of shape (3,)"),
+    ("loss", HALF, f"the loss is a tensor, bfloat16, of shape (); {SCALAR}"),
     ("loss", ONE_TENSOR, f"of shape (3,); {SCALAR}"),
-    ("loss", torch.ones(()), "a loss without a gradient"),
+    ("loss", torch.ones(()), "the loss has no gradient"),
     ("model", None, "task.build_model returns None, NoneType; give an nn.Module"),
     ("model", QUANTISED, "a quantised model, whose runs do not continue as they were"),
     ("model", FROZEN, "task.build_model returns a model without a weight that trains"),
     ("model", PART, "task.build_model: the weight weight is a part of another tensor, with gaps"),
-    ("count", -1, "task.count returns -1, int"),
-    ("batch", {"names": ["x"]}, "'names[0]' is 'x', str; give a tensor on the CPU"),
+    ("count", -1, "count returns -1, int"),
+    ("batch", {"names": [0.5]}, "'names[0]' is 0.5, float; give a tensor on the CPU"),
     ("batch", {"text": {"ids": 1}}, "'text.ids' is 1, int; give a tensor on the CPU"),
     ("views", [1], "give (train, validation)"),
     ("views", ([1], iter([1])), "give datasets with len() and [i]"),
     ("views", ([], [1]), "task.views returns no row to train on; give at least one"),
 ]
-CHECKS = {
-    name: getattr(contract, f"check_{name}") for name in "metrics sums loss model count".split()
-}
-CHECKS["batch"] = contract.plain_batch
+CHECKS = {name: getattr(inputs, f"check_{name}") for name in "sums loss count".split()}
+CHECKS |= {"metrics": contract.check_metrics, "model": contract.check_model}
+CHECKS["batch"] = inputs.plain_batch
 CHECKS["views"] = lambda value: contract.read_views(SimpleNamespace(views=lambda: value), None)
 
 

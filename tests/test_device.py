@@ -120,19 +120,20 @@ assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
-    from samestep.project import device
+    from samestep.base import workers
+    from samestep.core.batches import count_workers
 
-    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
+    cuda, cpu = (torch.device(kind) for kind in ("cuda", "cpu"))
     images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
-    found = [device.count_workers(None, *each) for each in ((images, cuda), (numbers, cuda))]
-    assert found == [4, 0] and device.count_workers(None, images, cpu) == 0
-    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: range(16))
+    found = [count_workers(None, *each) for each in ((images, cuda), (numbers, cuda))]
+    assert found == [4, 0] and count_workers(None, images, cpu) == 0
+    assert count_workers(0, images, cuda) == 0 and count_workers(7, numbers, cpu) == 7
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert device.count_workers(None, images, cuda) == 1
-    monkeypatch.delattr(device.os, "sched_getaffinity")  # as on macOS
-    monkeypatch.setattr(device.os, "cpu_count", lambda: 16)
-    assert device.cores_per_process() == 2
+    assert count_workers(None, images, cuda) == 1
+    monkeypatch.delattr(workers.os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 16)
+    assert workers.cores_per_process() == 2
 
 
 def test_batch_norm_is_synchronized_over_gpus_with_equal_shares(monkeypatch):

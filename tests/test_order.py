@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.core import batches, order, shares
+from samestep.core import batches, inputs, order, shares
 from samestep.project import contract
 
 
 def Source(name, rows, weight=1):  # noqa: N802
-    return contract.Source(name, rows, weight)
+    return inputs.Source(name, rows, weight)
 
 
 MIXED = [
@@ -193,14 +193,14 @@ def test_wrong_sources_are_one_line():
         ([Source("a", 6), "b"], "of task.views: 'b' is no Source"),
     ):
         with pytest.raises(ValueError, match=said):
-            contract.list_sources(View(12, sources), training=True)
+            inputs.list_sources(View(12, sources), training=True)
 
 
 def test_attributes_of_another_meaning_are_left_alone():
     """As a dataset of roads, which has lanes."""
     view = View(12, ["left", "right"])
     view.lanes = 3
-    assert contract.list_sources(view, training=True) == []
+    assert inputs.list_sources(view, training=True) == []
     rows = batches.SampleDataset(view, SimpleNamespace(), seed=0)
     assert not rows.is_stream and sorted(rows.ids(range(12))) == [*range(12)]
 

@@ -12,14 +12,14 @@ from sklearn.metrics import roc_auc_score
 from conftest import ROOT, lines, make_tiny, train_module
 from samestep.base.errors import UserError
 from samestep.core import mesh
+from samestep.core.inputs import Source
 from samestep.core.outputs import EvaluationOutputs, merge, to_part
 from samestep.project import contract
-from samestep.project.contract import Source
 
 OUTPUTS = """
 
 from sklearn.metrics import roc_auc_score
-from samestep.project.contract import Source
+from samestep.core.inputs import Source
 
 sums_to_scores, rows_of = metrics, views
 

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader
 
 from samestep.base.errors import UserError, as_user_error
 from samestep.base.signals import ignore_signals, signals_blocked
+from samestep.base.workers import cores_per_process
+from samestep.core import inputs
+from samestep.core.inputs import Batch
 from samestep.core.order import SampleOrder, hash64
-from samestep.project import contract
-from samestep.project.device import count_workers
 
-Batch = dict[str, torch.Tensor]
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
 
 # ---- The step ------------------------------------------------------------------------------------
@@ -264,9 +264,9 @@ class SampleDataset(torch.utils.data.Dataset):
         self, dataset: Any, task: Any = None, seed: int | None = None, mixture: dict | None = None
     ):
         self.dataset, self.seed = dataset, seed
-        self.sources = contract.list_sources(dataset, training=seed is not None)
+        self.sources = inputs.list_sources(dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
-        self.order, self.is_stream = None, isinstance(dataset, contract.Stream)
+        self.order, self.is_stream = None, isinstance(dataset, inputs.Stream)
         if seed is not None and not self.is_stream:
             self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
         sizes = getattr(dataset, "sizes", None)
@@ -325,9 +325,9 @@ class SampleDataset(torch.utils.data.Dataset):
 
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
     """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
-    batch = contract.plain_batch(task.collate([row for _, row in samples]))
+    batch = inputs.plain_batch(task.collate([row for _, row in samples]))
     ids = np.array([i for i, _ in samples])
-    numbers = (contract.check_count(task.count(batch)), int(hash64(ids).view(np.int64).sum()))
+    numbers = (inputs.check_count(task.count(batch)), int(hash64(ids).view(np.int64).sum()))
     return batch, numbers, ids
 
 
@@ -357,6 +357,18 @@ def make_loader(
     )
 
 
+def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
+    """Loading processes for each training process: `chosen`, or what suits the task.
+
+    They pay where a GPU would wait for rows that take work, as images that are augmented do.
+    """
+    if chosen is not None:
+        return chosen
+    if device.type != "cuda" or not hasattr(task, "augment"):
+        return 0
+    return min(cores_per_process() - 1, 4)
+
+
 def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.ndarray]]:
     """Its batches. A signal does not end the worker processes that it starts."""
     with signals_blocked():
@@ -366,7 +378,10 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.nda
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for values in contract.tensors_of(collate(task, samples)[0]):
+    for values in inputs.entries_of(collate(task, samples)[0]):
+        if isinstance(values, str):
+            digest.update(values.encode())
+            continue
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
     return digest.hexdigest()[:16]
@@ -396,6 +411,6 @@ def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
     for sample in samples:
         batch, (items, _), _ = collate(task, [sample])
         if items:
-            sized.append((sum(each.numel() for each in contract.tensors_of(batch)), sample))
+            sized.append((inputs.size_of(batch), sample))
     sized.sort(key=lambda each: each[0])
     return [sample for _, sample in [*sized[:3], *sized[3:][-1:]]] or samples[:1]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.project.contract import Source
+from samestep.core.inputs import Source
 
 
 def hash64(*words: Any) -> np.ndarray:

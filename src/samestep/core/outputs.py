@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from samestep.base.errors import as_user_error, catch
+from samestep.core.inputs import Batch, check_outputs
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor
-from samestep.project import contract
-from samestep.project.contract import Batch
 
 # Where a row is shorter than the longest one, as in transformers' Trainer.
 PADDING = -100
@@ -60,7 +59,7 @@ class EvaluationOutputs:
 def to_part(outputs: Any, ids: np.ndarray) -> Part:
     """The outputs of a batch in CPU memory; raises UserError unless they are right."""
     with as_user_error():
-        contract.check_outputs(outputs, len(ids))
+        check_outputs(outputs, len(ids))
     arrays = {}
     for name, values in sorted(outputs.items()):
         values = full_tensor(values.detach())

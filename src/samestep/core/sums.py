@@ -11,13 +11,12 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError, some
-from samestep.core import sharding
+from samestep.core import inputs, sharding
 from samestep.core.batches import Batch, StepPlan
 from samestep.core.exact import TreeAllReduce, TreeSum, Turn, exchange, norm_by_rows, reduce_in_tree
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor, local
 from samestep.core.stopwatch import Stopwatch
-from samestep.project import contract
 
 # ---- Gradients -----------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class StepGradients:
         if self.checking and not self.guarded:
             self.guarded = True
             with self.ranks.fail_together():
-                contract.check_loss(loss)
+                inputs.check_loss(loss)
         # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
         return loss * (1 + 0 * loss.detach())
 

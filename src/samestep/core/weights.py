@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from samestep.base.console import IS_MAIN, print_on_main
+from samestep.base.console import IS_MAIN, PROCESSES, print_on_main
 from samestep.base.errors import UserError, catch
 from samestep.core import deepspeed
 from samestep.core.batches import StepPlan
@@ -21,8 +21,6 @@ from samestep.core.optimizers import check_weights, restore
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_groups, is_dtensor
 from samestep.core.tensor_files import TensorReader
-from samestep.project import contract
-from samestep.project.device import PROCESSES
 
 
 def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
@@ -36,7 +34,7 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     one_builds = plugin and plugin.cpu_ram_efficient_loading
     with ranks.fail_together():
         if accelerator.is_main_process or not one_builds:
-            model = contract.check_model(make())
+            model = make()
     if not one_builds:
         return model
     adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
@@ -45,7 +43,7 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
         if model is None:
             model, _ = catch(build_empty, make)
             if model is None or form_of(model) != form:  # a task may look at its weights
-                model = contract.check_model(make())
+                model = make()
             elif adaptation:
                 adaptation.apply(model)
     return model
@@ -54,7 +52,7 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
 def build_empty(make: Callable) -> torch.nn.Module:
     """The model that `make()` gives, without values; it raises if the task needs values."""
     with torch.device("meta"):
-        module = TaskModule(contract.check_model(make()))
+        module = TaskModule(make())
     spared = [n for n, p in module.named_parameters() if getattr(p, "_no_weight_decay", False)]
     module.to_empty(device="cpu")  # makes new weights, without the attributes of the old
     for name in spared:

@@ -6,9 +6,9 @@ import datasets
 import numpy as np
 import torch
 
+from samestep.core.inputs import Source
 from samestep.data import columns
 from samestep.data.sources import split_data
-from samestep.project.contract import Source
 
 
 def source_numbers(dataset: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from samestep.core import batches
+from samestep.core.inputs import check_loss
 from samestep.core.weights import enable_gradient_checkpointing
 from samestep.project import config, contract, startup
 from samestep.project.device import allow_tf32, compile_blocks
@@ -51,7 +52,7 @@ class Project(NamedTuple):
         batch = send_to_device(batch, device)
         with torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST):
             loss = self.task.loss_sum(model, batch)
-        contract.check_loss(loss)
+        check_loss(loss)
         (loss.float() * scale).backward()
         return loss.detach()
 

@@ -8,48 +8,18 @@ import dataclasses
 import functools
 import inspect
 import math
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from samestep.core.inputs import Batch, Source, expect
 from samestep.project import dtypes
 
-Batch = dict[str, Any]  # of tensors
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
 RESERVED = ("step", "samples", "eval_loss", "event")
-LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
-
-
-class Source(NamedTuple):
-    """A part of a dataset: rows that follow each other."""
-
-    name: str
-    """Its name in metrics.jsonl."""
-
-    rows: int
-    """Number of its rows. Those of all sources make up the dataset, in this order."""
-
-    weight: int
-    """Its share of the training samples is weight / the sum of all weights."""
-
-
-class Stream(torch.utils.data.Dataset):
-    """A view to train on whose samples are read from shards while the model trains, in the order of
-    their positions in the run, without an end: see streaming/lanes.py, which implements it."""
-
-    lanes: int
-    """Each supplies the same contiguous part of every step."""
-
-    def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
-        """Sets the seed, the samples of a step, and the position from which the run resumes, where
-        each lane has given the sample `last`."""
-        raise NotImplementedError
 
 
 class Task(Protocol):
@@ -98,10 +68,11 @@ class Task(Protocol):
         ConnectionError if that may pass."""
 
     def collate(self, rows: list) -> Mapping:
-        """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), or to lists
-        and mappings of such. Later functions get it as a dict. Rows for training come from
-        `augment`, in the checks at the start too; rows for validation do not. A start also collates
-        training rows that are not augmented yet: what `augment` adds to a row is missing then."""
+        """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), to texts,
+        or to lists and mappings of such. Later functions get it as a dict. Rows for training come
+        from `augment`, in the checks at the start too; rows for validation do not. A start also
+        collates training rows that are not augmented yet: what `augment` adds to a row is missing
+        then."""
 
     def count(self, batch: Batch) -> int:
         """Number of items in the loss of a batch, from its labels alone; of each batch that
@@ -217,19 +188,18 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
             given = inspect.signature(function).parameters
             named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
             setattr(found, name, functools.partial(function, **named) if named else function)
+    if hasattr(found, "collate"):
+        found.collate = functools.partial(collate_mapping, found.collate)
     if hasattr(found, "build_model"):
         found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
     return found
 
 
-def expect(right: object, place: str, value: Any, wanted: str) -> None:
-    """Raises ValueError, with the place and the value in task.py, unless the value is right."""
-    if right:
-        return
-    shown = f"{value!r:.60}, {type(value).__name__}"
-    if torch.is_tensor(value):
-        shown = f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
-    raise ValueError(f"task.{place} {shown}; give {wanted}")
+def collate_mapping(collate: Callable, rows: list) -> Mapping:
+    """What the task's collate returns; raises ValueError unless it is a mapping."""
+    batch = collate(rows)
+    expect(isinstance(batch, Mapping), "task.collate returns", batch, "a dict of tensors")
+    return batch
 
 
 def read_views(task: Any, data: Any) -> tuple[Any, Any]:
@@ -248,103 +218,19 @@ def read_views(task: Any, data: Any) -> tuple[Any, Any]:
             raise ValueError(f"task.prepare_data returns no split {' and '.join(missing)}; add it")
         views = data["train"], data["validation"]
     right = isinstance(views, tuple | list) and len(views) == 2
-    expect(right, "views returns", views, "(train, validation)")
+    expect(right, "task.views returns", views, "(train, validation)")
     for each in views:
         right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
-        expect(right, "views returns", each, "datasets with len() and [i]")
+        expect(right, "task.views returns", each, "datasets with len() and [i]")
         if not len(each):
             use = "train on" if each is views[0] else "evaluate on"
             raise ValueError(f"task.views returns no row to {use}; give at least one")
     return views[0], views[1]
 
 
-def list_sources(dataset: Any, training: bool) -> list[Source]:
-    """The sources of a view; empty if it names none.
-
-    Raises ValueError for sources that do not fit the dataset. Without `training`, those without
-    rows are left out.
-    """
-    sources = getattr(dataset, "sources", None)
-    if not isinstance(sources, list | tuple) or not sources:
-        return []
-    others = [each for each in sources if not isinstance(each, Source)]
-    if others and len(others) == len(sources) and not hasattr(others[0], "weight"):
-        return []  # an attribute with another meaning
-    if others:
-        raise ValueError(
-            f"sources of task.views: {others[0]!r:.60} is no Source; give a list of "
-            "samestep.project.contract.Source(name, rows, weight)"
-        )
-    for each in sources:
-        numbers = np.array([each.rows, each.weight - 1])
-        if numbers.dtype.kind not in "iu" or numbers.min() < 0:
-            raise ValueError(
-                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, and a "
-                "weight from 1"
-            )
-        if training and not each.rows:
-            raise ValueError(
-                f"sources of task.views: {each.name} has no rows to train on; leave it out"
-            )
-    name, times = Counter(each.name for each in sources).most_common(1)[0]
-    if times > 1:
-        raise ValueError(
-            f"sources of task.views: {times} are called {name!r}; give each another name"
-        )
-    total = sum(each.rows for each in sources)
-    if total != len(dataset):
-        together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
-        raise ValueError(f"task.sources: they have {together}")
-    weights = [int(each.weight) for each in sources]
-    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
-        too_fine = f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"
-        raise ValueError(f"sources of task.views: {too_fine}")
-    return [each for each in sources if each.rows]
-
-
-def plain_batch(batch: Any) -> Batch:
-    """A batch as a plain dict, since FSDP's casts and compile look into no other mapping.
-
-    Raises ValueError unless it is a mapping of CPU tensors, or of lists and mappings of such.
-    """
-    expect(isinstance(batch, Mapping) and batch, "collate returns", batch, "a dict of tensors")
-    return {str(name): plain_entry(value, str(name)) for name, value in batch.items()}
-
-
-def plain_entry(value: Any, name: str) -> Any:
-    """An entry of a batch, with mappings as plain dicts."""
-    if isinstance(value, Mapping):
-        return {key: plain_entry(each, f"{name}.{key}") for key, each in value.items()}
-    if isinstance(value, list | tuple) and value:
-        return [plain_entry(each, f"{name}[{i}]") for i, each in enumerate(value)]
-    on_cpu = torch.is_tensor(value) and value.device.type == "cpu"
-    expect(on_cpu, f"collate: {name!r} is", value, "a tensor on the CPU")
-    return value
-
-
-def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a batch, in the order of their names."""
-    if torch.is_tensor(batch):
-        yield batch
-        return
-    entries = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
-    for each in entries:
-        yield from tensors_of(each)
-
-
-def check_count(count: Any) -> int:
-    """The result of task.count as an int; raises ValueError unless it is a whole number from 0."""
-    try:
-        number = operator.index(count)
-    except TypeError:
-        number = -1
-    expect(number >= 0, "count returns", count, "the number of items in the loss, an int")
-    return number
-
-
 def check_model(model: Any) -> torch.nn.Module:
     """The model of task.build_model; raises ValueError for one that cannot be trained."""
-    expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
+    expect(isinstance(model, torch.nn.Module), "task.build_model returns", model, "an nn.Module")
     if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
         raise ValueError(
             "task.build_model returns a quantised model, whose runs do not continue as they were"
@@ -361,47 +247,18 @@ def check_model(model: Any) -> torch.nn.Module:
     return model
 
 
-def check_loss(loss: Any) -> None:
-    """Raises ValueError unless this is a float32 scalar with a gradient."""
-    right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
-    expect(right, "loss_sum returns", loss, "the sum of the losses, a float32 of shape ()")
-    if not loss.requires_grad:
-        raise ValueError("task.loss_sum returns a loss without a gradient; call model(...) for it")
-
-
-def check_sums(sums: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
-    expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
-    for name, value in sums.items():
-        expect(torch.is_tensor(value), f"eval_sums: {name!r} is", value, "a tensor")
-        exact = value.dtype not in (torch.bfloat16, torch.float16) and not value.is_complex()
-        better = "one that rounds no sums: call .float(), and count without products of matrices"
-        expect(exact, f"eval_sums: {name!r} is", value, better)
-
-
-def check_outputs(outputs: Any, rows: int) -> None:
-    """Raises ValueError unless this is a dict of tensors whose first dimension is `rows`."""
-    expect(
-        isinstance(outputs, dict) and outputs, "eval_outputs returns", outputs, "a dict of tensors"
-    )
-    for name, value in outputs.items():
-        right = torch.is_tensor(value) and value.shape[:1] == (rows,)
-        wanted = f"a tensor whose first dimension is that of the rows, here {rows}"
-        expect(right, f"eval_outputs: {name!r} is", value, wanted)
-
-
 def check_metrics(metrics: Any) -> dict[str, float]:
     """The task's metrics as floats; raises ValueError for anything else."""
     numbers = {}
     right = isinstance(metrics, dict) and "loss" in metrics
-    expect(right, "metrics returns", metrics, "a dict of floats, with 'loss'")
+    expect(right, "task.metrics returns", metrics, "a dict of floats, with 'loss'")
     for name, value in metrics.items():
         if not isinstance(name, str) or name.partition("/")[0] in RESERVED:
             raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
-            expect(False, f"metrics: {name!r} is", value, "a float")
+            expect(False, f"task.metrics: {name!r} is", value, "a float")
     return numbers
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import (
 )
 
 from samestep.base.console import PROCESSES, print_on_main
-from samestep.base.workers import count_cores
+from samestep.base.workers import cores_per_process
 from samestep.core.mesh import this_layout
 from samestep.project.launched import without_gpu
 
@@ -88,11 +88,6 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
-def cores_per_process() -> int:
-    """Cores of this machine for each of its training processes, at least 1."""
-    return max(count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-
-
 def use_cpu() -> bool:
     """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
     gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
@@ -126,18 +121,6 @@ def wants_gpu() -> bool:
     by_yaml = "ACCELERATE_MIXED_PRECISION" in os.environ  # not by torchrun alone
     hides_none = not cpu and not os.environ.get("CUDA_VISIBLE_DEVICES")
     return cpu == "False" or (by_yaml and PROCESSES > 1 and hides_none)
-
-
-def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
-    """Loading processes for each training process: `chosen`, or what suits the task.
-
-    They pay where a GPU would wait for rows that take work, as images that are augmented do.
-    """
-    if chosen is not None:
-        return chosen
-    if device.type != "cuda" or not hasattr(task, "augment"):
-        return 0
-    return min(cores_per_process() - 1, 4)
 
 
 def compile_blocks(model: torch.nn.Module) -> None:

@@ -16,8 +16,8 @@ from accelerate.utils import send_to_device
 from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.core import batches, outputs, sharding, weights
+from samestep.core.inputs import Batch, check_sums
 from samestep.project import contract, device
-from samestep.project.contract import Batch
 from samestep.project.run import Run
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
@@ -174,7 +174,7 @@ class Probe:
         def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
             result = function(model, batch)
             if name == "eval_sums":
-                contract.check_sums(result)
+                check_sums(result)
                 return result
             if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
                 self.rounded = str(result.dtype).removeprefix("torch.")

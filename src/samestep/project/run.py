@@ -14,7 +14,7 @@ from samestep.base import files, run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.core import batches, checkpoints, deepspeed, exact, sharding, shares, weights
 from samestep.core.ranks import Ranks
-from samestep.project import device, dtypes, hardware_file, shutdown
+from samestep.project import contract, device, dtypes, hardware_file, shutdown
 from samestep.project.startup import IDENTITY, RunStart, agree_on_start
 from samestep.report import speed, tracking
 
@@ -153,7 +153,7 @@ class Run:
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""
         batches.seed_everything(self.cfg.seed)
-        return self.task.build_model()
+        return contract.check_model(self.task.build_model())
 
     def build_model(self) -> torch.nn.Module:
         """The task's model as the recipe and the YAML want it: before it is prepared."""

@@ -12,9 +12,9 @@ from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.core import checkpoints, deepspeed, tensor_files
+from samestep.core.inputs import Stream
 from samestep.core.ranks import SAVE_THREAD, Ranks
 from samestep.core.weights import TrainingState
-from samestep.project.contract import Stream
 from samestep.project.log import RunLog
 from samestep.project.run import Run
 

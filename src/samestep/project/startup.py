@@ -30,6 +30,7 @@ from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.base.errors import UserError, some
 from samestep.base.files import read_json_object, read_text
 from samestep.core import batches, checkpoints
+from samestep.core.inputs import Stream, list_sources
 from samestep.core.mesh import Layout, this_layout
 from samestep.core.order import first_mixture, next_mixture
 from samestep.core.ranks import Ranks
@@ -217,7 +218,7 @@ class RunStart:
         elif resume_point.checkpoint:
             start = f"goes on from {resume_point.checkpoint}"
         samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
-        if isinstance(self.views[0], contract.Stream):
+        if isinstance(self.views[0], Stream):
             samples = f"{self.cfg.global_batch_size} samples of a stream"
         steps = f"{resume_point.max_steps:,} steps, each with {samples}"
         lines = []
@@ -380,7 +381,7 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         bound = contract.bind(task, cfg.task, given)
         batches.seed_everything(0)  # an unseeded split is the same in every process and run
         views = contract.read_views(bound, given)
-        if isinstance(views[0], contract.Stream):
+        if isinstance(views[0], Stream):
             views[0].begin(cfg.seed, cfg.global_batch_size)
         batches.seed_everything(1 + number)  # a row that draws by itself is another one
         train, validation = (batches.read_samples(each, bound) for each in views)
@@ -453,10 +454,10 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
     train, validation = views
-    samples = 0 if isinstance(train, contract.Stream) else len(train)
+    samples = 0 if isinstance(train, Stream) else len(train)
     entries = {"samples": samples, "fingerprint": digest_view(train) or fingerprints[0]}
     entries["validation"] = digest_view(validation) or fingerprints[1]
-    sources = contract.list_sources(train, training=True)
+    sources = list_sources(train, training=True)
     if len(sources) > 1:
         texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
         entries["sources"] = "; ".join(texts)
@@ -512,7 +513,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     if IS_MAIN:  # before the data, whose preparation may take hours
         ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
     data, bound, views, samples = read_data(cfg, task, run_of(cfg))
-    if isinstance(views[0], contract.Stream):
+    if isinstance(views[0], Stream):
         check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
         check_rows(views[0], bound, 2 * layout.cp)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from samestep.core.inputs import Stream
 from samestep.core.order import hash64, sample_ids
-from samestep.project.contract import Stream
 
 # Bits of an id, an int64: what it says, the highest first.
 PARTS = {"epoch": 9, "shard": 18, "block": 20, "place": 16}

@@ -14,10 +14,10 @@ import pyarrow as pa
 import torch
 
 from samestep.base.fields import IGNORE_INDEX
+from samestep.core.inputs import Source
 from samestep.data import columns
 from samestep.data.sources import split_data
 from samestep.data.views import source_numbers
-from samestep.project.contract import Source
 from samestep.text import tokenizing
 
 BLOCK = 50_000  # documents that are packed together, whatever the number of processes
