@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from conftest import GPUS, bake, digest, lines, read_checkpoint, read_weights
+from conftest import GPUS, bake, digest, lines, read_weights
+from samestep.core import checkpoints
 from test_stopping import kill_all
 
 # Prints the first number of the compute capability of each GPU that torch can use.
@@ -137,7 +138,7 @@ def test_two_gpus_that_share_rows_train_what_one_trains(project, tmp_path, preci
 def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
     whole, half = check_continues(tiny, "single_gpu_fp16", tmp_path, "--deterministic", "true")
     early, mine, theirs = [
-        {n: v.item() for n, v in read_checkpoint(folder).items() if n.startswith("scaler.")}
+        checkpoints.read_manifest(folder)["others"]["scaler"]
         for folder in (checkpoint(whole, 4), checkpoint(whole, 12), checkpoint(half, 12))
     ]
     assert early != mine == theirs  # it counts steps, so it would show where it is not restored

@@ -9,44 +9,24 @@ from typing import Any
 import torch
 
 from samestep.base.errors import UserError
-from samestep.core.sharding import local
 
 States = dict[torch.Tensor, dict[str, Any]]  # of each weight
 
 
-def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> None:
-    """Gives the optimizer this state, and no other; raises UserError unless it then has it.
+def restore(optimizer: torch.optim.Optimizer, states: States) -> None:
+    """Gives the optimizer this state, and no other, as it was saved: its own `load_state_dict`
+    would round it to the types of the weights.
 
-    `names` has those of the weights. torch would round the state to the type of its weight. Some
-    optimizers begin with a state, Adagrad's of weights that FSDP has replaced: it goes.
+    Raises UserError for an optimizer whose `state` is made anew each time it is asked for.
     """
     optimizer.state.clear()
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    packed = optimizer.state_dict()
-    packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
-    optimizer.load_state_dict(packed)
-    for p, values in states.items():
-        found = optimizer.state.get(p, {})
-        for key, value in values.items():
-            both = torch.is_tensor(value) and torch.is_tensor(found.get(key))
-            if both and key != "step" and found[key].dtype != value.dtype:
-                found[key] = value
-            if not is_same(found.get(key), value):
-                raise UserError(
-                    f"build_optimizer: {type(optimizer).__name__} does not take {key} of "
-                    f"{names[p]} back from a checkpoint; write one class that keeps all of it in "
-                    "`state`, by weight, and `param_groups`, as those of torch.optim do"
-                )
-
-
-def is_same(found: Any, value: Any) -> bool:
-    """Whether these are the same values; it may wait for the device."""
-    if found is value:
-        return True
-    if not torch.is_tensor(value) or not torch.is_tensor(found):
-        return not torch.is_tensor(found) and found == value
-    found, value = local(found), local(value)
-    return torch.equal(found.to(value.device, value.dtype), value)
+    optimizer.state.update(states)
+    if any(optimizer.state.get(p) is not each for p, each in states.items()):
+        raise UserError(
+            f"build_optimizer: {type(optimizer).__name__} does not keep the state of a checkpoint; "
+            "write one class that keeps all of it in `state`, by weight, and `param_groups`, as "
+            "those of torch.optim do"
+        )
 
 
 def check_weights(optimizer: torch.optim.Optimizer, names: dict) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from samestep.base.console import IS_MAIN, PROCESSES, print_on_main
 from samestep.base.errors import UserError, catch
-from samestep.core import deepspeed
+from samestep.core import deepspeed, packing
 from samestep.core.batches import StepPlan
 from samestep.core.mesh import this_layout
 from samestep.core.optimizers import check_weights, restore
@@ -120,8 +120,9 @@ def frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
-    """The task's model inside a prepared TaskModule."""
-    return accelerator.unwrap_model(module, keep_torch_compile=False).model
+    """The model inside a prepared module, and inside its TaskModule if it has one."""
+    model = accelerator.unwrap_model(module, keep_torch_compile=False)
+    return model.model if isinstance(model, TaskModule) else model
 
 
 def gather_model(
@@ -234,10 +235,12 @@ def exact_repr(value: Any) -> str:
 #   model.NAME               a weight that is trained, or a buffer
 #   state.NAME.KEY           a tensor that the optimizer keeps for a weight, such as exp_avg
 #   number.NAME.KEY          a number that it keeps for a weight
-#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
-#   scaler.KEY               a number of fp16's loss scaler
+# What else training continues from is in the manifest, as `others`, and its tensors beside these:
 #   registered.INDEX.NAME    of an object that accelerator.register_for_checkpointing was given
-# Random numbers and the learning rate are functions of the step.
+#   scheduler.INDEX.NAME     of a prepared scheduler of the learning rate
+#   scaler.NAME              of fp16's loss scaler
+#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
+# Random numbers are functions of the step.
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -297,12 +300,15 @@ class TrainingState:
     accelerator: Accelerator
     module: torch.nn.Module  # prepared, as the optimizer
     optimizer: AcceleratedOptimizer
-    settings: list[dict]  # of the optimizer as it was built: see optimizer_settings
+    settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
+    sets_lr: bool = True  # whether the loop sets the learning rate of each step
 
     def __post_init__(self):
+        self.settings = self.settings or optimizer_settings(self.bare_optimizer())
         if not this_layout().deepspeed:
             names = {parameter: name for name, parameter in self.parameters().items()}
             check_weights(self.bare_optimizer(), names)
+            self.pack_others()  # raises for what no checkpoint can hold
 
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -314,19 +320,48 @@ class TrainingState:
         return {bare_name(name): p for name, p in self.model().named_parameters()}
 
     def others(self) -> dict[str, Any]:
-        """What else has a state, by the beginning of the names of its tensors."""
-        objects = {f"registered.{i}.": o for i, o in enumerate(self.accelerator._custom_objects)}
+        """What has a state beside the model and the optimizer, by its name in a manifest."""
+        objects = {f"registered.{i}": o for i, o in enumerate(self.accelerator._custom_objects)}
+        objects |= {f"scheduler.{i}": s for i, s in enumerate(self.accelerator._schedulers)}
         if self.accelerator.scaler:
-            objects["scaler."] = self.accelerator.scaler
+            objects["scaler"] = self.accelerator.scaler
         return objects
 
-    def other_states(self) -> dict[str, Any]:
-        """The entries of what else has a state, by the names of their tensors."""
-        objects = self.others().items()
-        return {prefix + n: v for prefix, each in objects for n, v in each.state_dict().items()}
+    def changed_settings(self) -> dict[str, dict]:
+        """Settings of the optimizer that have changed since it was built, by `group.INDEX`."""
+        changed = {}
+        groups = zip(full_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
+            left_out = {"params", "lr"} if self.sets_lr else {"params"}
+            names = [n for n in group if n not in left_out]
+            found = {n: group[n] for n in names if exact_repr(group[n]) != exact_repr(built.get(n))}
+            if found:
+                changed[f"group.{i}"] = found
+        return changed
 
-    def collect(self) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
+    def pack_others(self) -> tuple[dict, packing.Tensors]:
+        """The states of `others` and the changed settings for a manifest, and their tensors."""
+        states = {name: each.state_dict() for name, each in self.others().items()}
+        packed, tensors = {}, {}
+        for name, state in {**states, **self.changed_settings()}.items():
+            packed[name], found = packing.pack(state, name)
+            tensors |= found
+        return packed, tensors
+
+    def read_others(self, reader: TensorReader, saved: dict) -> dict[str, Any]:
+        """What `pack_others` has saved, by its names. `saved`: the manifest of the checkpoint."""
+        tensors, current = {}, self.pack_others()[1]
+        for name in packing.tensor_names([*saved["others"].values()]):
+            shape, dtype = reader.shapes[name], reader.dtypes[name]
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            if name in current and current[name].shape == shape:  # on its device, and sharded
+                tensors[name] = torch.empty_like(current[name], dtype=dtype)
+        reader.read(tensors)
+        return {n: packing.unpack(packed, tensors) for n, packed in saved["others"].items()}
+
+    def collect(self) -> tuple[packing.Tensors, dict]:
+        """All tensors of a checkpoint, by name, and `others` of its manifest. DTensors are sharded;
+        other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
         of the main process to the others.
@@ -336,25 +371,15 @@ class TrainingState:
             is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        others = {name: as_tensor(value, name) for name, value in self.other_states().items()}
-        return tensors | others | self.collect_optimizer()
-
-    def collect_optimizer(self) -> dict[str, torch.Tensor]:
-        """Those of the optimizer alone: moments do not wait for the device."""
-        tensors = {}
+        others, found = self.pack_others()
+        tensors |= found
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     kind = "state" if torch.is_tensor(value) else "number"
                     value = as_tensor(value, f"the optimizer's {key} of {name}")
                     tensors[f"{kind}.{name}.{key}"] = value
-        groups = zip(full_groups(self.optimizer.param_groups), self.settings, strict=True)
-        for i, ((group, *_), built) in enumerate(groups):
-            for key, value in group.items():
-                if key not in ("params", "lr") and exact_repr(value) != exact_repr(built.get(key)):
-                    about = f"the optimizer's setting {key}, which has changed,"
-                    tensors[f"group.{i}.{key}"] = as_tensor(value, about)
-        return tensors
+        return tensors, others
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
@@ -396,13 +421,14 @@ class TrainingState:
             return
         reader = TensorReader(path)
         self.load_moments(reader)
+        changed = self.read_others(reader, saved)
         for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
-            for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
-                key = name.split(".", 2)[2]
-                if before[i].get(key) == now[i].get(key):
-                    value = read_like(parts[0].get(key), reader, name)
-                    for part in parts:
-                        part[key] = value
+            for key, value in changed.get(f"group.{i}", {}).items():
+                if before[i].get(key) != now[i].get(key) or (key == "lr" and self.sets_lr):
+                    continue
+                for part in parts:
+                    old = part.get(key)
+                    part[key] = value.to(old.device) if torch.is_tensor(old) else value
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
@@ -415,38 +441,52 @@ class TrainingState:
             self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), self.model()
-        if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
+        objects = self.others()
+        if "scaler" in objects and "scaler" not in saved["others"]:
             raise ValueError(
                 f"{path} was not trained in fp16; give the YAML that it was trained with"
             )
+        kinds = ("registered.", "scheduler.")
+        before = [name for name in saved["others"] if name.startswith(kinds)]
+        now = [name for name in objects if name.startswith(kinds)]
+        if sorted(before) != sorted(now):
+            raise ValueError(
+                f"{path} has the state of {', '.join(before) or 'nothing'} beside the model, and "
+                f"this program of {', '.join(now) or 'nothing'}; prepare and register the same "
+                "objects in the same order, or give another --output_dir"
+            )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
-        check_shapes(tensors | self.other_states() | elsewhere, reader, path)
+        check_shapes(tensors | elsewhere, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
-        for prefix, each in self.others().items():
-            states = each.state_dict().items()
-            each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in states})
+        states = self.read_others(reader, saved)
+        for name, each in objects.items():
+            each.load_state_dict(states[name])
 
     def load_moments(self, reader: TensorReader) -> None:
         """Gives the optimizer the state that was saved for each weight, and no other."""
-        parameters, tensors, states = self.parameters(), {}, defaultdict(dict)
+        tensors, states = {}, defaultdict(dict)
+        groups = self.bare_optimizer().param_groups
+        group_of = {p: group for group in groups for p in group["params"]}
+        parameters = self.parameters()
         for saved in reader.shapes:
             kind, _, name = saved.partition(".")
             name, _, key = name.rpartition(".")
             if kind in ("state", "number") and name in parameters:
-                tensors[saved] = empty_moment(parameters[name], reader, saved)
-                states[parameters[name]][key] = saved
+                p = parameters[name]
+                tensors[saved] = empty_moment(p, key, group_of.get(p, {}), reader, saved)
+                states[p][key] = saved
         reader.read(tensors)
         for names in states.values():
             for key, saved in names.items():
                 value = tensors[saved]
                 names[key] = value.item() if saved.startswith("number.") else value
-        restore(self.bare_optimizer(), states, {p: name for name, p in parameters.items()})
+        restore(self.bare_optimizer(), states)
 
 
 def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
@@ -488,38 +528,35 @@ def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
     return not (ends.isnan() if infinite else ~ends.isfinite()).any()
 
 
-def read_like(value: Any, reader: TensorReader, name: str) -> Any:
-    """What was saved under this name: a tensor if `value` is one, otherwise a number."""
-    tensor = torch.empty(reader.shapes[name], dtype=reader.dtypes[name])
-    tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
-    reader.read({name: tensor})
-    return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
-
-
-def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
+def empty_moment(
+    parameter: torch.Tensor, key: str, group: dict, reader: TensorReader, name: str
+) -> torch.Tensor:
     """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
 
-    Counters start on the CPU: the optimizer knows whether it wants them on the device. Other
-    moments of a sharded weight are DTensors that each process has whole.
+    `step`, a counter, is on the CPU unless the settings of its group say that it is on the device.
+    Other moments of a sharded weight are DTensors that each process has whole.
     """
     shape, dtype = reader.shapes[name], reader.dtypes[name]
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.empty(shape, dtype=dtype)
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if not shape:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
     return parameter.detach().new_empty(shape, dtype=dtype)
 
 
 def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
-    dtypes = {n: v.dtype for n, v in built.items() if n.startswith("model.")}
-    saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items()}
-    built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
+    dtypes = {n: v.dtype for n, v in built.items()}
+    shapes = reader.shapes.items()
+    saved = {n: str(tuple(shape)) for n, shape in shapes if n.startswith("model.")}
+    built = {n: str(tuple(v.shape)) for n, v in built.items()}
     for name in sorted({*saved, *built}):
         before, now = (each.get(name, "missing") for each in (saved, built))
-        if before == now and name in dtypes:  # moments would keep the dtype of the checkpoint
+        if before == now:  # moments would keep the dtype of the checkpoint
             before, now = (str(each[name]) for each in (reader.dtypes, dtypes))
-        if before != now and name.startswith(("model.", "registered.")):
+        if before != now:
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
                 f"checkpoint and {now} in the model; give the settings and the task.py that it "

@@ -115,7 +115,7 @@ class Saver:
         share = None
         if not self.ranks.layout.deepspeed:
             with self.ranks.fail_together():
-                tensors = self.state.collect()
+                tensors, manifest["others"] = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
         if not self.asynchronous:
             self.write(self.ranks, share, manifest)
