@@ -119,7 +119,7 @@ def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path):
 
 @pytest.mark.parametrize("limit", [0.05, 100.0, 0])
 def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
-    from samestep.core import sums
+    from samestep.core.exact import ExactGradients
 
     draw = torch.Generator().manual_seed(0)
     weights, others = [], []
@@ -129,8 +129,8 @@ def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
             found.append(torch.nn.Parameter(torch.zeros(shape)))
             found[-1].grad = grad.clone()
     accelerator = SimpleNamespace(unscale_gradients=lambda: None)
-    own = SimpleNamespace(exact=True, parameters=weights, accelerator=accelerator)
-    norm = sums.StepGradients.clip(own, limit)
+    own = SimpleNamespace(parameters=weights, accelerator=accelerator)
+    norm = ExactGradients.clip(own, limit)
     expected = torch.nn.utils.clip_grad_norm_(others, limit or torch.inf)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
     for weight, other in zip(weights, others, strict=True):

@@ -33,12 +33,14 @@ class Others:
 
 
 def make_meter(processes=1, arrays=()):
-    """A meter of process 0, and its stopwatch."""
+    """A meter of process 0, and a model that its stopwatch watches."""
     accelerator = SimpleNamespace(
         device=CPU, num_processes=processes, process_index=0, mixed_precision="no"
     )
     meter = speed.SpeedMeter(accelerator, Others(processes, arrays), "tokens")
-    return meter, meter.stopwatch
+    model = torch.nn.Linear(1, 1)
+    meter.stopwatch.watch(model)
+    return meter, model
 
 
 @pytest.fixture
@@ -54,26 +56,25 @@ def clock(monkeypatch):
     return advance
 
 
-def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
+def take_step(clock, meter, model, compute, fetch, rest=0.0):
     """A step that takes so many seconds."""
     meter.add(1000, 1, computed=3000)
-    stopwatch.start()
-    with stopwatch.micro_batch():
-        clock(compute)
-        stopwatch.stop()
-        clock(0.25 * rest)  # for the other processes
+    loss = model(torch.ones(1))
+    clock(compute)
+    loss.backward()
+    clock(0.25 * rest)  # for the other processes
     with meter.waiting():
         clock(fetch)
     clock(0.75 * rest)
 
 
 def test_shares_are_those_of_the_clock(clock):
-    meter, stopwatch = make_meter()
+    meter, model = make_meter()
     meter.start()
     with meter.waiting():
         clock(0.5)
     for _ in range(2):
-        take_step(clock, meter, stopwatch, compute=3.0, fetch=1.0, rest=0.75)
+        take_step(clock, meter, model, compute=3.0, fetch=1.0, rest=0.75)
     with meter.paused():
         clock(1000)
     line = meter.read()
@@ -81,7 +82,7 @@ def test_shares_are_those_of_the_clock(clock):
     assert line["computed_tokens_per_second"] == pytest.approx(6000 / 10)
     assert line["data_wait"] == pytest.approx(0.25) and line["compute"] == pytest.approx(0.6)
     assert line["peak_memory_gb"] > 0.05 and not {"mfu", "peer_wait"} & {*line}
-    take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0, rest=1.0)
+    take_step(clock, meter, model, compute=1.0, fetch=0.0, rest=1.0)
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 
 
@@ -93,12 +94,12 @@ def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
     slow[1], slow[2] = [1.0] * 10 + [0.0] * 12, [work[0]] * 10 + [work[1]] * 10 + [0, 0]
     even = np.zeros((3, 22))
     even[1:, :10] = 1.0
-    meter, stopwatch = make_meter(3, [slow, slow, even, slow, slow, slow, slow, even, *[slow] * 3])
+    meter, model = make_meter(3, [slow, slow, even, slow, slow, slow, slow, even, *[slow] * 3])
     meter.start()
     found = []
     for _ in range(11):
         for _ in range(10):
-            take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0)
+            take_step(clock, meter, model, compute=1.0, fetch=0.0)
         meter.read()
         found.append(meter.straggler)
     assert [index for index, each in enumerate(found) if each] == [1, 4, 9]
@@ -112,7 +113,7 @@ def test_mfu_by_hand(clock, monkeypatch, tf32, peak, share_trained):
     """A matrix of 8 x 16 on 10 rows: 2 x 10 x 8 x 16 FLOPs forward, and as many twice backward."""
     known = {"fp32": 67.0, "tf32": 495.0}
     monkeypatch.setattr(speed, "peaks_of", lambda device: known)
-    meter, stopwatch = make_meter()
+    meter, watched = make_meter()
     model = torch.nn.Linear(8, 16, bias=False)
     task = SimpleNamespace(loss_sum=None, count=lambda batch: 5)
     model.forward = lambda function, batch: batch @ model.weight.T
@@ -122,7 +123,7 @@ def test_mfu_by_hand(clock, monkeypatch, tf32, peak, share_trained):
     torch.backends.cuda.matmul.allow_tf32 = before
     assert model.training and meter.flops == (2 + share_trained) * 2 * 10 * 8 * 16 / 5
     meter.start()
-    take_step(clock, meter, stopwatch, compute=0.5, fetch=0.0)
+    take_step(clock, meter, watched, compute=0.5, fetch=0.0)
     expected = meter.flops * 1000 / 0.5 / (peak * 1e12)
     assert meter.read()["mfu"] == pytest.approx(expected)
 

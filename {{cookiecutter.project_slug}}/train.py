@@ -11,8 +11,7 @@ The YAML after --config_file owns the hardware: processes, devices, precision. T
 --config owns the mathematics, and flags override it. The hardware never changes the result. The
 samples of a step and its learning rate are functions of the step; random numbers are functions of
 the step and the micro-batch. The gradient is that of the summed losses of the step, divided by its
-number of items in the loss. So the loop has no state but the step, and the same command resumes a
-run that was killed.
+number of items in the loss. So the loop has no state but the step: the same command resumes.
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
@@ -27,9 +26,10 @@ from accelerate.utils import send_to_device
 import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from samestep.core.batches import seed_micro_batch
+from samestep.core.exact import step_gradients
 from samestep.core.monitor import skip_unless_finite
 from samestep.core.ranks import Ranks
-from samestep.core.sums import EvaluationSums, StepGradients
+from samestep.core.sums import EvaluationSums
 from samestep.project import device, shutdown
 from samestep.project.config import BatchSize, DecayRate, Interval
 from samestep.project.dtypes import split_by_decay
@@ -201,7 +201,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     optimizer = build_optimizer(model, cfg)
     with run.preparing(model, optimizer) as module:  # calls as model(run.task.loss_sum, batch)
         model, optimizer = accelerator.prepare(module, optimizer)
-    gradients = StepGradients(accelerator, ranks, model, cfg.exact, run.meter.stopwatch)
+    gradients = step_gradients(accelerator, ranks, model, cfg.exact)
 
     # Build the loaders. Their samplers assign the batches to the processes.
     run.measure_shares(model)  # device_shares auto: by the speed of each device

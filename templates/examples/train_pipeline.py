@@ -210,9 +210,8 @@ class Pipeline(torch.nn.Module):
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         batch = send_to_device(batch, self.device, non_blocking=True)
         first = [] if self.stage else [batch["input_ids"]]
-        self.run.meter.stopwatch.start()
-        with self.run.meter.stopwatch.micro_batch():
-            self.schedule.step(*first, target=batch["labels"], **batch)
+        self.schedule.step(*first, target=batch["labels"], **batch)
+        self.run.meter.stopwatch.stop()
         return self.losses or [torch.zeros((), device=self.device)] * len(batches)
 
     def clip(self, max_norm: float) -> torch.Tensor:

@@ -7,10 +7,10 @@ micro-batches of a step does not depend on which process computes which of them:
 
 A process adds up the largest nodes inside its run of micro-batches. Then each receives a part of
 all nodes, adds these up the rest of the tree, and sends the others its part of the sum: as many
-bytes as DDP's all-reduce where each process has one node. What is sent of a bucket of gradients
-travels while the backward pass computes the next one.
+bytes as DDP's all-reduce where each process has one node.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
-from samestep.core.batches import StepPlan
+from samestep.base.errors import UserError
+from samestep.core.batches import Batch, StepPlan
+from samestep.core.gradient import StepGradients, own_name
 from samestep.core.mesh import Layout
+from samestep.core.ranks import Ranks
 from samestep.core.sharding import Tensors, is_dtensor, local
+
+PIECE = 25 << 20  # bytes of gradients that are exchanged at once
 
 
 class TreeSum:
@@ -106,7 +112,146 @@ def exchange(
         work.wait()
 
 
-# ---- In the backward pass ------------------------------------------------------------------------
+def exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
+    """The sums over all micro-batches of lists of tensors, of which `nodes` has those of this
+    process: in pieces of at most PIECE bytes, or of one tensor."""
+    pieces: list[list[int]] = []  # places of the tensors of each
+    size = 0
+    for place, tensor in enumerate(nodes[-1]):
+        size += tensor.nbytes
+        if not pieces or size > PIECE or nodes[-1][place - 1].dtype != tensor.dtype:
+            pieces.append([])
+            size = tensor.nbytes
+        pieces[-1].append(place)
+    totals = []
+    for places in pieces:
+        vectors = [torch.cat([flat(sums[place]) for place in places]) for sums in nodes]
+        for _ in exchange(vectors[-1], vectors, runs):
+            pass
+        own = [nodes[-1][place] for place in places]
+        parts = vectors[-1].split([each.numel() for each in own])
+        for part, like in zip(parts, own, strict=True):
+            totals.append(part.as_strided(like.shape, like.stride()))
+    return totals
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of memory. A gradient has the strides of its weight, so this order
+    is the same on all processes."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+class ExactGradients(StepGradients):
+    """The same bytes on any number of processes: the gradients of the micro-batches are added in
+    the order of a tree, which takes several times their memory; under FSDP, that of shards.
+
+    DDP exchanges nothing: the sums are exchanged after the last micro-batch.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
+        super().__init__(accelerator, ranks, model)
+        self.sharded, self.tree, self.turn = ranks.layout.sharded, TreeSum(), Turn(StepPlan(1, 1))
+        self.problem: UserError | None = None
+        self.blocks: list[TreeReduceScatter] = []
+        if self.sharded:
+            self.blocks = reduce_in_tree(model, accelerator, ranks.layout, self.turn)
+        elif isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = False  # they do not change; sending them would look like that
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Starts a step with this plan: nothing divides its losses."""
+        super().start_step(plan)
+        self.turn.plan = plan
+        self.accelerator.gradient_accumulation_steps = self.divisor = 1
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
+        """Computes the gradient of micro-batch `number` of the step in its body."""
+        self.turn.number = number
+        # A buffer's version counts its changes. In the first step its values are compared, too:
+        # torch.nn.functional.batch_norm changes them without a new version.
+        before = {
+            name: (buffer, buffer._version, buffer.clone() if self.checking else None)
+            for name, buffer in self.model.named_buffers()
+        }
+        alone: Any = contextlib.nullcontext()
+        if not self.sharded:
+            # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
+            alone = getattr(self.model, "no_sync", contextlib.nullcontext)()
+        with alone:
+            yield
+        self.check_buffers(before)
+        if not self.sharded:
+            self.add_up(number)
+
+    def add_up(self, number: int) -> None:
+        """Takes the gradients of a micro-batch out of the weights, and adds them."""
+        found = []
+        for place, parameter in enumerate(self.parameters):
+            grad, parameter.grad = parameter.grad, None
+            self.used[place] += grad is not None
+            if grad is None:  # it may have one in another micro-batch
+                grad = torch.zeros_like(parameter)
+            found.append(grad)
+        self.tree.add(number, found)
+
+    def check_buffers(self, before: dict[str, tuple]) -> None:
+        """Notes a problem if a micro-batch has changed a buffer, as BatchNorm does."""
+        for name, buffer in self.model.named_buffers():
+            old, version, values = before.get(name, (None, 0, None))
+            same = buffer is old and buffer._version == version
+            if same and self.checking:  # waits for the device
+                same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
+            if not same and not self.problem:
+                self.problem = UserError(
+                    f"exact: the model changes its buffer {own_name(name)} while it trains, so the "
+                    "result depends on which process computes what; use GroupNorm or LayerNorm in "
+                    "place of BatchNorm, or set exact to false"
+                )
+
+    def reduce(self) -> None:
+        """Brings the sums over the whole step to the weights of each process. If a process has a
+        problem, all raise it."""
+        if self.ranks.layout.fsdp:
+            self.check_used()
+        self.checking = False
+        used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
+        assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
+        if not self.sharded:
+            plan = self.turn.plan
+            runs = [plan.run(rank) for rank in range(len(plan.shares))]
+            if len(runs) == 1:
+                totals = self.tree.total()
+            else:
+                nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
+                totals = exchange_lists(nodes, runs)
+            for parameter, total in zip(self.parameters, totals, strict=True):
+                parameter.grad = total
+        self.drop_unused(used)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """As StepGradients.clip; the squares are added in an order that no process decides."""
+        self.accelerator.unscale_gradients()
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = norm_by_rows(grads)
+        if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(grad) for grad in grads], scale)
+        return norm
+
+
+def step_gradients(
+    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool
+) -> StepGradients:
+    """The gradients of the steps of this prepared model."""
+    kind = ExactGradients if exact else StepGradients
+    return kind(accelerator, ranks, model)
+
+
+# ---- Under FSDP ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -120,52 +265,6 @@ class Turn:
     def last(self) -> bool:
         """Whether it is the last one of this process in its step."""
         return self.number == self.plan.run()[-1]
-
-
-class TreeAllReduce:
-    """Exchanges DDP's buckets of gradients, in place of its all-reduce, while the last micro-batch
-    of a process is computed. `tree` has the sums of those before it."""
-
-    def __init__(self, model: torch.nn.Module, parameters: list, tree: TreeSum, turn: Turn):
-        self.places = {parameter: i for i, parameter in enumerate(parameters)}
-        self.tree, self.turn = tree, turn
-        self.under_way: list[tuple[Iterator, Any]] = []
-        model.broadcast_buffers = False  # they do not change; sending them would look like that
-        model.register_comm_hook(None, self.send)  # type: ignore[operator]
-
-    def send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's hook."""
-        weights, plan = bucket.parameters(), self.turn.plan
-        places = [self.places[weight] for weight in weights]
-        nodes = ((first, size, [s[i] for i in places]) for first, size, s in self.tree.nodes)
-        # DDP gives them as if weights were contiguous; they lie as these do, as channels_last.
-        pairs = zip(bucket.gradients(), weights, strict=True)
-        tree, gradients = TreeSum(nodes), [g.as_strided(w.shape, w.stride()) for g, w in pairs]
-        tree.add(self.turn.number, gradients)
-        vectors = [torch.cat([*map(flat, sums)]) for _, _, sums in tree.nodes[:-1]]
-        runs = [plan.run(rank) for rank in range(len(plan.shares))]
-        work = exchange(bucket.buffer(), [*vectors, bucket.buffer()], runs)
-        next(work)
-        self.under_way.append((work, zip(weights, gradients, strict=True)))
-        future: Any = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def finish(self) -> None:
-        """Brings the sums to the weights."""
-        for work, _ in self.under_way:
-            next(work)
-        for work, gradients in self.under_way:
-            next(work, None)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-        self.under_way, self.tree.nodes = [], []
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory. A gradient has the strides of its weight, so this order
-    is the same on all processes."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class TreeReduceScatter:

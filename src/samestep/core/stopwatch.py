@@ -1,8 +1,6 @@
 """Times of the device: events in its work, read once the device has come so far. Nothing waits."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
     DDP waits for other processes after the last micro-batch, which must not count. So the backward
-    pass itself calls `stop`, before DDP waits.
+    pass itself ends the time of a step, before DDP waits.
     """
 
     def __init__(self, device: torch.device):
@@ -21,6 +19,14 @@ class Stopwatch:
         # [begin, end] of steps that the device may not have computed yet
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Lets the backward passes of a prepared model end the time of a step."""
+        # autograd calls what is queued with a weight's gradient when the others are there, too, and
+        # before DDP waits for the other processes, which is queued with the last one.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        weight = next(p for p in model.parameters() if p.requires_grad)
+        weight.register_hook(lambda _: queue(self.stop))
 
     def mark(self) -> Any:
         """This moment: ns on a CPU, otherwise an event in the device's work."""
@@ -32,21 +38,19 @@ class Stopwatch:
 
     def start(self) -> None:
         """Before the first micro-batch of a step."""
+        self.end()
         self.collect()
         self.running.append([self.mark(), None])
-
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Computes a micro-batch in its body, which ends it unless `stop` is called inside."""
-        self.running[-1][1] = None
-        yield
-        if self.running[-1][1] is None:
-            self.stop()
 
     def stop(self) -> None:
         """When the gradients of a micro-batch are there; those of the last one end the step."""
         if self.running:  # an evaluation may compute gradients, too
             self.running[-1][1] = self.mark()
+
+    def end(self) -> None:
+        """Ends a step that has not used the watched weight."""
+        if self.running and self.running[-1][1] is None:
+            self.stop()
 
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
@@ -60,6 +64,7 @@ class Stopwatch:
 
     def take(self) -> list[float]:
         """Seconds of each step since the last call; waits until the device has computed them."""
+        self.end()
         if self.running and self.device.type != "cpu":
             self.running[-1][1].synchronize()
         self.collect()

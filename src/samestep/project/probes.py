@@ -49,6 +49,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     probe.print_loss()
     with device.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
+    run.meter.stopwatch.watch(model)
     model.train()
 
 

@@ -102,6 +102,7 @@ class SpeedMeter:
         self.num_items, self.computed = self.num_items + num_items, self.computed + computed
         self.ids_hash = (self.ids_hash + ids_hash) % 2**64
         self.fetching.append(0.0)
+        self.stopwatch.start()
 
     def read(self) -> dict:
         """Fields for a line; all processes must call it, when the device has computed the steps.

@@ -1,0 +1,125 @@
+"""The gradient of a step: that of all its micro-batches, over all processes."""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.errors import UserError, some
+from samestep.core import inputs, sharding
+from samestep.core.batches import Batch, StepPlan
+from samestep.core.ranks import Ranks
+from samestep.core.sharding import full_tensor
+
+
+class StepGradients:
+    """The gradient of a step's summed losses, divided by the step's items in the loss.
+
+    DDP or FSDP averages it over the processes while the last micro-batch is computed.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
+        self.accelerator, self.ranks, self.model = accelerator, ranks, model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = [own_name(name) for name, p in model.named_parameters() if p.requires_grad]
+        self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+        self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
+        self.checking = True  # the first step
+        self.guarded = False
+        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
+            model.broadcast_buffers = False  # nothing that training changes: a message less
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Starts a step with this plan. `divisor` then is the number by which it is divided:
+        accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
+        the gradients over the processes."""
+        if self.checking and self.ranks.layout.fsdp:
+            sharding.count_gradients(self.model, self.used)
+        sharding.share_buffers(self.model, self.ranks.layout.fsdp)
+        turns = len(plan.run())
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
+        self.divisor = turns * self.ranks.layout.averaged
+
+    def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
+        if self.checking and not self.guarded:
+            self.guarded = True
+            with self.ranks.fail_together():
+                inputs.check_loss(loss)
+        # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
+        return loss * (1 + 0 * loss.detach())
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
+        """Computes the gradient of micro-batch `number` of the step in its body."""
+        with sharding.split_rows(self.accelerator, batch):
+            yield
+
+    def reduce(self) -> None:
+        """Brings the gradient of the whole step to the weights of each process.
+
+        If a process has a problem, all raise it.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            try:  # else torch would tell so in the next step, after this one
+                self.model._check_reducer_finalized()
+            except RuntimeError as error:
+                indices = re.findall(r"grad for rank \d+: ([\d ]+)", str(error))
+                places = [int(index) for text in indices for index in text.split()]
+                raise UserError(no_gradient([self.names[place] for place in places])) from None
+        if self.ranks.layout.fsdp:
+            self.check_used()
+            self.drop_unused(self.used)
+        self.checking = False
+
+    def drop_unused(self, used: list[int]) -> None:
+        """A weight that no micro-batch has used gets no gradient: it would decay."""
+        for parameter, count in zip(self.parameters, used, strict=True):
+            if not count:
+                parameter.grad = None
+        self.used[:] = [0] * len(self.used)
+
+    def check_used(self) -> None:
+        """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
+        the zeros that stand for other gradients would change weights that no process uses."""
+        used = [count > 0 for count in self.used]
+        if self.checking:
+            counts = self.ranks.sum_over_ranks(*map(int, used))
+            agree = [count in (0, self.accelerator.num_processes) for count in counts]
+            self.expected = used
+        else:
+            agree = [now == before for now, before in zip(used, self.expected, strict=True)]
+        names = [name for name, good in zip(self.names, agree, strict=True) if not good]
+        if names:
+            raise UserError(
+                f"the model uses {some(names, 3)} for some rows only, and FSDP needs every weight "
+                "in each step of each process; change the model, or use multi_gpu.yaml"
+            )
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
+
+        The norm is a float32 of shape (), and stays on the device.
+        """
+        # accelerate knows an FSDP model by all of its parameters, and else needs no search.
+        parameters = self.model.parameters() if self.ranks.layout.sharded else self.parameters
+        norm = self.accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
+        # DeepSpeed has clipped and stepped in `backward`, and gives a number.
+        return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
+
+
+def own_name(name: str) -> str:
+    """The name that a weight or buffer has in the task's model."""
+    return name.removeprefix("module.").removeprefix("model.")
+
+
+def no_gradient(names: list[str]) -> str:
+    """The line about weights without a gradient, where DDP waits for one."""
+    return (
+        f"weights without a gradient: {some(names, 3)}. DDP waits for that of every weight in each "
+        "step; set find_unused_parameters to true, or leave them out of the training"
+    )
