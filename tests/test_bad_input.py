@@ -365,9 +365,10 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "from unittest import mock; from samestep.core import ranks\n"
-        "from samestep.project import rendezvous\n"
-        "ranks.PROCESSES = 2; rendezvous.join = lambda _: mock.Mock(wait=lambda _: None)",
+        "before": "from unittest import mock; from samestep.core.mesh import Layout\n"
+        "from samestep.project import meeting, rendezvous\n"
+        "meeting.this_layout = lambda: Layout(2)\n"
+        "rendezvous.join = lambda _: mock.Mock(wait=lambda _: None)",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -136,11 +136,10 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
     assert workers.cores_per_process() == 2
 
 
-def test_batch_norm_is_synchronized_over_gpus_with_equal_shares(monkeypatch):
+def test_batch_norm_is_synchronized_over_gpus_with_equal_shares():
     from samestep.core import batches, ranks, weights
 
-    monkeypatch.setattr(weights, "PROCESSES", 2)
-    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_processes=2)
     model = weights.torch.nn.Sequential(weights.torch.nn.BatchNorm1d(2))
     synchronized = weights.sync_batch_norms(model, gpu, batches.StepPlan(8, 2, (2, 2), 0), "equal")
     assert type(synchronized[0]).__name__ == "SyncBatchNorm"
@@ -175,7 +174,6 @@ def test_the_devices_are_those_that_the_launcher_asks_for(
     several = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "RANK": 0}
     for name, text in ((several if processes > 1 else {}) | variables).items():
         monkeypatch.setenv(name, str(text))
-    monkeypatch.setattr(device, "PROCESSES", processes)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():

@@ -176,7 +176,8 @@ MEETINGS = [
 @pytest.mark.parametrize("restarts, machines, most, shared, expected", MEETINGS)
 def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
-    from samestep.core import ranks
+    from samestep.base import errors
+    from samestep.project import meeting
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}
@@ -187,9 +188,9 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
     if shared == "static":  # its launchers leave this in the store
         store.set("id/torchelastic/role_info/0", "")
     if expected.startswith("export"):
-        with pytest.raises(ranks.UserError, match=expected):
-            ranks.restart_store()
-    elif place := ranks.restart_store():
+        with pytest.raises(errors.UserError, match=expected):
+            meeting.restart_store()
+    elif place := meeting.restart_store():
         place.set("mine", "")
         assert store.check([f"{expected}/mine"])
     else:

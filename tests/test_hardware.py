@@ -113,7 +113,7 @@ def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     )
     assert {key: env.get(key) for key in told} == told
     set_up(machine, processes, env)
-    found = layout.this_layout()
+    found = launched.this_layout()
     assert found.processes == processes
     assert {axis: getattr(found, axis) for axis in layout.AXES if getattr(found, axis) > 1} == sizes
     launched.check_launched(found)
@@ -198,9 +198,9 @@ def start(machine, path, *options):
     arguments, env = launcher.read(["--config_file", str(path), *options, "train.py"])
     launcher.check_machines(arguments)
     set_up(machine, arguments.num_processes, env)
-    launched.check_launched(layout.this_layout())
-    combinations.check_combinations(SimpleNamespace(**DEFAULTS), layout.this_layout())
-    return layout.this_layout()
+    launched.check_launched(launched.this_layout())
+    combinations.check_combinations(SimpleNamespace(**DEFAULTS), launched.this_layout())
+    return launched.this_layout()
 
 
 def test_numbers_of_the_launcher_are_those_of_the_layout(machine):

@@ -144,10 +144,9 @@ def test_settings_that_do_not_fit_are_one_line(small):
     assert code == 0 and "checked: runs/default starts from the beginning; 6 steps" in printed
 
 
-def test_stages_need_a_yaml_that_shards_nothing(monkeypatch):
-    monkeypatch.setenv(mesh.STAGES, "2")
+def test_stages_need_a_yaml_that_shards_nothing():
     with pytest.raises(ValueError, match="2 stages need a YAML that shards nothing"):
-        mesh.layout_of(4, 0, ("FSDP",), {})
+        mesh.layout_of(4, 0, ("FSDP",), {"stages": 2})
 
 
 def models():

@@ -8,9 +8,10 @@ import torch
 from safetensors import safe_open
 
 from conftest import read_checkpoint, read_weights
-from samestep.core import tensor_files, weights
+from samestep.core import mesh, tensor_files, weights
+from samestep.core.ranks import Ranks
 
-ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
+ONE = Ranks(mesh.Layout())  # the ranks of a run of one process
 PATH = "checkpoints/step-00000003"
 
 
@@ -103,7 +104,7 @@ def state_of(model, optimizer):
         parameters = [p for p in parameters if p.numel()]
     optimizer = optimizer([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
     settings = weights.optimizer_settings(optimizer)
-    return weights.TrainingState(accelerator, module, optimizer, settings)
+    return weights.TrainingState(accelerator, module, optimizer, ONE.layout, settings)
 
 
 def train(state, steps):
@@ -306,4 +307,4 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
     state = state_of(Odd(0), torch.optim.AdamW)
     state.accelerator._custom_objects = [Bag()]
     with pytest.raises(ValueError, match=r"registered.0.seen is a set; a checkpoint holds tensors"):
-        weights.TrainingState(state.accelerator, state.module, state.optimizer)
+        weights.TrainingState(state.accelerator, state.module, state.optimizer, ONE.layout)

@@ -29,7 +29,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.core.mesh import STAGES, TP
 from samestep.core.monitor import skip_unless_finite
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor, local
@@ -37,6 +36,7 @@ from samestep.models import attention, next_token
 from samestep.project import device, shutdown
 from samestep.project.config import ONE_COMMAND, parse_config
 from samestep.project.ending import export, finish
+from samestep.project.launched import STAGES, TP
 from samestep.project.loading import EvalLoader, TrainLoader
 from samestep.project.log import RunLog
 from samestep.project.run import Run

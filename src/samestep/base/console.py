@@ -18,8 +18,9 @@ def read_place() -> tuple[int, int]:
     return 0, 1
 
 
-RANK, PROCESSES = read_place()  # works before the process group exists
-IS_MAIN = RANK == 0
+def is_main() -> bool:
+    """Whether this is the main process: before there is a process group, and without one, too."""
+    return read_place()[0] == 0
 
 
 class Output(io.FileIO):
@@ -118,6 +119,6 @@ def one_line(text: object, longest: int = 300) -> str:
 
 def print_on_main(text: str) -> None:
     """Prints text above the progress bar, on the main process only."""
-    if IS_MAIN:
+    if is_main():
         tqdm.write(escaped(text, kept="\n"))
         sys.stdout.flush()

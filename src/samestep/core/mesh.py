@@ -1,4 +1,4 @@
-"""How the processes of a run share samples and weights: what an accelerate YAML says about it.
+"""How the processes of a run share samples and weights.
 
 Under DDP, FSDP2 and ZeRO each process computes micro-batches of its own: it is a replica of the
 model, as far as samples are concerned. Processes of one tensor- or context-parallel group, or the
@@ -7,20 +7,14 @@ on these numbers reads them here.
 """
 
 import math
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import parse_flag_from_env
-
-from samestep.base.console import read_place
+from accelerate import Accelerator
 
 # The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-# train_pipeline.py sets them on each process, under a YAML that shards nothing.
-STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # from the outermost to the innermost
 
 
@@ -99,9 +93,9 @@ class Layout:
 
 
 def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, Any]) -> Layout:
-    """The layout of so many processes, with the sizes of `axes` that are not 1.
+    """The layout of so many processes, with the sizes of `axes` that are not 1, and of `stages`.
 
-    Stages are those of train_pipeline.py. Raises ValueError if the processes do not fit the sizes.
+    Raises ValueError if the processes do not fit the sizes.
     """
     sizes = {name: int(axes.get(name) or 1) for name in AXES}
     product = math.prod(sizes.values())
@@ -111,9 +105,8 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
             f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
             f"num_processes is {processes}; make them equal"
         )
-    stages = int(os.environ.get(STAGES, 1))
+    stages = int(axes.get("stages") or 1)
     if stages > 1:
-        sizes["tp"] = int(os.environ.get(TP, 1))
         together = stages * sizes["tp"]
         if kinds or processes % together:
             raise ValueError(
@@ -123,19 +116,12 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
     return Layout(processes, rank, kinds, **sizes, stages=stages)
 
 
-def read_size(name: str) -> int:
-    """The whole number in a variable; 1 where it is not set. Raises ValueError for another text."""
-    text = os.environ.get(name) or "1"
-    if not re.fullmatch(r"-?\d+", text):
-        raise ValueError(f"{name} is {text!r}; give a whole number")
-    return int(text)
-
-
-def this_layout() -> Layout:
-    """The layout that the launcher has set up for this process."""
-    kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
-    axes: Mapping[str, Any] = {}
-    if "PARALLELISM_CONFIG" in kinds:
-        axes = {name: read_size(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
-    rank, processes = read_place()
-    return layout_of(processes, rank, kinds, axes)
+def layout_of_accelerator(accelerator: Accelerator) -> Layout:
+    """The layout of an Accelerator, whatever has launched or configured it."""
+    kind, config = accelerator.distributed_type.value, accelerator.parallelism_config
+    kinds = tuple(each for each in SHARDED[:3] if each == kind)
+    axes = {}
+    if config and config.total_size > 1:
+        kinds += ("PARALLELISM_CONFIG",)
+        axes = {name: getattr(config, f"{name}_size", 1) for name in AXES}
+    return layout_of(accelerator.num_processes, accelerator.process_index, kinds, axes)

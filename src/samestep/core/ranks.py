@@ -8,7 +8,6 @@ next exchange of the others fails, and they raise what it has told.
 import contextlib
 import copy
 import datetime
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 
 from samestep.base.errors import Failed, UserError, as_user_error
-from samestep.core.mesh import this_layout
-from samestep.project.device import PROCESSES, use_cpu
+from samestep.core.mesh import Layout
 
 SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
 
@@ -28,41 +25,15 @@ SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the b
 class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
-    Create it after data preparation, which may take longer than the timeout. `others`: what
-    `rendezvous.join` has returned.
+    `others`: what `rendezvous.join` has returned, if train.py has made the process group.
     """
 
-    def __init__(self, timeout: int, others: Any = None):
-        self.group, self.layout, self.timeout, self.others = None, this_layout(), timeout, others
-        self.limit = datetime.timedelta(seconds=timeout)
-        store: Any = others.wait(timeout) if others else None
-        if PROCESSES > 1:
-            others.try_exchange(lambda: self.gloo(store), torch.device("cpu"), timeout)
-        else:
-            store = restart_store()
-        place: dict[str, Any] = {}
-        if store:
-            place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
-            if self.layout.deepspeed:  # it takes no store, but a group that exists
-                device = torch.accelerator.current_accelerator() or torch.device("cpu")
-                backend = dist.get_default_backend_for_device(device)
-                dist.init_process_group(backend, timeout=self.limit, **place)
-                place = {}
-        state = PartialState(cpu=use_cpu(), timeout=self.limit, **place)
-        if state.num_processes != PROCESSES:
-            raise UserError(
-                f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
-                "check distributed_type in the accelerate YAML"
-            )
-        if PROCESSES > 1:
-            if state.device.type != "cpu":
-                others.try_exchange(lambda: dist.group.WORLD, state.device, timeout)
+    def __init__(self, layout: Layout, timeout: int = 1800, others: Any = None):
+        """On the process group that is there; a process without one is alone."""
+        self.layout, self.timeout, self.others = layout, timeout, others
+        self.limit, self.group = datetime.timedelta(seconds=timeout), None
+        if layout.processes > 1:
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
-
-    def gloo(self, store: dist.Store) -> Any:
-        """A group for one exchange: torch's own would take minutes to say what is wrong."""
-        store = dist.PrefixStore("network", store)
-        return dist.ProcessGroupGloo(store, int(os.environ["RANK"]), PROCESSES, self.limit)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.
@@ -92,7 +63,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list:
         """The value of each process, in the order of their ranks."""
-        values = [value] * PROCESSES
+        values = [value] * self.layout.processes
         if group := self.begin_exchange():
             dist.all_gather_object(values, value, group=group)
         return values
@@ -102,7 +73,7 @@ class Ranks:
         empty list."""
         values: list | None = [value]
         if group := self.begin_exchange():
-            values = [None] * PROCESSES if self.layout.rank == 0 else None
+            values = [None] * self.layout.processes if self.layout.rank == 0 else None
             dist.gather_object(value, values, dst=0, group=group)
         return values or []
 
@@ -131,13 +102,13 @@ class Ranks:
         if problem:
             text = str(problem) or repr(problem)
             text = text if by_user else f"{type(problem).__name__}: {text}"
-        who = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        who = f"process {self.layout.rank} on {socket.gethostname()}"
         problems = [each for each in self.gather((by_user, text, who)) if each[1]]
         if not problems:
             return
         if problem and not by_user:
             raise problem  # with its traceback
-        named = len(problems) < PROCESSES
+        named = len(problems) < self.layout.processes
         lines = [f"{who}: {text}" if named else text for _, text, who in problems]
         error = UserError if all(by_user for by_user, _, _ in problems) else Failed
         raise error("; ".join(dict.fromkeys(lines)))
@@ -165,31 +136,3 @@ class PendingSum:
         if self.numbers[-1]:
             self.ranks.raise_everywhere(self.problem)
         return sums
-
-
-def restart_store() -> dist.Store | None:
-    """The store where processes meet after torchelastic restarted the processes (`--max_restarts`).
-
-    Where its launcher keeps the store, as with the static rendezvous, that still holds the
-    addresses of the processes that died. The new ones write theirs under another prefix. Elsewhere
-    process 0 creates a new store.
-
-    Raises UserError where several launchers share a store through c10d: after a restart they
-    disagree about its address, and have counted different numbers of restarts.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    alone = os.environ["GROUP_WORLD_SIZE"] == "1" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
-    if alone and restarts == "0":
-        return None
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-    # Static launchers keep their own entries in this store; those of c10d lie in another one.
-    entry = f"{os.environ['TORCHELASTIC_RUN_ID']}/torchelastic/role_info/0"
-    if not alone and not store.check([entry]):
-        raise UserError(
-            "with the c10d rendezvous, several launchers and --max_restarts, first export "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
-        )
-    return None if restarts == "0" else dist.PrefixStore(f"restart-{restarts}", store)

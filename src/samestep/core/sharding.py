@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.base.errors import UserError
 from samestep.base.fields import IGNORE_INDEX
-from samestep.core.mesh import Layout, this_layout
+from samestep.core.mesh import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -104,13 +104,13 @@ def full_groups(groups: list[dict]) -> list[list[dict]]:
     return whole
 
 
-def check_weights(model: torch.nn.Module) -> None:
+def check_weights(model: torch.nn.Module, layout: Layout) -> None:
     """Raises UserError for complex weights under FSDP, which would lose a part in bf16 silently.
 
     It refuses other weights by itself: of several data types, without a dimension, not contiguous.
     """
     complex_ones = [name for name, p in model.named_parameters() if p.is_complex()]
-    if complex_ones and this_layout().fsdp:
+    if complex_ones and layout.fsdp:
         raise UserError(
             f"FSDP needs real weights, and {complex_ones[0]} is not; change it in build_model, or "
             "use another YAML"

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from samestep.base.console import RANK
 from samestep.core.ranks import Ranks
 
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
@@ -26,6 +25,7 @@ PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for th
 class Share:
     """What one process writes."""
 
+    rank: int  # of this process
     parts: dict[str, torch.Tensor]  # by the name of the tensor; on any device
     places: dict[str, dict]  # of each part: its offsets, and dtype and shape of the whole tensor
 
@@ -38,11 +38,11 @@ def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(tensors, is_coordinator=RANK == 0)
+    rank, planner = ranks.layout.rank, DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
     plans, _ = planner.create_global_plan(ranks.gather(planner.create_local_plan()))
-    share = Share({}, {})
-    for item in planner.finish_plan(plans[RANK]).items:
+    share = Share(rank, {}, {})
+    for item in planner.finish_plan(plans[rank]).items:
         name, whole, chunk = item.index.fqn, item.tensor_data.size, item.tensor_data.chunk
         if whole.numel() and not chunk.sizes.numel():  # there are more processes than rows
             continue
@@ -63,7 +63,7 @@ def write_share(share: Share, folder: Path) -> None:
     if parts:
         # One entry: safetensors writes several in any order, and the same state is the same bytes.
         metadata = {PLACES: json.dumps(share.places, sort_keys=True)}
-        save_file(parts, folder / f"rank-{RANK:05}.safetensors", metadata)
+        save_file(parts, folder / f"rank-{share.rank:05}.safetensors", metadata)
 
 
 class TensorReader:

@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from samestep.base.console import IS_MAIN, PROCESSES, print_on_main
+from samestep.base.console import print_on_main
 from samestep.base.errors import UserError, catch
 from samestep.core import deepspeed, packing
 from samestep.core.batches import StepPlan
-from samestep.core.mesh import this_layout
+from samestep.core.mesh import Layout
 from samestep.core.optimizers import check_weights, restore
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_groups, is_dtensor
@@ -133,14 +133,14 @@ def gather_model(
     If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
     the other processes: only the main process needs memory for all weights, and for these once.
     """
-    if not this_layout().sharded:
+    if not ranks.layout.sharded:
         return bare_model(accelerator, module)
     model, built, whole = None, {}, {}
     with ranks.fail_together():
         if accelerator.is_main_process:
             model = build()
             built = model.state_dict()
-    if this_layout().deepspeed:
+    if ranks.layout.deepspeed:
         state = accelerator.get_state_dict(module) or {}
     else:
         state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
@@ -191,12 +191,13 @@ def sync_batch_norms(
         "warning: the model has BatchNorm, so its result depends on how a step is split; "
         "see docs/task.md"
     )
-    if PROCESSES == 1 or accelerator.device.type != "cuda":
+    processes = accelerator.num_processes
+    if processes == 1 or accelerator.device.type != "cuda":
         return model
     if device_shares == "auto" or len({*plan.shares}) > 1:
         raise UserError(
             "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
-            f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
+            f"micro-batch: give a global_batch_size that {processes} divides and device_shares "
             "equal, or use GroupNorm or LayerNorm"
         )
     return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -300,12 +301,13 @@ class TrainingState:
     accelerator: Accelerator
     module: torch.nn.Module  # prepared, as the optimizer
     optimizer: AcceleratedOptimizer
+    layout: Layout
     settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
 
     def __post_init__(self):
         self.settings = self.settings or optimizer_settings(self.bare_optimizer())
-        if not this_layout().deepspeed:
+        if not self.layout.deepspeed:
             names = {parameter: name for name, parameter in self.parameters().items()}
             check_weights(self.bare_optimizer(), names)
             self.pack_others()  # raises for what no checkpoint can hold
@@ -413,7 +415,7 @@ class TrainingState:
                 "per group); restore that, or give another --output_dir"
             )
         self.load_weights(path, saved, manifest)
-        if this_layout().deepspeed:  # it has restored all settings
+        if self.layout.deepspeed:  # it has restored all settings
             for group in self.optimizer.param_groups:
                 i = group["number"]
                 changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
@@ -435,8 +437,8 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
-        check_kind(path, saved, self.accelerator)
-        if this_layout().deepspeed:
+        check_kind(path, saved, self.accelerator, self.layout)
+        if self.layout.deepspeed:
             check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return
@@ -489,11 +491,11 @@ class TrainingState:
         restore(self.bare_optimizer(), states)
 
 
-def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
+def check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
     """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
     `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
     wanted, written = 0, deepspeed.stage_in(path)
-    if this_layout().deepspeed:
+    if layout.deepspeed:
         wanted = deepspeed.stage_of(accelerator)
     if wanted == written and (not wanted or saved["processes"] == accelerator.num_processes):
         return
@@ -506,7 +508,8 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
 
 def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
     """Raises ValueError if the frozen weights are others; the main process has their digest."""
-    if IS_MAIN and saved.get("frozen_weights", "") != manifest.get("frozen_weights", ""):
+    now = manifest.get("frozen_weights")
+    if now is not None and saved.get("frozen_weights", "") != now:
         raise ValueError(
             f"{path} was trained with other pretrained weights; give those weights, or another "
             "--output_dir"

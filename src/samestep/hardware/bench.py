@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from samestep.base.console import IS_MAIN, one_line
+from samestep.base.console import is_main, one_line
 from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
@@ -188,5 +188,5 @@ def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str
 
 if __name__ == "__main__":
     answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
-    if IS_MAIN:
+    if is_main():
         print(json.dumps({"answer": answer}), flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from samestep.base.console import IS_MAIN, escaped, one_line, print_on_main
+from samestep.base.console import escaped, is_main, one_line, print_on_main
 from samestep.base.errors import UserError, as_user_error
 from samestep.base.files import read_json_object, replace_text
 from samestep.hardware import bench, devices, recommend, smoke
@@ -46,7 +46,7 @@ def measure() -> int:
         raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
     if options.processes is not None and options.processes < 1:
         raise UserError(f"--processes is {options.processes}; give 1 or more")
-    if not IS_MAIN:  # the first process of a launcher starts others itself
+    if not is_main():  # the first process of a launcher starts others itself
         return 0
     words = shutdown.LAUNCHER_WORDS
     found = launcher.find_yaml(words) if words else ""

@@ -16,7 +16,7 @@ from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
 from samestep.base.fields import flatten
 from samestep.base.files import read_json_object
-from samestep.core.ranks import PROCESSES, Ranks
+from samestep.core.ranks import Ranks
 
 LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.
@@ -141,7 +141,7 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
 def check_shared(processes: Ranks, output: Path) -> None:
     """Raises UserError on all processes if one of them does not see the main one's run folder: each
     must read the holder of its lock, which is the main one."""
-    if PROCESSES == 1:
+    if processes.layout.processes == 1:
         return
     holder = processes.from_main(read_json_object(output / "lock"))
     deadline = time.monotonic() + FOLDER_SECONDS

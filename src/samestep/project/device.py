@@ -17,10 +17,9 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from samestep.base.console import PROCESSES, print_on_main
+from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process
-from samestep.core.mesh import this_layout
-from samestep.project.launched import without_gpu
+from samestep.project.launched import this_layout, without_gpu
 
 
 def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def allow_tf32(allowed: bool) -> None:
 def use_cpu() -> bool:
     """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
     gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (read_place()[1] > 1 and not gpu)
 
 
 def check_devices() -> None:
@@ -110,7 +109,7 @@ def check_devices() -> None:
         raise ValueError(f"{here} processes on this machine, which has {gpus} GPUs; start {gpus}")
     if not on_cpu and precision == "bf16" and (torch.version.cuda or torch.version.hip):
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            faster = "single_gpu_fp16.yaml" if PROCESSES == 1 else "multi_gpu_fp16.yaml"
+            faster = "single_gpu_fp16.yaml" if read_place()[1] == 1 else "multi_gpu_fp16.yaml"
             name = torch.cuda.get_device_name()
             print_on_main(f"{name} only emulates bf16, slowly; faster is {faster}")
 
@@ -120,7 +119,7 @@ def wants_gpu() -> bool:
     cpu = os.environ.get("ACCELERATE_USE_CPU", "")
     by_yaml = "ACCELERATE_MIXED_PRECISION" in os.environ  # not by torchrun alone
     hides_none = not cpu and not os.environ.get("CUDA_VISIBLE_DEVICES")
-    return cpu == "False" or (by_yaml and PROCESSES > 1 and hides_none)
+    return cpu == "False" or (by_yaml and read_place()[1] > 1 and hides_none)
 
 
 def compile_blocks(model: torch.nn.Module) -> None:

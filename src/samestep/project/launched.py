@@ -5,16 +5,39 @@ import os
 import re
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
-from samestep.base.console import PROCESSES, one_line
+from samestep.base.console import one_line, read_place
 from samestep.base.launching import EXPORTED, FAILED
-from samestep.core.mesh import Layout
+from samestep.core.mesh import AXES, SHARDED, Layout, layout_of
 from samestep.project import config, launcher
 
 STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 # Variables that speak of several processes, and their value for one.
 OF_SEVERAL = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "1"}
+# train_pipeline.py sets them on each process, under a YAML that shards nothing.
+STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
 STARTS = "torchrun, accelerate launch or samestep launch"
+
+
+def read_size(name: str) -> int:
+    """The whole number in a variable; 1 where it is not set. Raises ValueError for another text."""
+    text = os.environ.get(name) or "1"
+    if not re.fullmatch(r"-?\d+", text):
+        raise ValueError(f"{name} is {text!r}; give a whole number")
+    return int(text)
+
+
+def this_layout() -> Layout:
+    """The layout that the launcher has set up for this process."""
+    kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
+    axes: dict[str, int] = {}
+    if "PARALLELISM_CONFIG" in kinds:
+        axes = {name: read_size(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
+    if (stages := read_size(STAGES)) > 1:
+        axes |= {"stages": stages, "tp": read_size(TP)}
+    rank, processes = read_place()
+    return layout_of(processes, rank, kinds, axes)
 
 
 def check_started() -> None:
@@ -138,5 +161,5 @@ def check_words(words: list[str]) -> None:
             hardware = launcher.read_yaml(path)
             launcher.check_sections(hardware, os.environ)
         wanted = wanted or hardware.num_processes
-    if PROCESSES == 1 < (wanted or 1):
+    if read_place()[1] == 1 < (wanted or 1):
         raise ValueError(launcher.STARTS_ONE.format(wanted))

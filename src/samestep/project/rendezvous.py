@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, read_place
 from samestep.base.errors import Failed, UserError, catch, some
 from samestep.base.launching import STOPPED
-from samestep.core.ranks import PROCESSES, SAVE_THREAD, restart_store
+from samestep.core.ranks import SAVE_THREAD
+from samestep.project.meeting import restart_store
 
 BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop
@@ -43,7 +44,7 @@ def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | Non
 
     `end` ends this process for an error of another one, from a thread.
     """
-    if PROCESSES > 1:
+    if read_place()[1] > 1:
         restart_store()  # raises what the user must correct
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in names if name not in os.environ]:

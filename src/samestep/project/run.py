@@ -184,7 +184,7 @@ class Run:
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
         with self.ranks.fail_together():
-            sharding.check_weights(model)
+            sharding.check_weights(model, self.ranks.layout)
             context = sharding.compute_context(self.accelerator, self.cfg.exact)
             module = weights.TaskModule(model, context)
             if self.cfg.exact:

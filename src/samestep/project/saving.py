@@ -26,7 +26,8 @@ class Saver:
     def __init__(self, run: Run, model: torch.nn.Module, optimizer: Any):
         self.run, self.accelerator, self.ranks = run, run.accelerator, run.ranks
         self.main = run.accelerator.is_main_process
-        self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
+        prepared = run.accelerator, model, optimizer
+        self.state = TrainingState(*prepared, run.ranks.layout, run.optimizer_settings)
         self.step = 0  # of the newest checkpoint
         self.takes_scores = False  # whether it is one of this run, and has no scores yet
         self.best = run.resume_point.best  # the step and the eval_loss of the best checkpoint

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import psutil
 
 from samestep.base import run_folder
-from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
+from samestep.base.console import is_main, one_line, protect_output, read_place, without_credentials
 from samestep.base.errors import (
     Failed,
     UserError,
@@ -35,8 +35,9 @@ from samestep.base.errors import (
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.launching import STOPPED, write_exit_code
 from samestep.base.signals import SIGNALS, ignore_signals
-from samestep.core.ranks import PROCESSES, SAVE_THREAD, Ranks
+from samestep.core.ranks import SAVE_THREAD
 from samestep.project import rendezvous
+from samestep.project.meeting import meet
 
 
 def find_launcher() -> tuple[int | None, list[str]]:
@@ -129,7 +130,8 @@ def leave(code: int, line: str = "") -> NoReturn:
 
 def speaks_for(error: BaseException) -> bool:
     """Whether this process prints the line about an error: the main one, unless that is gone."""
-    return PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
+    rank, processes = read_place()
+    return processes == 1 or rank == getattr(error, "speaker", 0)
 
 
 def run(main: Callable, prepare: Callable) -> None:
@@ -148,7 +150,7 @@ def run(main: Callable, prepare: Callable) -> None:
         hangs = lambda error: leave(report(error, "train.py", start and start.output))  # noqa: E731
         stop.others = others = rendezvous.join(hangs)
         start = prepare()
-        ranks = Ranks(start.cfg.timeout, others)
+        ranks = meet(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
         error = caught if stop.training else of_the_user(caught)
@@ -211,7 +213,7 @@ def report(error: BaseException, program: str, output: Path | None = None) -> in
     if not line and not isinstance(error, SystemExit):
         text = without_credentials("".join(traceback.format_exception(error)))
         folder = None if os.environ.get("SAMESTEP_TRACEBACK") == "1" else output
-        file = (folder or Path()) / f"error{'' if IS_MAIN else '-' + os.environ['RANK']}.txt"
+        file = (folder or Path()) / f"error{'' if is_main() else '-' + os.environ['RANK']}.txt"
         if not folder or catch(replace_text, file, text)[1]:  # the disk is full, or it is gone
             sys.stderr.write(text)
             return code

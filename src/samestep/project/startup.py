@@ -26,12 +26,12 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
-from samestep.base.console import IS_MAIN, escaped, one_line
+from samestep.base.console import escaped, is_main, one_line
 from samestep.base.errors import UserError, some
 from samestep.base.files import read_json_object, read_text
 from samestep.core import batches, checkpoints
 from samestep.core.inputs import Stream, list_sources
-from samestep.core.mesh import Layout, this_layout
+from samestep.core.mesh import Layout
 from samestep.core.order import first_mixture, next_mixture
 from samestep.core.ranks import Ranks
 from samestep.project import config, consistency, contract, launched, preview, shutdown
@@ -299,7 +299,7 @@ def read_layout(cfg: Any) -> Layout:
     if cfg.check:
         return Layout()
     launched.check_started()
-    layout = this_layout()
+    layout = launched.this_layout()
     launched.check_launched(layout)
     if shutdown.LAUNCHER_WORDS and "LAUNCHING" not in os.environ:  # samestep launch has checked
         launched.check_words(shutdown.LAUNCHER_WORDS)
@@ -510,7 +510,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
     tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
     given = resolved_config(cfg)
-    if IS_MAIN:  # before the data, whose preparation may take hours
+    if is_main():  # before the data, whose preparation may take hours
         ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
     data, bound, views, samples = read_data(cfg, task, run_of(cfg))
     if isinstance(views[0], Stream):
@@ -522,9 +522,9 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
     resume_point.remarks += config.remarks_on_rate(cfg, sys.argv[1:])
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
-    lock = run_folder.RunLock(output) if IS_MAIN and not cfg.check else None
+    lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
     try:
-        if IS_MAIN:
+        if is_main():
             resume_point.find_checkpoint(cfg)
             resume_point.find_start(cfg, manifest, given)
     except BaseException:

@@ -22,7 +22,7 @@ from accelerate.utils import ProfileKwargs
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from samestep.base.console import IS_MAIN, one_line, print_on_main
+from samestep.base.console import is_main, one_line, print_on_main
 from samestep.base.errors import catch
 from samestep.core.batches import Batch
 from samestep.core.ranks import Ranks
@@ -223,7 +223,7 @@ class Profiler:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
         self.profile.export_chrome_trace(str(folder / name))
-        if IS_MAIN:
+        if is_main():
             where = "cpu" if self.accelerator.device.type == "cpu" else "device"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
             (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")

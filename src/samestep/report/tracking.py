@@ -19,7 +19,7 @@ import psutil
 from tqdm import tqdm
 
 from samestep.base import run_folder
-from samestep.base.console import IS_MAIN, one_line, print_on_main
+from samestep.base.console import is_main, one_line, print_on_main
 from samestep.base.fields import flatten
 from samestep.base.files import named
 
@@ -40,7 +40,7 @@ def nan_to_null(line: dict) -> dict:
 def has_bar() -> bool:
     """Whether this is the main process, at a terminal with columns; a container's may have none."""
     try:
-        return IS_MAIN and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        return is_main() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:  # it is a file
         return False
 
@@ -65,7 +65,7 @@ class Log:
             disable=not has_bar(),
         )
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
-        if IS_MAIN:
+        if is_main():
             self.file = open(Path(config["output_dir"]) / "metrics.jsonl", "ab+")
             if self.file.tell():
                 self.file.seek(-1, os.SEEK_END)
@@ -84,7 +84,7 @@ class Log:
 
     def write(self, line: dict) -> None:
         """Writes a line, which includes its step, to the file, the tracker and the screen."""
-        if not IS_MAIN:
+        if not is_main():
             return
         with named(Path(self.file.name)):
             self.file.write(json.dumps(nan_to_null(line)).encode() + b"\n")
@@ -157,7 +157,7 @@ class Log:
     def close(self) -> None:
         """Closes the file and the bar. `end_tracker` closes the tracker."""
         self.bar.close()
-        if IS_MAIN:
+        if is_main():
             os.fsync(self.file.fileno())
             self.file.close()
 
@@ -185,7 +185,7 @@ def check_tracker(tracker: str, project: str, offline: bool) -> None:
     mode = os.environ.get("WANDB_MODE") or "online"
     if tracker == "wandb" and mode not in "online offline disabled dryrun run shared".split():
         raise ValueError(f"WANDB_MODE is {one_line(mode, 60)}; give online, offline or disabled")
-    if tracker == "wandb" and IS_MAIN and not offline:
+    if tracker == "wandb" and is_main() and not offline:
         log_in_to_wandb()
 
 
@@ -205,7 +205,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
     A resumed run continues the same run of the tracker.
     """
     tracker, project, output = config["tracker"], config["project"], Path(config["output_dir"])
-    if tracker == "none" or not IS_MAIN:
+    if tracker == "none" or not is_main():
         return
     config = flatten(config)
     if tracker == "wandb":
