@@ -13,8 +13,9 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from samestep.core import packing, tensor_files, weights
 from samestep.core.mesh import Layout
+from samestep.core.ranks import Ranks
 
-ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
+ONE = Ranks(Layout())
 
 
 def decay(optimizer, **more):
@@ -62,7 +63,7 @@ def build(make, kind):
     accelerator = SimpleNamespace(scaler=None, deepspeed_plugin=None, is_main_process=True)
     accelerator._custom_objects, accelerator._schedulers = [average], [scheduler]
     accelerator.unwrap_model = lambda module, keep_torch_compile: module
-    return weights.TrainingState(accelerator, model, optimizer, Layout(), sets_lr=False)
+    return weights.TrainingState(accelerator, model, optimizer, ONE.layout, sets_lr=False)
 
 
 def train(state, first, last):
