@@ -1,40 +1,40 @@
-"""The key of prepared data: fields of the task, code that shapes rows, and the files of rows.
+"""The key of prepared data: fields of the task, the project's code, and the files of rows.
 
-An edit of what prepare_data and views reach prepares data anew, and an edit of loss_sum does not.
+An edit of prepare_data, and of what its code imports, prepares data anew; one of loss_sum does not.
 """
 
-from __future__ import annotations
-
 import ast
-import collections
-import contextlib
-import copy
 import dataclasses
-import functools
+import dis
 import glob
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import stat
+import sys
 import types
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePath
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
 from samestep.data.folders import describe_shards, files_below, split_shards
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
+from samestep.project.consistency import hash_functions, statements_of
+from samestep.project.contract import OPTIONAL, REQUIRED
 
 LIBRARY = Path(__file__).parents[1]
 # The code of the library that shapes rows.
 SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+# Functions of task.py that only training calls.
+TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
+# Instructions that read a name of a module, or an attribute.
+READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
 
 def key_of(cfg: Any, task: Any, identity: str = "") -> str:
@@ -52,7 +52,7 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
         fields["shards"] = [describe_shards(each) for each in (chosen.train, chosen.held)]
         local = [each.path for each in chosen.train + chosen.held if "://" not in each.path]
         fields["times"] = [os.stat(path).st_mtime_ns for path in local]  # tags are of both ends
-    return short_hash([to_jsonable_python(fields), code_of(task, cfg), library_code(), identity])
+    return short_hash([to_jsonable_python(fields), code_of(task), library_code(), identity])
 
 
 def short_hash(value: Any) -> str:
@@ -80,134 +80,85 @@ def library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any, cfg: Any) -> list[str]:
-    """The source of prepare_data and views, and of what these reach by name in the project:
-    functions, classes, constants, and modules that are imported.
+def code_of(task: Any, left_out: set[str] = TRAINING) -> dict[str, Any]:
+    """Digests of the project's code that shapes rows, and the constants of task.py that it names.
 
-    A plain constant also counts by its value, which may come from a file. Comments do not count,
-    nor do fields of the config.
+    This is task.py without the functions that only training calls, and every file of the project
+    that what is left imports, directly or through others. If one of these files names a function
+    that only training calls, as a name or an attribute, all of task.py counts.
     """
-    root = Path(task.__file__).absolute().parent
-    todo: list[tuple[Any, str]] = [(task, "prepare_data"), (task, "views")]  # module and name
-    describe(type(cfg), root, todo)
-    texts: dict[tuple[str, str], str] = {}
-    while todo:
-        module, name = todo.pop()
-        place = (getattr(module, "__name__", "task"), name)
-        value = vars(module).get(name)
-        if place in texts or name.startswith("__") or isinstance(value, types.ModuleType):
+    own = Path(task.__file__).absolute()
+    found: dict[str, Any] = {}
+    names: set[str] = set()
+    files = [own]
+    for path in files:
+        file = os.path.relpath(path, own.parent)
+        without = left_out if path == own else set()
+        try:
+            nodes = [node for name, node in statements_of(path) if name not in without]
+            names |= names_in(nodes)
+            digests = hash_functions(path, file)
+        except (SyntaxError, ValueError):  # a file that somebody edits now, or a template
+            found[file] = hash_file(str(path))
             continue
-        texts[place] = f"{'.'.join(place)} is {describe(value, root, todo)}"
-        statements = statements_of(getattr(module, "__file__", None) or "")
-        for node in [*statements.get(name, []), *statements.get("*", [])]:
-            part = part_of(node, name, value, cfg)
-            texts[place] += f"\n{ast.unparse(part)}"
-            names = {name, *names_in(part)}
-            for each in modules_of(part, module, names, root):
-                todo += [(each, other) for other in names]
-    return sorted(texts.values())
+        kept = [name for name in digests if name.rpartition(".")[2] not in without]
+        found[file] = {name: digests[name] for name in kept}
+        for each in imported_files(nodes, path, own.parent):
+            if each not in files:
+                files.append(each)
+    if left_out & names:
+        return code_of(task, set())
+    constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
+    return found | {name: value for name, value in constants.items() if value}
 
 
-@functools.cache  # a process keeps the code that it began with
-def statements_of(file: str) -> dict[str, list[Any]]:
-    """The statements of a module by the names that they bind, or whose values they may change."""
-    table: dict[str, list[Any]] = {}
-    for node in ast.parse(Path(file).read_bytes()).body if file.endswith(".py") else ():
-        names = names_in(node)
-        if isinstance(node, ast.If) and "__name__" in names:
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {each.asname or each.name for each in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            decorators = [ast.unparse(each) for each in node.decorator_list]  # clean.register
-            names = {node.name, *(each.partition(".")[0] for each in decorators if "." in each)}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            stored = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-            names = {each.id for each in stored if isinstance(each.ctx, ast.Store)} or names
-        for name in names:
-            table.setdefault(name, []).append(node)
-    return table
-
-
-def part_of(node: Any, name: str, value: Any, cfg: Any) -> Any:
-    """The part of a statement that counts: of imports one name; of the class of cfg all but its
-    fields, whose values are in the key."""
-    part = copy.copy(node)
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        part.names = [each for each in node.names if {name, "*"} & {each.asname, each.name}]
-    elif isinstance(node, ast.ClassDef) and value in type(cfg).__mro__:
-        fields = {each.name for each in dataclasses.fields(cfg)}
-        part.body = ast.parse("pass").body
-        for each in node.body:
-            is_field = isinstance(each, ast.AnnAssign) and ast.unparse(each.target) in fields
-            if not (is_field or isinstance(each, ast.Expr)):
-                part.body.append(each)
-    return part
-
-
-def names_in(node: ast.stmt) -> set[str]:
-    """The names that a statement and its functions use, but for their variables and annotations."""
-    codes = [compile(ast.Module([node], []), "", "exec")]  # with the __future__ of this module
+def names_in(nodes: list[ast.stmt]) -> set[str]:
+    """The names that statements and their functions read, but for local variables."""
+    codes = [compile(ast.Module(nodes, []), "", "exec")]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return {name for code in codes for name in code.co_names}
+    found = (each for code in codes for each in dis.get_instructions(code))
+    return {each.argval for each in found if each.opname in READS}
 
 
-def modules_of(node: ast.stmt, module: Any, names: set[str], root: Path) -> list[Any]:
-    """A module, and the project's modules that its statement imports or names."""
-    modules = [module]
-    for each in ast.walk(node):
-        base = ""
-        if isinstance(each, ast.ImportFrom):
-            base = "." * each.level + (each.module or "")
-            base = importlib.util.resolve_name(base, getattr(module, "__package__", "")) + "."
-        for alias in each.names if isinstance(each, ast.Import | ast.ImportFrom) else ():
-            name = base + alias.name
-            if find_module(name.partition(".")[0], root):
-                modules += find_module(name, root) + find_module(name.rpartition(".")[0], root)
-    for each in modules:  # by lib, then by lib.words
-        values = [vars(each).get(name) for name in names]
-        for value in [value for value in values if isinstance(value, types.ModuleType)]:
-            modules += [own for own in find_module(value.__name__, root) if own not in modules]
-    return modules
+def imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
+    """The files of the project that a file imports, and those of the packages that they are in."""
+    inside = [Path(each) for each in sys.path if is_own(Path(each), root)]
+    for node in ast.walk(ast.Module(nodes, [])):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        folders, base = [root, *inside], []
+        if isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            if node.level:
+                folders = [*path.parents][node.level - 1 : node.level]
+        for words in [[*base, *each.name.split(".")] for each in node.names]:
+            for folder in folders:
+                for word in words:
+                    folder = folder / word
+                    for file in (folder.with_suffix(".py"), folder / "__init__.py"):
+                        if file.is_file() and not file.resolve().is_relative_to(LIBRARY):
+                            yield file
 
 
-def find_module(name: str, root: Path) -> list[types.ModuleType]:
-    """The module of this name, imported; empty for one of another package, and for none."""
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(name)
-        places = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
-        for path in map(Path, places):  # as it was found: a link in the project is its own
-            outside = path.is_relative_to(LIBRARY) or path.is_relative_to(Path(os.__file__).parent)
-            if path.is_relative_to(root) and "site-packages" not in path.parts and not outside:
-                return [importlib.import_module(name)]
-    return []
+def is_own(folder: Path, root: Path) -> bool:
+    """Whether a folder is one of the project, and not of an environment in it."""
+    below = folder.relative_to(root).parts if folder.is_relative_to(root) else (".",)
+    return not any(part.startswith(".") or part == "site-packages" for part in below)
 
 
-def describe(value: Any, root: Path, reached: list, above: tuple[int, ...] = ()) -> str:
-    """A text for a value, the same in every process; an object of another package is its type.
-
-    Functions and classes of the project in it are added to `reached`.
-    """
-    if isinstance(value, str | bytes | int | float | complex | PurePath | None):
+def describe(value: Any) -> str:
+    """A text for a plain constant, the same in every process; empty for any other object."""
+    if isinstance(value, str | bytes | int | float | complex | PurePath):
         return repr(value)
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    inner: list[Any] = []
-    modules = find_module(getattr(value, "__module__", None) or "", root)
-    if isinstance(value, types.FunctionType | type):
-        inner = [value.__qualname__]
-        reached += [(module, value.__qualname__.partition(".")[0]) for module in modules]
-    elif isinstance(value, dict | types.MappingProxyType):
-        inner = [each for pair in value.items() for each in pair]
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        inner = [*value]
-    elif modules:
-        inner = [*getattr(value, "__dict__", {}).items()]
-    above = (*above, id(value))
-    texts = [describe(each, root, reached, above) for each in inner if id(each) not in above]
-    texts = sorted(texts) if isinstance(value, set | frozenset) else texts
-    return f"{type(value).__qualname__}({', '.join(texts)})"
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if not isinstance(value, list | tuple | set | frozenset):
+        return ""
+    texts = [describe(each) for each in value]
+    if isinstance(value, set | frozenset):
+        texts.sort()
+    return f"{type(value).__name__}({', '.join(texts)})"
 
 
 # ---- Files ---------------------------------------------------------------------------------------

@@ -69,20 +69,45 @@ def loaded_modules(project: Path) -> dict[str, Path]:
     return found
 
 
-def hash_functions(path: Path, file: str) -> dict[str, str]:
-    """16 hex digits of the SHA-256 of each function and class of a file, such as task.loss_sum, and
-    of all its other statements, under the name of the file.
+def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
+    """The statements of a file, each with the name that it binds: a function, a class or a
+    constant; empty for others.
 
-    As in the key of prepared data, neither comments nor the docstring of the file count.
+    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
+    count.
     """
-    texts = {file: ""}
+    found = []
     for number, node in enumerate(ast.parse(path.read_bytes()).body):
-        name = file
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = f"{file.removesuffix('.py').replace(os.sep, '.')}.{node.name}"
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        name = getattr(node, "name", "")
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
+            name = targets[0].id
+        if name == "TaskConfig":
+            kept = [each for each in node.body if not is_field(each)]
+            node.body = kept or ast.parse("pass").body
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if number or not is_text:
-            texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
+            found.append((name, node))
+    return found
+
+
+def is_field(node: ast.stmt) -> bool:
+    """Whether a statement of a dataclass is one of its fields, or a text below it."""
+    if isinstance(node, ast.AnnAssign):
+        kind = ast.unparse(node.annotation)
+        return "ClassVar" not in kind and "InitVar" not in kind
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def hash_functions(path: Path, file: str) -> dict[str, str]:
+    """16 hex digits of the SHA-256 of each function, class and constant of a file, such as
+    task.loss_sum, and of all its other statements, under the name of the file: see statements_of.
+    """
+    module = file.removesuffix(".py").replace(os.sep, ".")
+    texts = {file: ""}
+    for bound, node in statements_of(path):
+        name = f"{module}.{bound}" if bound else file
+        texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
     return {name: short_hash(text.encode()) for name, text in texts.items()}
 
 
