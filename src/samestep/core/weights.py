@@ -119,6 +119,13 @@ def frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from frozen_modules(child)
 
 
+def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
+    if all(module._compiled_call_impl is None for module in model.modules()):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
     """The model inside a prepared module, and inside its TaskModule if it has one."""
     model = accelerator.unwrap_model(module, keep_torch_compile=False)

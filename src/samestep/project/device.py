@@ -3,7 +3,6 @@
 The launcher's YAML chooses devices and precision; fields of the recipe make them fast or exact.
 """
 
-import contextlib
 import os
 import warnings
 from typing import Any
@@ -19,7 +18,13 @@ from accelerate.utils import (
 
 from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process
+<<<<<<< HEAD
 from samestep.project.launched import this_layout, without_gpu
+=======
+from samestep.core.mesh import this_layout
+from samestep.core.weights import eager  # noqa: F401
+from samestep.project.launched import without_gpu
+>>>>>>> 799bbf2 (The loader and the saver of a run are core's; train.py's add streams, scores and saves in the background)
 
 
 def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
@@ -136,10 +141,3 @@ def compile_blocks(model: torch.nn.Module) -> None:
     for block in blocks or [model]:
         if id(block) not in inner:
             block.compile()
-
-
-def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
-    if all(module._compiled_call_impl is None for module in model.modules()):
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")

@@ -1,35 +1,33 @@
-"""Saves checkpoints, while training waits or in the background, and continues from them."""
+"""What scores, streams and saves in the background add to core's Saver."""
 
 import math
-import shutil
 import threading
 import time
 from typing import Any
 
 import torch
 
-from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import attempt, catch
-from samestep.core import checkpoints, deepspeed, tensor_files
+from samestep.core import checkpoints, saver, tensor_files
 from samestep.core.inputs import Stream
-from samestep.core.ranks import SAVE_THREAD, Ranks
+from samestep.core.ranks import SAVE_THREAD
 from samestep.core.weights import TrainingState
 from samestep.project.log import RunLog
 from samestep.project.run import Run
 
 
-class Saver:
-    """Commits checkpoints of the weights and of the optimizer's state. With `async_save`, a save
-    copies this process's share to host memory, and a thread writes, hashes and commits it."""
+class Saver(saver.Saver):
+    """Commits checkpoints of a run. With `async_save`, a save copies this process's share to host
+    memory, and a thread writes, hashes and commits it."""
 
     def __init__(self, run: Run, model: torch.nn.Module, optimizer: Any):
-        self.run, self.accelerator, self.ranks = run, run.accelerator, run.ranks
-        self.main = run.accelerator.is_main_process
         prepared = run.accelerator, model, optimizer
-        self.state = TrainingState(*prepared, run.ranks.layout, run.optimizer_settings)
-        self.step = 0  # of the newest checkpoint
-        self.takes_scores = False  # whether it is one of this run, and has no scores yet
+        state = TrainingState(*prepared, run.ranks.layout, run.optimizer_settings)
+        start, keep = run.start, run.cfg.keep_checkpoints
+        super().__init__(run.output, run.ranks, state, start.manifest, keep, start.lock)
+        self.run = run
+        self.takes_scores = False  # whether the newest is one of this run, and has no scores yet
         self.best = run.resume_point.best  # the step and the eval_loss of the best checkpoint
         self.scores: dict = {}  # entries that the manifest of the newest is yet to get
         self.thread: threading.Thread | None = None
@@ -42,48 +40,42 @@ class Saver:
 
         Returns its step, and its scores; None if that step has to be evaluated.
         """
-        run, checkpoint = self.run, self.run.resume_point.checkpoint
-        saved = self.run.resume_point.saved
-        with self.ranks.fail_together():
-            if checkpoint:
-                self.state.load(checkpoint, saved, run.start.manifest)
-            elif self.main:  # AdamW will keep two moments of each weight
-                folder = run.output / "checkpoints"
-                checkpoints.check_disk_space(folder, 3 * run.trained_bytes)
+        run, resume_point = self.run, self.run.resume_point
+        checkpoint, saved = resume_point.checkpoint, resume_point.saved
+        if checkpoint:
+            self.restore(checkpoint, saved)
+        else:
+            with self.ranks.fail_together():
+                if self.main:  # AdamW will keep two moments of each weight
+                    checkpoints.check_disk_space(self.folder, 3 * run.trained_bytes)
         self.thread_ranks = self.ranks.for_thread() if self.asynchronous else self.ranks
         if not checkpoint:
             return 0, None
         print_on_main(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
-        resume_point = run.resume_point
-        scored = "eval_loss" in saved and resume_point.same_validation(run.start.manifest)
-        self.step = run.first_step
+        scored = "eval_loss" in saved and resume_point.same_validation(self.manifest)
         self.takes_scores = resume_point.own and not (scored or resume_point.changed)
         if not scored or run.cfg.eval_only:
             return run.first_step, None
         return run.first_step, {"eval_loss": saved["eval_loss"]}
 
+    def about(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint of this step."""
+        about = super().about(step) | {"samples": self.run.samples(step), "best": self.best}
+        if isinstance(self.run.start.views[0], Stream):
+            about["lanes"] = self.run.gather_lanes()
+        return about
+
     def save(self, step: int, log: RunLog) -> None:
-        """Saves a step, or begins to, unless it is saved already."""
-        run = self.run
+        """Saves a step, or begins to, once the last one is saved, unless it is saved already."""
         if step == self.step:
             return
-        manifest = {**run.start.manifest, "step": step, "samples": run.samples(step)}
-        manifest |= {"processes": self.accelerator.num_processes, "best": self.best}
-        if isinstance(run.start.views[0], Stream):
-            manifest["lanes"] = run.gather_lanes()
         began = time.perf_counter()
-        with run.meter.paused():
-            self.commit(manifest)
-        self.step, self.takes_scores = step, True
+        with self.run.meter.paused():
+            self.wait()
+            self.save_step(step)
+        self.takes_scores = True
         more = {"in_background": True} if self.asynchronous else {}  # it may still fail
         log.note(save_seconds=time.perf_counter() - began, **more)
-        if not self.asynchronous:
-            self.note_saved(step)
-
-    def note_saved(self, step: int) -> None:
-        """Writes into the status that a checkpoint of this step is there."""
-        if self.main:
-            run_folder.write_status(self.run.output, "running", saved=step)
 
     def add_scores(self, step: int, scores: dict) -> None:
         """Adds the scores of a step to its checkpoint, if it has one. All processes must call it.
@@ -103,23 +95,16 @@ class Saver:
         """Writes the scores of the newest checkpoint into its manifest."""
         found, self.scores = self.scores, {}
         with self.ranks.fail_together():
-            if self.main and found:
-                self.run.start.lock.check_folder()
-                folder = self.run.output / "checkpoints"
+            if self.lock and found:
+                self.lock.check_folder()
                 failure = f"the scores of step {self.step} are not in its checkpoint"
-                attempt(failure, checkpoints.add_to_manifest, folder, self.step, found)
+                attempt(failure, checkpoints.add_to_manifest, self.folder, self.step, found)
 
-    def commit(self, manifest: dict) -> None:
-        """Commits a checkpoint, or begins to, once the last one is done. All processes must call
-        it. An error in the background is `run.problem`; `wait` and the next save raise it."""
-        self.wait()
-        share = None
-        if not self.ranks.layout.deepspeed:
-            with self.ranks.fail_together():
-                tensors, manifest["others"] = self.state.collect()
-            share = tensor_files.take_share(tensors, self.ranks)
+    def commit(self, share: tensor_files.Share | None, manifest: dict) -> None:
+        """Writes a checkpoint, or begins to. An error in the background is `run.problem`; `wait`
+        and the next save raise it."""
         if not self.asynchronous:
-            self.write(self.ranks, share, manifest)
+            super().commit(share, manifest)
             return
         with self.ranks.fail_together():
             self.host = share.parts = host_copies(share.parts, self.host)
@@ -134,34 +119,6 @@ class Saver:
         if not self.run.problem:
             seconds = time.perf_counter() - began
             self.done.append({"committed_step": manifest["step"], "commit_seconds": seconds})
-
-    def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
-        """All processes write their shares, then the main process makes the checkpoint valid."""
-        partial = self.run.output / "checkpoints" / f".step-{manifest['step']:08d}.partial"
-        try:
-            with ranks.fail_together():
-                parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
-                self.state.check_finite(parts)
-                if self.main:
-                    self.run.start.lock.check_folder()
-                    checkpoints.make_partial_folder(partial)
-            with ranks.fail_together(), checkpoints.report_full_disk(partial):
-                if share:
-                    tensor_files.write_share(share, partial)
-                else:
-                    self.accelerator.save_state(partial, exclude_frozen_parameters=True)
-            with ranks.fail_together():
-                layout = ranks.layout
-                hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
-            with ranks.fail_together():
-                if self.main:
-                    committed = checkpoints.commit(partial, manifest, files)
-                    best = manifest["best"] and manifest["best"][0]
-                    checkpoints.prune(committed, self.run.cfg.keep_checkpoints, best)
-        finally:
-            if self.main:  # frees the space of what did not become a checkpoint
-                shutil.rmtree(partial, ignore_errors=True)
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error. All processes must call it."""
@@ -188,18 +145,18 @@ class Saver:
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none."""
-        run, found = self.run, (None, {}, "")
+        found: Any = (None, {}, "")
         is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
         with self.ranks.fail_together():
             if self.main and not is_newest:
-                found = checkpoints.find_best(run.output / "checkpoints", self.best)
+                found = checkpoints.find_best(self.folder, self.best)
         path, saved, lost = self.ranks.from_main(found)
         if lost:
             print_on_main(f"{lost}: the last model is exported, not the best")
             return None
         if path:
             with self.ranks.fail_together():
-                self.state.load_weights(path, saved, run.start.manifest)
+                self.state.load_weights(path, saved, self.manifest)
         assert self.best is not None
         step, loss = self.best
         print_on_main(f"the best evaluation was that of step {step}: {loss:.5g}")

@@ -1,0 +1,89 @@
+"""Commits checkpoints of a run."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from samestep.base import run_folder
+from samestep.base.run_folder import RunLock
+from samestep.core import checkpoints, deepspeed, tensor_files
+from samestep.core.ranks import Ranks
+from samestep.core.weights import TrainingState
+
+
+class Saver:
+    """Commits checkpoints of the weights and of the optimizer's state in `output`/checkpoints.
+
+    All processes call its methods together. `manifest`: the entries that all checkpoints have.
+    `lock`: that of the run folder, on the main process.
+    """
+
+    def __init__(
+        self, output: Path, ranks: Ranks, state: TrainingState, manifest: dict, keep: int,
+        lock: RunLock | None,
+    ):  # fmt: skip
+        self.output, self.folder, self.ranks = output, output / "checkpoints", ranks
+        self.state, self.manifest, self.keep, self.lock = state, manifest, keep, lock
+        self.main = ranks.layout.rank == 0
+        self.step = 0  # of the newest checkpoint
+
+    def about(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint of this step."""
+        return {**self.manifest, "step": step, "processes": self.ranks.layout.processes}
+
+    def restore(self, path: Path, saved: dict) -> None:
+        """Restores a checkpoint, which has the manifest `saved`."""
+        with self.ranks.fail_together():
+            self.state.load(path, saved, self.manifest)
+        self.step = saved["step"]
+
+    def save_step(self, step: int) -> None:
+        """Saves this step, unless it is saved already."""
+        if step == self.step:
+            return
+        manifest, share = self.about(step), None
+        if not self.ranks.layout.deepspeed:  # which writes what it holds
+            with self.ranks.fail_together():
+                tensors, manifest["others"] = self.state.collect()
+            share = tensor_files.take_share(tensors, self.ranks)
+        self.commit(share, manifest)
+        self.step = step
+
+    def commit(self, share: tensor_files.Share | None, manifest: dict) -> None:
+        """Writes a checkpoint, and notes it in the status."""
+        self.write(self.ranks, share, manifest)
+        self.note_saved(manifest["step"])
+
+    def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
+        """All processes write their shares, then the main process makes the checkpoint valid."""
+        partial = self.folder / f".step-{manifest['step']:08d}.partial"
+        try:
+            with ranks.fail_together():
+                parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
+                self.state.check_finite(parts)
+                if self.lock:
+                    self.lock.check_folder()
+                if self.main:
+                    checkpoints.make_partial_folder(partial)
+            with ranks.fail_together(), checkpoints.report_full_disk(partial):
+                if share:
+                    tensor_files.write_share(share, partial)
+                else:
+                    self.state.accelerator.save_state(partial, exclude_frozen_parameters=True)
+            with ranks.fail_together():
+                layout = ranks.layout
+                hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
+            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
+            with ranks.fail_together():
+                if self.main:
+                    committed = checkpoints.commit(partial, manifest, files)
+                    best = manifest.get("best") or [None]
+                    checkpoints.prune(committed, self.keep, best[0])
+        finally:
+            if self.main:  # frees the space of what did not become a checkpoint
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def note_saved(self, step: int) -> None:
+        """Writes into the status that a checkpoint of this step is there."""
+        if self.main:
+            run_folder.write_status(self.output, "running", saved=step)
