@@ -102,13 +102,13 @@ class Model(torch.nn.Module):
         return self.head(x)
 model, rows = Model(), torch.ones(3, 4, requires_grad=True)
 names, expected = [*model.state_dict()], model(rows)
-assert device.eager(model).__class__.__name__ == "nullcontext"
+assert weights.eager(model).__class__.__name__ == "nullcontext"
 device.compile_blocks(model)
 assert torch.equal(model(rows), expected) and [*model.state_dict()] == names
 assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 assert not torch._dynamo.config.optimize_ddp  # it would cut each block where DDP's buckets end
 assert sum(m._compiled_call_impl is not None for m in model.modules()) == 6
-with device.eager(model):
+with weights.eager(model):
     model(torch.ones(7, 4))
 assert counters["stats"]["unique_graphs"] == 1
 plain = weights.TaskModule(torch.nn.Linear(4, 4))

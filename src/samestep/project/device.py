@@ -22,7 +22,6 @@ from samestep.base.workers import cores_per_process
 from samestep.project.launched import this_layout, without_gpu
 =======
 from samestep.core.mesh import this_layout
-from samestep.core.weights import eager  # noqa: F401
 from samestep.project.launched import without_gpu
 >>>>>>> 799bbf2 (The loader and the saver of a run are core's; train.py's add streams, scores and saves in the background)
 

@@ -17,7 +17,7 @@ from samestep.base.console import print_on_main
 from samestep.base.fields import IGNORE_INDEX
 from samestep.core import batches, outputs, sharding, weights
 from samestep.core.inputs import Batch, check_sums
-from samestep.project import contract, device
+from samestep.project import contract
 from samestep.project.run import Run
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
@@ -36,7 +36,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     if run.cfg.eval_only:
         return
     model.eval()
-    with run.ranks.fail_together(), device.eager(model):
+    with run.ranks.fail_together(), weights.eager(model):
         probe = Probe(run, model)
         batch = probe.check("loss_sum", run.start.probes[0])
         probe.check_outputs(run.start.probes[1])
@@ -47,7 +47,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
             whole = probe.batch(run.start.probes[1])
             sharding.check_parts(run.accelerator, model, functions, whole)
     probe.print_loss()
-    with device.eager(model):
+    with weights.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
     run.meter.stopwatch.watch(model)
     model.train()
