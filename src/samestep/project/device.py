@@ -18,12 +18,7 @@ from accelerate.utils import (
 
 from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process
-<<<<<<< HEAD
 from samestep.project.launched import this_layout, without_gpu
-=======
-from samestep.core.mesh import this_layout
-from samestep.project.launched import without_gpu
->>>>>>> 799bbf2 (The loader and the saver of a run are core's; train.py's add streams, scores and saves in the background)
 
 
 def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
