@@ -327,7 +327,8 @@ def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np
     """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
     batch = inputs.plain_batch(task.collate([row for _, row in samples]))
     ids = np.array([i for i, _ in samples])
-    numbers = (inputs.check_count(task.count(batch)), int(hash64(ids).view(np.int64).sum()))
+    count = task.count(batch) if hasattr(task, "count") else len(samples)
+    numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))
     return batch, numbers, ids
 
 

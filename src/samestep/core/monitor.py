@@ -4,6 +4,7 @@ Numbers stay on the device until a line of metrics is due, so that other steps d
 """
 
 import math
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -49,6 +50,27 @@ def add_overflow(inner: Any, *_: Any) -> None:
     inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
 
 
+def read_steps(
+    ranks: Ranks,
+    micro_batches: int,  # in a step
+    runs: Sequence[range],  # of each step: the numbers of those on this process
+    losses: Sequence[list[torch.Tensor]],  # their summed losses
+    norms: Sequence[torch.Tensor] = (),
+) -> tuple[list[float], list[float]]:
+    """The summed loss of each step over all processes, and the norms. Waits for the device; all
+    processes call it."""
+    scalars = [*norms, *chain(*losses)]
+    device = scalars[-1].device  # with offload norms are on the CPU
+    values = iter(torch.stack([each.float().to(device) for each in scalars]).tolist())
+    read = list(islice(values, len(norms)))
+    table = np.zeros((len(runs), micro_batches))  # zero: computed by another process
+    for row, run, own in zip(table, runs, losses, strict=True):
+        row[list(run)] = list(islice(values, len(own)))
+    table = ranks.sum_arrays(table * ranks.layout.adds)
+    # In the order of the micro-batches; `sum` compensates rounding from Python 3.12 on.
+    return table.cumsum(axis=1)[:, -1].tolist(), read
+
+
 class StepMonitor:
     """Collects losses and gradient norms between two lines of metrics."""
 
@@ -78,16 +100,7 @@ class StepMonitor:
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
-        scalars = [*norms, *chain(*losses)]
-        device = scalars[-1].device  # with offload norms are on the CPU
-        values = iter(torch.stack([each.float().to(device) for each in scalars]).tolist())
-        norms = list(islice(values, len(steps)))
-        table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
-        for row, run, own in zip(table, runs, losses, strict=True):
-            row[list(run)] = list(islice(values, len(own)))
-        table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
-        # In the order of the micro-batches; `sum` compensates rounding from Python 3.12 on.
-        sums = table.cumsum(axis=1)[:, -1].tolist()
+        sums, norms = read_steps(self.ranks, self.micro_batches, runs, losses, norms)
         notes: list[dict] = []
         reason, total, total_items = "", 0.0, 0
         before, self.scale = self.scale, self.loss_scale()

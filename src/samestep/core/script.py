@@ -1,0 +1,259 @@
+"""What Training asks of a script: a mistake that would be silent is found, and said in a line."""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import send_to_device
+
+from samestep.base.console import print_on_main
+from samestep.base.errors import UserError
+from samestep.core import batches, weights
+from samestep.core.loader import MicroBatch
+
+if TYPE_CHECKING:
+    from samestep.core.step import Step
+    from samestep.core.training import Training
+
+# ---- Before training -----------------------------------------------------------------------------
+
+
+def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: Any) -> None:
+    """Raises UserError unless these come from accelerator.prepare, and can be trained."""
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise UserError(f"rows are a {type(rows).__name__}; give a dataset with len() and [i]")
+    if not len(rows):
+        raise UserError("rows are empty; give at least one")
+    known = [accelerator.unwrap_model(each) for each in accelerator._models]
+    is_known = any(accelerator.unwrap_model(model) is each for each in known)
+    if not is_known or not isinstance(optimizer, AcceleratedOptimizer):
+        raise UserError(
+            "Training takes what accelerator.prepare(model, optimizer) returns; prepare the model "
+            "and the optimizer, and no dataloader"
+        )
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
+        raise UserError(f"Training works with DDP and FSDP2, not with {kind}")
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise UserError("Training works with fsdp_version: 2; this is FSDP of version 1")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise UserError(
+            f"{launched} processes were launched, and this Accelerator knows "
+            f"{accelerator.num_processes}: on CPUs make Accelerator(cpu=True)"
+        )
+
+
+def compute_exactly(accelerator: Accelerator) -> None:
+    """Makes torch deterministic; raises UserError for a precision that is not."""
+    precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
+    if precision == "fp8" or (is_fsdp and precision != "no"):
+        raise UserError(f"exact does not work in {precision} here; use fp32, or DDP")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(1)  # sums depend on the number of threads
+
+
+def describe(run: "Training", settings: dict) -> dict:
+    """The entries of all manifests: settings, rows, model and optimizer; the same on all processes.
+
+    Raises UserError if the same rows are another batch the second time, or processes differ.
+    """
+    drawn = digest(torch.get_rng_state().numpy().tobytes())  # reading rows seeds it
+    with run.ranks.fail_together():
+        config = json.loads(json.dumps(settings, default=str))  # as it will be read
+        found = []
+        for _ in range(2):
+            batches.seed_everything(0)
+            samples = batches.read_samples(run.rows.dataset, run.task)
+            found.append(batches.hash_batch(run.rows.dataset, run.task, samples))
+        if found[0] != found[1]:
+            raise UserError(
+                f"the same {len(samples)} rows are another batch the second time: a row or collate "
+                "has a generator of its own; draw from torch, np.random or random, which are "
+                "seeded, or in augment(row, generator)"
+            )
+        batches.seed_everything(0)
+        run.few = batches.choose_probes(samples, run.task)
+    data = {"samples": len(run.rows), "fingerprint": found[0]}
+    check_same(run, config, data, drawn)
+    settings_of_optimizer = weights.optimizer_settings(run.optimizer.optimizer)
+    return {
+        "config": config,
+        "data": data,
+        "identity": "",
+        "prepared": "",
+        "optimizer": weights.settings_as_text(settings_of_optimizer),
+        "frozen_weights": weights.frozen_digest(weights.bare_model(run.accelerator, run.model)),
+    }
+
+
+def check_same(run: "Training", config: dict, data: dict, drawn: str) -> None:
+    """Raises UserError unless all processes have the same settings, rows and model.
+
+    The weights of DDP are those of process 0. FSDP takes each part from the process that keeps it:
+    if all have drawn the same numbers, they have the same weights.
+    """
+    facts = {f"setting {name}": value for name, value in config.items()}
+    facts |= {f"rows ({name})": value for name, value in data.items()}
+    form = weights.form_of(weights.bare_model(run.accelerator, run.model))
+    facts["model (names and shapes of its weights)"] = digest(repr(form).encode())
+    plugin = getattr(run.accelerator.state, "fsdp_plugin", None)
+    if run.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
+        facts["random state (call set_seed before the model is built)"] = drawn
+    found = run.ranks.gather(facts)
+    for rank, own in enumerate(found):
+        for name in {**found[0], **own}:
+            first, value = found[0].get(name), own.get(name)
+            if first != value:
+                shown = f"{value!r:.40}, not {first!r:.40}"
+                raise UserError(f"process {rank} differs from process 0 in its {name}: {shown}")
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Raises UserError for a scheduler that no checkpoint would hold. A prepared one makes a step
+    when it is told to, not one for each process."""
+    for scheduler in accelerator._schedulers:
+        scheduler.split_batches = True
+    steps = (optimizer.step, optimizer.optimizer.step)
+    has_scheduler = any(hasattr(each, "_wrapped_by_lr_sched") for each in steps)
+    known = [*accelerator._schedulers, *accelerator._custom_objects]
+    if has_scheduler and not any(hasattr(each, "get_last_lr") for each in known):
+        raise UserError(
+            "no checkpoint would hold the learning rate scheduler of this optimizer: call "
+            "accelerator.register_for_checkpointing(scheduler) before the first step"
+        )
+
+
+# ---- Is the loss a sum? --------------------------------------------------------------------------
+
+
+class Tried(NamedTuple):
+    """What the body of the loop has computed of some rows."""
+
+    loss: float
+    num_items: int
+    draws: bool  # random numbers, in collate or in the model
+
+
+def try_loop(step: "Step") -> Iterator[Any]:
+    """Gives a short and a long row together to the body of the loop, then each alone, in eval mode:
+    the loss of both must be the sum of the losses of each.
+
+    Where random numbers are drawn it compares the loss per item of eight rows. Its backward passes
+    also let DDP choose its buckets: it does so after the first one, and sums round in another way
+    from then on.
+    """
+    run = step.training
+    rows = [run.few[0], run.few[-1]]
+    print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
+    run.model.eval()
+    with weights.eager(run.model):
+        together = yield from try_batch(step, rows)
+        alone = []
+        if together.draws:
+            rows = run.few
+            together = yield from try_batch(step, rows)
+        if not run.rows_depend:
+            for row in rows:
+                alone.append((yield from try_batch(step, [row])))
+    run.model.train()
+    step.losses = []
+    if alone:
+        compare(run, together, alone)
+
+
+def try_batch(step: "Step", samples: list[tuple]) -> Iterator[Any]:
+    """Gives these samples to the body of the loop as one batch; returns a Tried."""
+    run, accelerator = step.training, step.training.accelerator
+    batches.seed_micro_batch(run.seed, 1, 0)
+    before = random_state(accelerator.device)
+    batch, (num_items, ids_hash), ids = batches.collate(run.task, samples)
+    micro_batch = MicroBatch(0, batch, num_items, ids_hash, ids)
+    accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
+    step.losses = []
+    yield from step.compute(micro_batch, send_to_device(batch, accelerator.device))
+    draws = random_state(accelerator.device) != before
+    return Tried(float(step.losses[0]), num_items, draws)
+
+
+def compare(run: "Training", together: Tried, alone: list[Tried]) -> None:
+    """Raises UserError unless the loss of rows together is the sum of the loss of each."""
+    total = sum(each.loss for each in alone)
+    if together.draws:  # other numbers for each batch: a mean of eight rows is an eighth
+        per_item = total / max(sum(each.num_items for each in alone), 1)
+        same = together.loss / max(together.num_items, 1) > per_item / 2
+    else:
+        tolerance = 1e-4 if run.accelerator.mixed_precision == "no" else 5e-2
+        same = abs(together.loss - total) <= tolerance * sum(abs(each.loss) for each in alone)
+    if not same:
+        shown = " + ".join(f"{each.loss:.5g}" for each in alone)
+        raise UserError(
+            f"{len(alone)} rows together have the loss {together.loss:.5g}, and alone {shown}: "
+            "step.backward takes the sum over the items, not their mean (reduction='sum', or "
+            "mean=True with the count of that mean); padding must not count; if rows depend on "
+            "each other by intent, give rows_depend=True"
+        )
+
+
+def random_state(device: torch.device) -> str:
+    """Where the global generators stand."""
+    states = [random.getstate(), np.random.get_state()[1:3], torch.get_rng_state().tolist()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state().tolist())
+    return digest(repr(states).encode())
+
+
+# ---- In the loop ---------------------------------------------------------------------------------
+
+
+def check_backward(times: int, accumulated: int) -> None:
+    """Raises UserError unless a batch had its backward pass, once, inside one `accumulate`."""
+    if times != 1:
+        raise UserError(f"step.backward was called {times} times for a batch; call it once")
+    if accumulated != 1:
+        raise UserError("the loop calls accelerator.accumulate; leave it out: the step does so")
+
+
+def check_order(step: "Step", wanted: str, what: str) -> None:
+    """Raises UserError for what comes too early, or twice."""
+    if step.gradient != wanted:
+        raise UserError(
+            f"{what} in step {step.number}, whose gradient is {step.gradient}: first `for batch in "
+            "step` to its end, then step.clip(...), then optimizer.step(), each once"
+        )
+
+
+def watch_optimizer(run: "Training") -> None:
+    """Lets the optimizer make one step where it is due, and no other."""
+
+    def before(*_: Any) -> None:
+        if run.current:
+            check_order(run.current, "clipped", "optimizer.step()")
+
+    def after(*_: Any) -> None:
+        if run.current:
+            run.current.gradient = "used"
+
+    run.optimizer.optimizer.register_step_pre_hook(before)
+    run.optimizer.optimizer.register_step_post_hook(after)
+
+
+def check_complete(step: "Step") -> None:
+    """Raises UserError unless the optimizer has used the gradient of a step."""
+    scaler = step.training.accelerator.scaler  # of fp16, which skips steps
+    if not (step.gradient == "clipped" and scaler and step.training.optimizer.step_was_skipped):
+        check_order(step, "used", "the end of the loop's body")

@@ -1,0 +1,88 @@
+"""One step of the optimizer, as the loop of a script sees it."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from samestep.core import exact, inputs, monitor, script
+from samestep.core.batches import seed_micro_batch
+from samestep.core.loader import MicroBatch, StepLoader
+from samestep.core.weights import bare_model
+
+if TYPE_CHECKING:
+    from samestep.core.training import Training
+
+
+class Step:
+    """`for batch in step` gives the batches of this process; then comes `clip`, then the optimizer.
+
+    number: of the step, from 1.
+    items: in its loss, over all processes.
+    loss: the mean loss of these, after the last batch of every `log_every`-th step; else None.
+    """
+
+    def __init__(self, training: "Training", number: int, loader: StepLoader):
+        self.training, self.number, self.loader = training, number, loader
+        self.window, facts = loader.next_step()
+        self.items, self.loss = facts.num_items, None
+        self.losses: list[torch.Tensor] = []  # of the batches so far, each a sum
+        self.gradient = "not added up"  # then "added up", "clipped", "used"
+        self.num_items = 0  # in the loss of the newest batch
+
+    def __iter__(self) -> Iterator[Any]:
+        run = self.training
+        script.check_order(self, "not added up", "another loop over the batches")
+        if not run.gradients:
+            yield from script.try_loop(self)
+            if run.exact:
+                exact.sum_inside_blocks(bare_model(run.accelerator, run.model))
+            run.gradients = exact.step_gradients(run.accelerator, run.ranks, run.model, run.exact)
+        run.optimizer.optimizer.zero_grad()  # for those who forget it
+        run.gradients.start_step(run.plan)
+        for each in self.window:
+            batch = send_to_device(each.batch, run.accelerator.device, non_blocking=True)
+            seed_micro_batch(run.seed, self.number, each.number)  # dropout
+            with run.gradients.micro_batch(each.number, batch):
+                yield from self.compute(each, batch)
+        self.loader.prefetch()  # while the device computes
+        run.gradients.reduce()
+        # What the script draws from here on is the same on all processes, too.
+        seed_micro_batch(run.seed, self.number, run.plan.count)
+        self.gradient = "added up"
+        if self.number % run.log_every == 0:
+            (total,), _ = monitor.read_steps(
+                run.ranks, run.plan.count, [run.plan.run()], [self.losses]
+            )
+            self.loss = total / self.items if self.items else math.nan
+
+    def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
+        """Gives a batch to the body of the loop, which computes its gradient."""
+        run, before = self.training, len(self.losses)
+        self.num_items, passes = micro_batch.num_items, run.accelerator.step
+        with run.accelerator.accumulate(run.model):
+            yield batch
+        script.check_backward(len(self.losses) - before, run.accelerator.step - passes)
+
+    def backward(self, loss: torch.Tensor, mean: bool = False) -> None:
+        """Adds the gradient of a batch: of the sum of the losses of its items, or of their mean."""
+        if mean:
+            loss = loss * self.num_items
+        self.losses.append(loss.detach())
+        gradients = self.training.gradients
+        if gradients:
+            loss = gradients.nan_if_not_finite(loss) * gradients.divisor / max(self.items, 1)
+        else:  # the loop is tried
+            inputs.check_loss(loss)
+        self.training.accelerator.backward(loss)
+
+    def clip(self, max_norm: float = 0) -> torch.Tensor:
+        """Scales the gradient down to this norm, 0: never; gives its norm before that. The next
+        step of the optimizer changes nothing if it is not finite, or no item is in the loss."""
+        script.check_order(self, "added up", "step.clip")
+        norm = self.training.gradients.clip(max_norm)
+        monitor.skip_unless_finite(self.training.optimizer, norm, self.items)
+        self.gradient = "clipped"
+        return norm

@@ -1,0 +1,193 @@
+"""Training in your own Accelerate script: kill it at any time, and run the same command again.
+
+    model, optimizer = accelerator.prepare(model, optimizer)
+    training = Training(accelerator, model, optimizer, rows, folder="runs/mine", seed=0,
+                        global_batch_size=32, micro_batch_size=8, settings=vars(args))
+    for step in training.steps(max_steps=1000, save_every=200):  # resumes by itself
+        for batch in step:                                       # on the device, seeded
+            step.backward(loss_sum(model, batch))                # or a mean: mean=True
+        step.clip(1.0)                                           # skips what is not finite, too
+        optimizer.step()
+
+It is no Trainer: the loop, the loss and the optimizer's step are the script's own.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import default_collate
+
+from samestep.base import run_folder
+from samestep.base.console import print_on_main
+from samestep.base.launching import STOPPED
+from samestep.core import checkpoints, script
+from samestep.core.batches import SampleDataset, plan_step, seed_micro_batch
+from samestep.core.gradient import StepGradients
+from samestep.core.loader import EvalLoader, StepLoader
+from samestep.core.mesh import layout_of_accelerator
+from samestep.core.ranks import Ranks
+from samestep.core.saver import Saver
+from samestep.core.step import Step
+from samestep.core.stop import StopRequest
+from samestep.core.sums import EvaluationSums
+from samestep.core.weights import TrainingState
+
+
+class Training:
+    """A run of a prepared model and its optimizer. All processes make it, and use it alike.
+
+    rows: a dataset with len() and [i].
+    folder: of the run. `checkpoints` and `status.json` lie in it.
+    collate(list of rows): a batch.
+    count(batch): its items in the loss, from its labels alone; without it the number of its rows.
+    settings: those that determine the result; a run that resumes must have the same.
+    augment(row, generator): the row for training; draws from this generator.
+    rows_depend: whether the loss of a row depends on others by intent.
+    accept_changes: whether a run resumes with other settings.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: Any, optimizer: Any, rows: Any, *,
+        folder: str | Path, seed: int, global_batch_size: int, micro_batch_size: int,
+        collate: Callable = default_collate, count: Callable | None = None,
+        settings: dict | None = None, exact: bool = False, augment: Callable | None = None,
+        keep_checkpoints: int = 3, num_workers: int = 0, log_every: int = 1,
+        rows_depend: bool = False, accept_changes: bool = False,
+    ):  # fmt: skip
+        script.check_prepared(accelerator, model, optimizer, rows)
+        if exact:
+            script.compute_exactly(accelerator)
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.folder, self.seed, self.exact = Path(folder), seed, exact
+        self.keep_checkpoints, self.accept_changes = keep_checkpoints, accept_changes
+        self.num_workers, self.log_every, self.rows_depend = num_workers, log_every, rows_depend
+        layout = layout_of_accelerator(accelerator)
+        # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+        more = {"sync_with_dataloader": False, "sync_each_batch": layout.fsdp}
+        accelerator.gradient_state.plugin_kwargs.update(more)
+        self.ranks = Ranks(layout)
+        self.plan = plan_step(
+            global_batch_size, micro_batch_size, layout.replicas, exact,
+            rank=layout.replica, in_step=layout.in_step,
+        )  # fmt: skip
+        given = {"collate": collate, "count": count, "augment": augment}
+        self.task = SimpleNamespace(**{name: f for name, f in given.items() if f})
+        self.rows = SampleDataset(rows, self.task, seed)
+        self.few: list[tuple] = []  # rows to try the loop on: the shortest first, the longest last
+        fixed = {"seed": seed, "global_batch_size": global_batch_size, "exact": exact}
+        if exact:
+            fixed["micro_batch_size"] = micro_batch_size
+        self.manifest = script.describe(self, {**fixed, **(settings or {})})
+        self.step = 0  # steps that are done
+        self.saver: Saver | None = None
+        self.gradients: StepGradients | None = None
+        self.current: Step | None = None
+        script.watch_optimizer(self)
+
+    def resume(self) -> int:
+        """Loads the newest checkpoint in the folder, unless that was done; the steps that are done.
+
+        Prepare or register schedulers, and what else has a state, before.
+        """
+        if self.saver:
+            return self.step
+        script.check_schedulers(self.accelerator, self.optimizer)
+        found: Any = (None, None, {}, [])
+        with self.ranks.fail_together():
+            if self.accelerator.is_main_process:  # one process: verifying reads all bytes
+                found = self.find_checkpoint()
+        lock, found = found[0], found[1:]
+        path, saved, lines = self.ranks.from_main(found)
+        state = TrainingState(
+            self.accelerator, self.model, self.optimizer, self.ranks.layout, sets_lr=False
+        )
+        self.saver = Saver(
+            self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, lock
+        )
+        print_on_main(f"{self.folder}: a step of {self.plan.describe()}")
+        for line in lines:
+            print_on_main(f"{self.folder}: {line}")
+        if path:
+            self.saver.restore(path, saved)
+            self.step = self.saver.step
+        return self.step
+
+    def find_checkpoint(self) -> tuple:
+        """The lock of the folder, the newest valid checkpoint in it, its manifest, and lines to
+        print."""
+        lock, folder = run_folder.RunLock(self.folder), self.folder / "checkpoints"
+        path, saved, passed_over = checkpoints.find_checkpoint(folder, "auto")
+        lines = [f"passed over: {reason}" for reason in passed_over]
+        if path:
+            changed = checkpoints.check_settings(
+                path, saved, self.manifest, {}, self.accept_changes, {}
+            )
+            lines += [f"changed: {each}" for each in changed]
+            lines.append(f"continues from {path}")
+        run_folder.write_status(self.folder, "running", saved=saved.get("step", 0))
+        return lock, path, saved, lines
+
+    def steps(self, max_steps: int, save_every: int = 0) -> Iterator[Step]:
+        """The steps that are left. Saves every so many (0: none) and the last.
+
+        Where a signal asks the run to stop, it saves the step and exits with code 75: the same
+        command continues.
+        """
+        self.resume()
+        begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
+        left = max(max_steps - begin, 0)
+        with StopRequest() as stop:  # from here on signals are flags
+            first = begin * self.plan.samples
+            loader = StepLoader(
+                self.rows, self.task, self.plan, self.ranks, stop.requested, first, left, workers,
+                device,
+            )  # fmt: skip
+            loader.prefetch()
+            self.model.train()
+            for number in range(begin + 1, begin + left + 1):
+                self.current = Step(self, number, loader)
+                yield self.current
+                step, stopped = self.complete(), loader.should_stop()
+                if stopped or step == max_steps or (save_every and step % save_every == 0):
+                    self.save()
+                if stopped:
+                    self.end("stopped", STOPPED)
+                    print_on_main(f"stopped after step {step}; the same command continues")
+                    raise SystemExit(STOPPED)
+        self.end("finished", 0)
+
+    def end(self, state: str, exit_code: int) -> None:
+        """Writes the state of the run, and lets others use its folder."""
+        lock = self.saver.lock
+        if lock:
+            run_folder.write_status(self.folder, state, exit_code=exit_code)
+            lock.file.close()
+
+    def complete(self) -> int:
+        """The steps that are done; raises UserError in the middle of one."""
+        if self.current:
+            script.check_complete(self.current)
+            self.step = self.current.number
+        return self.step
+
+    def save(self) -> None:
+        """Saves a checkpoint of the newest step: before a `break`, for instance."""
+        self.resume()
+        self.saver.save_step(self.complete())
+
+    @torch.no_grad()
+    def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
+        """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
+        self.resume()
+        loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
+        totals = EvaluationSums(loader.sampler.plans, self.accelerator.device)
+        for batch in loader.batches(self.model):
+            totals.add(eval_sums(self.model, batch))
+        # What the script draws from here on is the same on all processes.
+        seed_micro_batch(self.seed, self.step + 1, self.plan.count)
+        found = totals.total(self.ranks)
+        return {name: sum(each[name] for each in found) for name in found[0]}
