@@ -76,5 +76,7 @@ def is_local_name(name: str) -> bool:
 
 def flatten(config: dict) -> dict:
     """A config without nesting. Fields of the task are called task.FIELD, like their flags."""
+    if not isinstance(config.get("task"), dict):  # a script may call any setting so
+        return config
     found = {name: value for name, value in config.items() if name != "task"}
-    return found | {f"task.{name}": value for name, value in config.get("task", {}).items()}
+    return found | {f"task.{name}": value for name, value in config["task"].items()}

@@ -63,7 +63,7 @@ class RunLock:
         raise ValueError(
             "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
             "{0}/metrics.jsonl` shows its progress, and `kill {pid}` saves and stops it; or give "
-            "another --output_dir".format(self.output, **self.holder())
+            "another folder".format(self.output, **self.holder())
         )
 
     def holder(self) -> dict:

@@ -52,7 +52,7 @@ def check_disk_space(folder: Path, size: float = 0) -> None:
     if free < needed:
         raise ValueError(
             f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB "
-            "are free; free some space, or give another --output_dir; saved checkpoints are kept"
+            "are free; free some space, or give another folder; saved checkpoints are kept"
         )
 
 
@@ -123,7 +123,7 @@ def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
     """
     if unseen := sorted({*file_sizes(partial)} ^ {*files}):
         name = partial / unseen[0]
-        raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
+        raise ValueError(f"{name} is not visible to every process; the run folder must be shared")
     write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
     replace_folder(partial, final)
@@ -292,7 +292,7 @@ def find_checkpoint(
         if resume == "never":
             raise ValueError(
                 f"{folder} holds checkpoints and resume is never; give --resume auto to continue "
-                "from them, or another --output_dir to start afresh"
+                "from them, or another folder to start afresh"
             )
         try:
             manifest = verify(path, hashed)
@@ -305,7 +305,7 @@ def find_checkpoint(
     if passed_over:
         raise ValueError(
             f"no checkpoint in {folder} is valid ({passed_over[0]}); "
-            "to start from the beginning give another --output_dir"
+            "to start from the beginning give another folder"
         )
     if not named:
         return None, {}, []
@@ -383,14 +383,14 @@ def check_settings(
     before, after = result_settings(saved, effects), result_settings(current, effects)
     default = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: v for n, v in after.items() if n not in default})
-    other, made = "give the old settings, or another --output_dir", f"{path} was made with"
+    other, made = "give the old settings, or another folder", f"{path} was made with"
     if saved.get("identity", "") != current.get("identity", ""):
         kind = "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
             kind += ", other classes or another scale of numbers"
         raise ValueError(
             f"{made} {kind}, so its weights mean something else; give the same data, or another "
-            "--output_dir"
+            "folder"
         )
     rows = {"data fingerprint", "data validation"}
     if changed and {*changed} <= rows and saved.get("prepared") == current["prepared"] != "":
@@ -400,5 +400,5 @@ def check_settings(
         if "lanes" in saved and name in ("seed", "data fingerprint"):
             raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
     if changed and not accept:
-        raise ValueError(f"{made}; {other}, or --accept_changes to continue with the new ones")
+        raise ValueError(f"{made}; {other}, or accept_changes to continue with the new ones")
     return list(changed.values())

@@ -355,8 +355,9 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
         count = len(positional)
         return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
 
+    blocks = getattr(module, "_no_split_modules", None) or ()
     for block in module.modules():
-        if type(block).__name__ in (module._no_split_modules or ()):
+        if type(block).__name__ in blocks:
             block.register_forward_pre_hook(separate, with_kwargs=True)
 
 

@@ -121,7 +121,7 @@ class StepMonitor:
                     reason = (
                         f"{what} in {self.skipped} steps in a row, up to step {step}; these steps "
                         "did not change the weights. metrics.jsonl names their samples: check the "
-                        "data, or continue with --accept_changes and another learning_rate"
+                        "data, or continue with accept_changes and another learning rate"
                     )
         return total / total_items if total_items else math.nan, norm, notes, reason
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
+from samestep.base.errors import as_user_error
 from samestep.core import exact, inputs, monitor, script
 from samestep.core.batches import seed_micro_batch
 from samestep.core.loader import MicroBatch, StepLoader
@@ -75,7 +76,8 @@ class Step:
         if gradients:
             loss = gradients.nan_if_not_finite(loss) * gradients.divisor / max(self.items, 1)
         else:  # the loop is tried
-            inputs.check_loss(loss)
+            with as_user_error():
+                inputs.check_loss(loss)
         self.training.accelerator.backward(loss)
 
     def clip(self, max_norm: float = 0) -> torch.Tensor:

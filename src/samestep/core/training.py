@@ -102,9 +102,9 @@ class Training:
                 found = self.find_checkpoint()
         lock, found = found[0], found[1:]
         path, saved, lines = self.ranks.from_main(found)
-        state = TrainingState(
-            self.accelerator, self.model, self.optimizer, self.ranks.layout, sets_lr=False
-        )
+        with self.ranks.fail_together():
+            prepared = self.accelerator, self.model, self.optimizer
+            state = TrainingState(*prepared, self.ranks.layout, sets_lr=False)
         self.saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, lock
         )

@@ -404,7 +404,7 @@ class TrainingState:
                 raise ValueError(
                     f"{f'{key} of {owner}' if kind == 'state' else weight} is not finite, so "
                     "nothing was saved; check the data, or continue from the newest checkpoint "
-                    "with --accept_changes and another learning_rate"
+                    "with accept_changes and another learning rate"
                 )
 
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
@@ -419,7 +419,7 @@ class TrainingState:
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
-                "per group); restore that, or give another --output_dir"
+                "per group); restore that, or give another folder"
             )
         self.load_weights(path, saved, manifest)
         if self.layout.deepspeed:  # it has restored all settings
@@ -462,7 +462,7 @@ class TrainingState:
             raise ValueError(
                 f"{path} has the state of {', '.join(before) or 'nothing'} beside the model, and "
                 f"this program of {', '.join(now) or 'nothing'}; prepare and register the same "
-                "objects in the same order, or give another --output_dir"
+                "objects in the same order, or give another folder"
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
@@ -510,7 +510,7 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout
     if written:
         kind = f"DeepSpeed with zero_stage {written}"
         remedy += f", set num_processes to {saved['processes']}"
-    raise ValueError(f"{path} is of {kind}; {remedy}, or give another --output_dir")
+    raise ValueError(f"{path} is of {kind}; {remedy}, or give another folder")
 
 
 def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
@@ -519,7 +519,7 @@ def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
     if now is not None and saved.get("frozen_weights", "") != now:
         raise ValueError(
             f"{path} was trained with other pretrained weights; give those weights, or another "
-            "--output_dir"
+            "folder"
         )
 
 
@@ -570,5 +570,5 @@ def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
                 f"checkpoint and {now} in the model; give the settings and the task.py that it "
-                "was made with, or another --output_dir"
+                "was made with, or another folder"
             )
