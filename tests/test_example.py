@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+import test_tasks_of_examples
 from conftest import ROOT, bake, digest, lines, status
 
 # Where make test-all installs nbclient.
@@ -46,7 +47,8 @@ def own(tmp_path_factory):
 def test_examples_are_listed_and_written(own):
     baked, example = own
     names = [line.split()[0] for line in example().stdout.splitlines()]
-    assert names == sorted([*TASKS, *EXAMPLES, "train_pipeline"])
+    others = [each.name for each in test_tasks_of_examples.EXAMPLES]
+    assert names == sorted([*TASKS, *EXAMPLES, *others, "train_pipeline"])
     maximum = {"plain_module": 75, "unet3d": 120, "diffusion": 120, "train_pipeline": 345}
     for name, number in maximum.items():
         text = (ROOT / "templates" / "examples" / f"{name}.py").read_text(encoding="utf-8")

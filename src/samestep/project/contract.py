@@ -70,9 +70,7 @@ class Task(Protocol):
     def collate(self, rows: list) -> Mapping:
         """A batch: any mapping to CPU tensors whose first dimension is B = len(rows), to texts,
         or to lists and mappings of such. Later functions get it as a dict. Rows for training come
-        from `augment`, in the checks at the start too; rows for validation do not. A start also
-        collates training rows that are not augmented yet: what `augment` adds to a row is missing
-        then."""
+        from `augment`, in the checks at the start too; rows for validation do not."""
 
     def count(self, batch: Batch) -> int:
         """Number of items in the loss of a batch, from its labels alone; of each batch that

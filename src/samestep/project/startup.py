@@ -385,10 +385,10 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
             views[0].begin(cfg.seed, cfg.global_batch_size)
         batches.seed_everything(1 + number)  # a row that draws by itself is another one
         train, validation = (batches.read_samples(each, bound) for each in views)
+        train = batches.augmented(train, bound)
         fingerprints = [batches.hash_batch(views[0], bound, train)]
         fingerprints += [batches.hash_batch(views[1], bound, validation)]
-        drawn = batches.augmented(train, bound)
-        built.append([*fingerprints, batches.hash_batch(views[0], bound, drawn)])
+        built.append(fingerprints)
     if built[0] != built[1]:
         raise ValueError(
             "the same samples are another batch the second time: task.views, a row, collate or "
@@ -396,7 +396,7 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
             "views from torch, np.random or random, which are seeded for it; or make the rows in "
             "prepare_data, which runs once"
         )
-    probes = [batches.choose_probes(each, bound) for each in (drawn, validation)]
+    probes = [batches.choose_probes(each, bound) for each in (train, validation)]
     return data, bound, views, Samples(fingerprints, probes)
 
 

@@ -1,0 +1,53 @@
+"""Rows for a task that is written with plain `datasets`: see templates/examples."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import datasets
+
+HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
+
+
+def load_splits(data: str | Iterable[dict], columns: Iterable[str]) -> datasets.DatasetDict:
+    """The splits train and validation, with these columns, of rows, a file (.jsonl, .csv, .parquet,
+    .txt), a folder of files, or a dataset on the Hub.
+
+    Without a split validation, a tenth of the rows is held out by the hash of each: more rows move
+    none of them. Raises ValueError for a missing column, and for files that cannot be read.
+    """
+    columns = [*columns]
+    try:
+        if not isinstance(data, str):
+            splits = {"train": datasets.Dataset.from_list([*data])}
+        elif Path(data).is_file():
+            splits = datasets.load_dataset(str(Path(data).parent), data_files=Path(data).name)
+        else:
+            splits = datasets.load_dataset(data)
+    except (FileNotFoundError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        raise ValueError(f"task.data {data}: {reason}") from error
+    for name in [each for each in ("train", "validation") if each in splits]:
+        found = splits[name].column_names
+        if missing := [each for each in columns if each not in found]:
+            raise ValueError(
+                f"task.data has no column {', '.join(missing)} in its split {name}; rename one of "
+                f"{', '.join(found)}"
+            )
+        splits[name] = splits[name].select_columns(columns)
+    if "train" not in splits:
+        raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
+    if "validation" not in splits:
+        splits["train"], splits["validation"] = hold_out(splits["train"])
+    return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
+
+
+def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The rows to train on and those held out, at least one: equal rows are on one side."""
+    tables = rows.with_format("arrow").iter(1000)  # images count by their bytes, or their paths
+    plain = (row for table in tables for row in table.to_pylist())
+    digests = [hashlib.sha256(repr(row).encode()).digest() for row in plain]
+    limit = max(min(digests), int(HELD_OUT * 2**64).to_bytes(8, "big"))
+    held = [i for i, each in enumerate(digests) if each <= limit]
+    others = [i for i, each in enumerate(digests) if each > limit]
+    return rows.select(others), rows.select(held)

@@ -1,0 +1,110 @@
+"""Masked language model (BERT, RoBERTa, ModernBERT): masks belong to the sample and the epoch.
+
+make train ARGS="--max_steps 300"
+make train ARGS="--task.data texts.jsonl --task.model_name_or_path FacebookAI/roberta-base"
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import datasets
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, RobertaTokenizer
+from transformers.data import DataCollatorForTokenClassification
+
+from samestep.data.plain import load_splits
+
+UNIT = "masked_tokens"
+load_tokenizer = cache(AutoTokenizer.from_pretrained)
+
+
+@dataclass
+class TaskConfig:
+    data: str = ""
+    """Rows {text}: a file (.jsonl, .csv, .parquet, .txt), a folder of such, or a dataset on the
+    Hub. Empty: the manual inside Python."""
+    model_name_or_path: str = ""
+    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
+    max_length: int = 64
+    """Maximum number of tokens in a sample; a longer text becomes several."""
+    mask_fraction: float = 0.15
+    """Fraction of the tokens to predict: 80 % become the mask token, 10 % another token."""
+
+
+def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
+    """Rows {input_ids}; those for validation are masked already, by the number of the row."""
+    texts = dict.fromkeys(part for text in topics.values() for part in text.split("\n\n\n"))
+    splits = load_splits(cfg.data or ({"text": text} for text in texts), ["text"])
+    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
+    if source:  # a run that resumes finds its tokenizer in the folder
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    else:
+        tokenizer = RobertaTokenizer().train_new_from_iterator(splits["train"]["text"], 1000)
+    tokenizer.save_pretrained(folder)
+    options = {"truncation": True, "max_length": cfg.max_length, "return_overflowing_tokens": True}
+    tokens = splits.map(
+        lambda batch: {"input_ids": tokenizer(batch["text"], **options)["input_ids"]},
+        batched=True,
+        remove_columns=splits["train"].column_names,
+    )
+    tokens["validation"] = tokens["validation"].map(
+        lambda row, i: mask(row, torch.Generator().manual_seed(i), cfg, tokenizer),
+        with_indices=True,
+    )
+    return tokens
+
+
+def mask(row: dict, generator: torch.Generator, cfg: TaskConfig, tokenizer) -> dict:
+    """The row with `labels`, -100 where a token is not to be predicted."""
+    ids = torch.tensor(row["input_ids"])
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    chosen = (torch.rand(len(ids), generator=generator) < cfg.mask_fraction) & ~special
+    kind = torch.rand(len(ids), generator=generator)
+    others = torch.randint(len(tokenizer), ids.shape, generator=generator)
+    masked = ids.masked_fill(chosen & (kind < 0.8), tokenizer.mask_token_id)
+    masked = others.where(chosen & (kind >= 0.9), masked)
+    return {"input_ids": masked.tolist(), "labels": ids.masked_fill(~chosen, -100).tolist()}
+
+
+def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data) -> dict:
+    return mask(row, generator, cfg, load_tokenizer(data.folder))
+
+
+def collate(rows: list[dict], data) -> dict:
+    """input_ids, attention_mask and labels, int64 (B, T); labels of padding are -100."""
+    return DataCollatorForTokenClassification(load_tokenizer(data.folder))(rows)
+
+
+def count(batch: dict) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
+    if cfg.model_name_or_path:
+        return AutoModelForMaskedLM.from_pretrained(cfg.model_name_or_path, dtype=torch.float32)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return AutoModelForMaskedLM.from_config(BertConfig(**sizes))
+
+
+def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Cross entropy of the chosen tokens, in nats."""
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
+    return {"loss": loss_sum(model, batch), "tokens": (batch["labels"] != -100).sum()}
+
+
+def metrics(sums: dict) -> dict:
+    return {"loss": float(sums["loss"] / sums["tokens"])}
+
+
+def export(model, output: Path, data) -> None:
+    model.save_pretrained(output)
+    load_tokenizer(data.folder).save_pretrained(output)

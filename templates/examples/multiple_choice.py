@@ -1,0 +1,117 @@
+"""Multiple choice (SWAG, RACE): which of several endings is right; those of a row stay together.
+
+make train ARGS="--max_steps 300 --learning_rate 1e-3"
+make train ARGS="--task.data swag.jsonl --task.model_name_or_path google-bert/bert-base-uncased"
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import datasets
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForMultipleChoice, AutoTokenizer, BertConfig, RobertaTokenizer
+from transformers.data.data_collator import DataCollatorForMultipleChoice
+
+from samestep.data.plain import load_splits
+
+UNIT = "questions"
+ENDINGS = ("ending0", "ending1", "ending2", "ending3")
+load_tokenizer = cache(AutoTokenizer.from_pretrained)
+
+
+@dataclass
+class TaskConfig:
+    data: str = ""
+    """Rows {sent1, sent2, ending0, ending1, ending2, ending3, label}, as in SWAG: a file (.jsonl,
+    .csv, .parquet), a folder of such, or a dataset on the Hub. Empty: made-up sentences."""
+    model_name_or_path: str = ""
+    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
+    max_length: int = 64
+    """Maximum number of tokens of the sentences with an ending; sent1 is truncated."""
+
+
+def made_up_rows() -> Iterator[dict]:
+    """Animals and what they do: each verb belongs to one of them."""
+    verbs = {"dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "frog": "croaks"}
+    verbs |= {"lion": "roars", "snake": "hisses", "wolf": "howls", "bee": "buzzes"}
+    draw = random.Random(0)
+    for i in range(3000):
+        animals = draw.sample([*verbs], 4)
+        label, ways = draw.randrange(4), ["again", "and sleeps", "in the rain", "at the door"]
+        sentence = f"{i} times Anna has seen a {animals[label]}{draw.choice([' today', ''])}."
+        endings = [f"{verbs[animal]} {draw.choice(ways)}" for animal in animals]
+        row = {"sent1": sentence, "sent2": "Now it", "label": label}
+        yield row | dict(zip(ENDINGS, endings, strict=True))
+
+
+def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
+    """Rows {input_ids, label}, the ids of each ending after the sentences, in a list."""
+    splits = load_splits(cfg.data or made_up_rows(), ["sent1", "sent2", *ENDINGS, "label"])
+    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
+    if source:  # a run that resumes finds its tokenizer in the folder
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    else:
+        texts = (f"{row['sent1']} {row[name]}" for row in splits["train"] for name in ENDINGS)
+        tokenizer = RobertaTokenizer().train_new_from_iterator(texts, 1000)
+    tokenizer.save_pretrained(folder)
+
+    def encode(row: dict) -> dict:
+        if row["label"] not in range(len(ENDINGS)):
+            raise ValueError(
+                f"task.data: the label {row['label']} is not a number of 0 to 3: {row}"
+            )
+        seconds = [f"{row['sent2']} {row[name]}" for name in ENDINGS]
+        options = {"truncation": "only_first", "max_length": cfg.max_length}
+        tokens = tokenizer([row["sent1"]] * len(ENDINGS), seconds, **options)
+        return {**tokens, "label": row["label"]}
+
+    return splits.map(encode, remove_columns=["sent1", "sent2", *ENDINGS])
+
+
+def collate(rows: list[dict], data) -> dict:
+    """input_ids, attention_mask and others, int64 (B, 4, T), and labels, int64 (B,)."""
+    return DataCollatorForMultipleChoice(load_tokenizer(data.folder))(rows)
+
+
+def count(batch: dict) -> int:
+    return len(batch["labels"])
+
+
+def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
+    if name := cfg.model_name_or_path:
+        return AutoModelForMultipleChoice.from_pretrained(name, dtype=torch.float32)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return AutoModelForMultipleChoice.from_config(BertConfig(**sizes))
+
+
+def scores(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Logits of the endings, float32 (B, 4)."""
+    inputs = {name: values for name, values in batch.items() if name != "labels"}
+    return model(**inputs).logits.float()
+
+
+def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Cross entropy of the right endings, in nats."""
+    return F.cross_entropy(scores(model, batch), batch["labels"], reduction="sum")
+
+
+def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
+    logits, labels = scores(model, batch), batch["labels"]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    right = (logits.argmax(1) == labels).sum()
+    return {"loss": loss, "accuracy": right, "rows": torch.tensor(len(labels))}
+
+
+def metrics(sums: dict) -> dict:
+    return {name: float(sums[name] / sums["rows"]) for name in ("loss", "accuracy")}
+
+
+def export(model, output: Path, data) -> None:
+    model.save_pretrained(output)
+    load_tokenizer(data.folder).save_pretrained(output)

@@ -1,0 +1,142 @@
+"""Token classification (NER, tagging): the first token of a word has its label; F1 of entities.
+
+make train ARGS="--max_steps 300"
+make train ARGS="--task.data conll.jsonl --task.model_name_or_path google-bert/bert-base-cased"
+"""
+
+import keyword
+import os
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import datasets
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForTokenClassification, AutoTokenizer, BertConfig
+from transformers import RobertaTokenizer as NewTokenizer
+from transformers.data import DataCollatorForTokenClassification
+
+from samestep.data.plain import load_splits
+
+UNIT = "words"
+load_tokenizer = cache(AutoTokenizer.from_pretrained)
+
+
+@dataclass
+class TaskConfig:
+    data: str = ""
+    """Rows {tokens, ner_tags}: a file (.jsonl, .parquet), a folder of such, or a dataset on the
+    Hub. Empty: statements of Python's library, with the kinds of their tokens."""
+    model_name_or_path: str = ""
+    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
+    max_length: int = 64
+    """Maximum number of tokens in a sample; a longer one is truncated."""
+
+
+def source_rows() -> Iterator[dict]:
+    for path in sorted(Path(os.__file__).parent.glob("*.py"))[:20]:
+        row = {"tokens": [], "ner_tags": []}
+        for token in tokenize.generate_tokens(path.open(encoding="utf-8").readline):
+            kind = "KEYWORD" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
+            for i, word in enumerate(re.findall(r"\w+|[^\w\s]", token.string)):
+                row["tokens"].append(word)
+                row["ner_tags"].append("O" if kind == "OP" else f"{'I' if i else 'B'}-{kind}")
+            if kind == "NEWLINE":
+                yield row
+                row = {"tokens": [], "ner_tags": []}
+
+
+def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
+    """Rows {input_ids, labels}; labels of special tokens and of later tokens of a word are -100."""
+    splits = load_splits(cfg.data or source_rows(), ["tokens", "ner_tags"])
+    names = getattr(splits["train"].features["ner_tags"].feature, "names", None)
+    tags = {tag for each in splits.values() for row in each["ner_tags"] for tag in row}
+    kinds = names or sorted(tags)
+    if wrong := [kind for kind in kinds if not re.fullmatch("O|[BI]-.+", kind)]:
+        raise ValueError(f"task.data: {wrong[0]} in ner_tags is not O, B-KIND or I-KIND: rename it")
+    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
+    if source:  # a run that resumes finds its tokenizer in the folder
+        tokenizer = AutoTokenizer.from_pretrained(source, add_prefix_space=True)
+    else:
+        texts, new = map(" ".join, splits["train"]["tokens"]), NewTokenizer(add_prefix_space=True)
+        tokenizer = new.train_new_from_iterator(texts, 1000)
+    tokenizer.save_pretrained(folder)
+
+    def align(row: dict) -> dict:
+        if len(row["tokens"]) != len(row["ner_tags"]):
+            raise ValueError(f"task.data: {len(row['ner_tags'])} ner_tags for {row['tokens']}")
+        options = {"is_split_into_words": True, "truncation": True, "max_length": cfg.max_length}
+        tokens = tokenizer(row["tokens"], **options)
+        labels = [-100] * len(tokens["input_ids"])
+        for word, tag in enumerate(row["ner_tags"]):
+            if span := tokens.word_to_tokens(word):  # None: truncated
+                labels[span.start] = tag if names else kinds.index(tag)
+        return {"input_ids": tokens["input_ids"], "labels": labels}
+
+    rows = splits.map(align, remove_columns=["tokens", "ner_tags"])
+    return rows.cast_column("labels", datasets.List(datasets.ClassLabel(names=kinds)))
+
+
+def collate(rows: list[dict], data) -> dict:
+    """input_ids, attention_mask and labels, int64 (B, T); labels of padding are -100."""
+    return DataCollatorForTokenClassification(load_tokenizer(data.folder))(rows)
+
+
+def count(batch: dict) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
+    names = data["train"].features["labels"].feature.names
+    labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    if cfg.model_name_or_path:
+        options = {"pretrained_model_name_or_path": cfg.model_name_or_path, "dtype": torch.float32}
+        return AutoModelForTokenClassification.from_pretrained(**options, **labels)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return AutoModelForTokenClassification.from_config(BertConfig(**sizes, **labels))
+
+
+def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Cross entropy of the words, in nats."""
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def entities(tags: list[str]) -> set[tuple]:
+    """(kind, first word, last word) of each; an I- without its B- begins one, as in seqeval."""
+    spans = []
+    for i, tag in enumerate(tags):
+        mark, _, kind = tag.partition("-")
+        if mark == "I" and spans and (spans[-1][0], spans[-1][2]) == (kind, i - 1):
+            spans[-1][2] = i
+        elif kind:
+            spans.append([kind, i, i])
+    return {tuple(span) for span in spans}
+
+
+def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
+    """The loss, the words, and numbers of entities: found, predicted, true."""
+    predictions = model(batch["input_ids"], batch["attention_mask"]).logits.argmax(-1)
+    names, found = model.config.id2label, torch.zeros(3)
+    for row, own in zip(batch["labels"].tolist(), predictions.tolist(), strict=True):
+        words = [i for i, label in enumerate(row) if label != -100]
+        true, predicted = (entities([names[each[i]] for i in words]) for each in (row, own))
+        found += torch.tensor([len(true & predicted), len(predicted), len(true)])
+    return {"loss": loss_sum(model, batch), "words": torch.tensor(count(batch)), "entities": found}
+
+
+def metrics(sums: dict) -> dict:
+    found, predicted, true = sums["entities"].tolist()
+    f1 = 2 * found / max(predicted + true, 1)
+    return {"loss": float(sums["loss"] / sums["words"]), "f1": f1}
+
+
+def export(model, output: Path, data) -> None:
+    model.save_pretrained(output)
+    load_tokenizer(data.folder).save_pretrained(output)

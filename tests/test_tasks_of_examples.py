@@ -1,0 +1,251 @@
+"""Examples that are tasks of transformers: each keeps the promises, and is right by comparison."""
+
+import importlib
+import inspect
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import ROOT, bake, digest, kill_after, lines, prepare_task, read_weights, write_table
+from samestep.core import batches
+from samestep.project import contract
+
+FOLDER = ROOT / "templates" / "examples"
+STEPS = ["--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--keep_checkpoints", 0]
+STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--log_every", 1]
+STEPS += ["--warmup_steps", 0, "--lr_schedule", "constant", "--learning_rate", 0.001]
+STEPS += ["--weight_decay", 0]
+WORDS = "the a train of samples stops and resumes at any step with equal bytes".split()
+
+
+def text(i, most=12):
+    """Some words, in unequal numbers."""
+    return " ".join(WORDS[(i * i + k * (1 + i % 5)) % len(WORDS)] for k in range(1 + i % most))
+
+
+def own_loss(model, batch):
+    """The mean loss that transformers computes of a batch."""
+    known = inspect.signature(model.forward).parameters
+    return model(**{name: values for name, values in batch.items() if name in known}).loss
+
+
+def reward_loss(model, batch):
+    """The loss of TRL's RewardTrainer."""
+    sides = [{name: values[:, side] for name, values in batch.items()} for side in (0, 1)]
+    chosen, rejected = (model(**each).logits[:, 0] for each in sides)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+@dataclass
+class Example:
+    """An example, and what the tests need of it."""
+
+    name: str
+    lines: int  # most lines of the file
+    loads: str  # class that loads the export
+    rows: list = field(default_factory=list)  # of a small dataset; empty: made-up data
+    settings: dict = field(default_factory=dict)
+    wrong: tuple = ()  # a row that is not right, and what is said then
+    own: Callable = own_loss
+    inputs: Callable = dict  # of the model, from a batch
+    killed: bool = False
+
+    @property
+    def task(self):
+        sys.path.insert(0, str(FOLDER))
+        try:
+            return importlib.import_module(self.name)
+        finally:
+            sys.path.remove(str(FOLDER))
+
+    def fields(self, folder, rows=None):
+        """Settings for rows that are written there."""
+        if not self.rows:
+            return self.settings
+        return self.settings | {"data": str(write_table(folder, rows or self.rows, "jsonl"))}
+
+
+TAGS = {"the": "O", "a": "O", "of": "O", "train": "B-noun", "samples": "I-noun", "stops": "B-verb"}
+EXAMPLES = [
+    Example(
+        "masked_lm",
+        120,
+        "AutoModelForMaskedLM",
+        [{"text": text(i)} for i in range(90)],
+        {"mask_fraction": 0.5},
+        ({"texts": "a"}, "task.data has no column text in its split train; rename one of texts"),
+        killed=True,
+    ),
+    Example(
+        "token_classification",
+        142,
+        "AutoModelForTokenClassification",
+        [
+            {"tokens": text(i).split(), "ner_tags": [TAGS.get(w, "B-x") for w in text(i).split()]}
+            for i in range(90)
+        ],
+        {},
+        ({"tokens": ["a"], "ner_tags": ["noun"]}, "noun in ner_tags is not O, B-KIND or I-KIND"),
+    ),
+    Example(
+        "reward_model",
+        120,
+        "AutoModelForSequenceClassification",
+        [{"prompt": text(i, 5), "chosen": text(i + 1), "rejected": text(i)} for i in range(90)],
+        {},
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "task.data: equal answers to 'a': remove this row",
+        ),
+        reward_loss,
+        lambda batch: {name: values.flatten(0, 1) for name, values in batch.items()},
+    ),
+    Example(
+        "multiple_choice",
+        120,
+        "AutoModelForMultipleChoice",
+        [
+            {"sent1": text(i), "sent2": "then", "label": i % 4}
+            | {f"ending{k}": text(i + k, 7) for k in range(4)}
+            for i in range(90)
+        ],
+        {},
+        (
+            {f"ending{k}": "a" for k in range(4)} | {"sent1": "b", "sent2": "c", "label": 4},
+            "task.data: the label 4 is not a number of 0 to 3",
+        ),
+    ),
+]
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.name)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    baked = bake(tmp_path_factory.mktemp("own"), pictures=False, tracker="none")
+    (baked.path / "configs" / "train" / "default.yaml").write_text("")
+    return baked
+
+
+def flags_of(fields):
+    return [word for name, value in fields.items() for word in (f"--task.{name}", value)]
+
+
+@dataclass
+class Loaded:
+    """An example with its prepared data, in this process."""
+
+    task: object
+    train: object
+    model: torch.nn.Module
+
+    def batch(self, first, last):
+        """The samples of the run at these positions, as a batch."""
+        samples = self.train.__getitems__(range(first, last))
+        return self.task.collate([row for _, row in samples])
+
+
+def load(example, folder):
+    """The functions of an example, its rows in the order of a run, and its new model."""
+    cfg = example.task.TaskConfig(**example.fields(folder))
+    cfg.cache_dir = str(folder / "cache")
+    data = prepare_task(example.task, cfg)
+    bound = contract.bind(example.task, cfg, data)
+    train, _ = contract.read_views(bound, data)
+    batches.seed_everything(0)
+    return Loaded(bound, batches.SampleDataset(train, bound, 0), bound.build_model())
+
+
+@pytest.mark.slow
+@each_example
+def test_an_example_has_the_loss_of_transformers(example, tmp_path):
+    """Of rows of unequal length, together and alone; and it is short."""
+    assert len((FOLDER / f"{example.name}.py").read_text().splitlines()) <= example.lines
+    loaded = load(example, tmp_path)
+    batch = contract.plain_batch(loaded.batch(0, 6))
+    with torch.no_grad():
+        loss = float(loaded.task.loss_sum(loaded.model.eval(), batch))
+        assert loss / loaded.task.count(batch) == pytest.approx(
+            float(example.own(loaded.model, batch)), rel=1e-6
+        )
+        alone = [loaded.task.loss_sum(loaded.model, loaded.batch(i, i + 1)) for i in range(6)]
+    assert float(sum(alone)) == pytest.approx(loss, rel=2e-6)
+
+
+def train_plainly(example, loaded):
+    """The gradients' norms of three steps of a plain loop with transformers' own loss."""
+    optimizer = torch.optim.AdamW(
+        loaded.model.train().parameters(), 1e-3, (0.9, 0.99), weight_decay=0
+    )
+    norms = []
+    for step in range(3):
+        example.own(loaded.model, loaded.batch(8 * step, 8 * step + 8)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+ANSWER = """
+import sys, torch, transformers
+folder, name, file = sys.argv[1:]
+batch, before = torch.load(file)
+model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+with torch.no_grad():
+    after = model.eval()(**batch)[0]
+print(float((after - before).abs().max() / before.abs().max()))
+"""
+
+
+@pytest.mark.slow
+@each_example
+def test_an_example_keeps_the_promises(project, tmp_path, example):
+    """Losses on one and two processes in other micro-batches; bytes with exact, and after kill -9
+    or a stop; the gradients of a plain loop; an export that transformers loads elsewhere."""
+    shutil.copy(FOLDER / f"{example.name}.py", project.path / "task.py")
+    flags = [*STEPS, *flags_of(example.fields(tmp_path))]
+    runs = {"one": (1, []), "two": (2, ["--micro_batch_size", 2])}
+    runs |= {f"exact-{n}": (n, ["--exact", "true", "--micro_batch_size", 2]) for n in (1, 2, 3)}
+    for run, (processes, given) in runs.items():
+        project.train(processes, *flags, *given, "--output_dir", tmp_path / run)
+    losses = {run: [line["loss"] for line in lines(tmp_path / run, "loss")] for run in runs}
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-6)
+    last, middle = "checkpoints/step-00000004", "checkpoints/step-00000002"
+    assert len({digest(tmp_path / f"exact-{n}" / last) for n in (1, 2, 3)}) == 1
+
+    resumed = [*flags, "--output_dir", tmp_path / "resumed"]
+    if example.killed:
+        project.train(1, *resumed, codes=(-9,), before=kill_after(tmp_path / "resumed", 2))
+    else:
+        shutil.copytree(tmp_path / "one" / middle, tmp_path / "resumed" / middle)
+    assert "continuing from" in project.train(1, *resumed)
+    assert digest(tmp_path / "resumed" / last) == digest(tmp_path / "one" / last)
+
+    loaded = load(example, tmp_path)
+    norms = [line["grad_norm"] for line in lines(tmp_path / "one", "grad_norm")]
+    assert train_plainly(example, loaded) == pytest.approx(norms[:3], rel=1e-5)
+
+    loaded.model.load_state_dict(read_weights(tmp_path / "one" / last), strict=False)
+    known = inspect.signature(loaded.model.forward).parameters
+    batch = {name: v for name, v in example.inputs(loaded.batch(0, 2)).items() if name in known}
+    batch.pop("labels", None)
+    with torch.no_grad():
+        torch.save([batch, loaded.model.eval()(**batch)[0]], tmp_path / "answer.pt")
+    command = ["-c", ANSWER, tmp_path / "one" / "model", example.loads, tmp_path / "answer.pt"]
+    assert float(project.run("python", *command).stdout) < 1e-5
+
+
+@pytest.mark.slow
+@each_example
+def test_bad_input_is_one_line(project, tmp_path, example):
+    row, said = example.wrong
+    shutil.copy(FOLDER / f"{example.name}.py", project.path / "task.py")
+    fields = example.fields(tmp_path, [row] * 20) if example.rows else example.settings | row
+    ((code, _, errors),) = project.ends(1, *flags_of(fields), "--output_dir", tmp_path / "run")
+    assert (code, said in errors) == (2, True), errors
+    assert len(errors.strip().splitlines()) == 1
