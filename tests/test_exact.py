@@ -25,9 +25,9 @@ EXACT = ["--exact", "true", *DROPOUT]
 
 
 def digests(output):
-    """The last step, and the SHA-256 of its weights and moments."""
+    """The last step, the SHA-256 of its weights and moments, and its state in the manifest."""
     last = max((output / "checkpoints").glob("step-*"))
-    return [last.name, digest(last)]
+    return [last.name, digest(last), json.loads((last / "manifest.json").read_text())["state"]]
 
 
 def metrics(output):

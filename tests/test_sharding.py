@@ -102,6 +102,11 @@ def check_same(*outputs):
     assert all(other == first for other in others)
 
 
+def states(*outputs):
+    """The hashes of the states that these runs saved last."""
+    return {lines(output, "state")[-1]["state"] for output in outputs}
+
+
 def make_small(folder, **fields):
     """A project with a language model of two layers, and a quick recipe with these fields."""
     baked = bake(folder, pictures=False, tracker="none")
@@ -151,7 +156,10 @@ def losses(output):
 
 
 # DDP, FSDP2 in halves and in parts of unequal size, HSDP as 2 x 3 copies.
-WITH_EXACT = {"no": [("cpu_multi", 3), ("fsdp2", 3), ("hsdp_odd", 6)], "bf16": [("fsdp2", 2)]}
+WITH_EXACT = {
+    "no": [("cpu_multi", 2), ("fsdp2", 2), ("fsdp2", 3), ("hsdp_odd", 6)],
+    "bf16": [("fsdp2", 2)],
+}
 
 
 @pytest.mark.slow
@@ -168,6 +176,9 @@ def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
         flags += ["--max_steps", "2", "--output_dir", output]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
+    # On a CPU AdamW rounds moments in another way where a part of a tensor ends inside a vector.
+    whole = [output for output, (_, processes) in zip(outputs, cases, strict=True) if processes < 3]
+    assert len(states(*whole)) == 1
 
 
 @pytest.mark.slow

@@ -175,21 +175,32 @@ def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
     return sizes
 
 
+def hashing_threads() -> ThreadPoolExecutor:
+    """Threads for this process's share of the cores: hashlib releases the GIL."""
+    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ThreadPoolExecutor(max(1, min(8, threads)))
+
+
+def read_bytes(path: Path, start: int, size: int) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, at most `size`, a MB at a time."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        while size and (part := file.read(min(size, 1 << 20))):
+            size -= len(part)
+            yield part
+
+
+def hash_block(path: Path, start: int) -> str:
+    digest = hashlib.sha256()
+    for part in read_bytes(path, start, BLOCK):
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def describe_files(folder: Path, names: list[str]) -> dict[str, dict]:
     """The `bytes` and `sha256` of files; for several blocks it is that of their hex digests."""
-
-    def hash_block(path: Path, start: int) -> str:
-        digest, left = hashlib.sha256(), BLOCK
-        with open(path, "rb") as file:
-            file.seek(start)
-            while left and (part := file.read(min(left, 1 << 20))):
-                digest.update(part)
-                left -= len(part)
-        return digest.hexdigest()
-
     described = {}
-    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with ThreadPoolExecutor(max(1, min(8, threads))) as pool:  # hashlib releases the GIL
+    with hashing_threads() as pool:
         for name in names:
             path = folder / name
             size = path.stat().st_size

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.base import run_folder
 from samestep.base.run_folder import RunLock
-from samestep.core import checkpoints, deepspeed, tensor_files
+from samestep.core import checkpoints, deepspeed, state_hash, tensor_files
 from samestep.core.ranks import Ranks
 from samestep.core.weights import TrainingState
 
@@ -26,6 +26,8 @@ class Saver:
         self.state, self.manifest, self.keep, self.lock = state, manifest, keep, lock
         self.main = ranks.layout.rank == 0
         self.step = 0  # of the newest checkpoint
+        self.previous = ""  # its entry in the chain: see state_hash.chain_hash
+        self.hashed: dict[str, Any] = {}  # the hash of its state, and the seconds that it took
 
     def about(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint of this step."""
@@ -35,7 +37,7 @@ class Saver:
         """Restores a checkpoint, which has the manifest `saved`."""
         with self.ranks.fail_together():
             self.state.load(path, saved, self.manifest)
-        self.step = saved["step"]
+        self.step, self.previous = saved["step"], state_hash.chain_hash(saved)
 
     def save_step(self, step: int) -> None:
         """Saves this step, unless it is saved already."""
@@ -74,11 +76,15 @@ class Saver:
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
             files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
+            # DeepSpeed's files have no hash of the state.
+            self.hashed = state_hash.describe_state(partial, [*files] if share else [], ranks)
+            manifest |= {"state": self.hashed["state"], "previous": self.previous}
             with ranks.fail_together():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)
                     best = manifest.get("best") or [None]
                     checkpoints.prune(committed, self.keep, best[0])
+            self.previous = state_hash.chain_hash(manifest)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint
                 shutil.rmtree(partial, ignore_errors=True)

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from samestep.core.ranks import Ranks
-
-PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
+from samestep.core.state_hash import PLACES
 
 
 @dataclass

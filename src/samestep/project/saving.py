@@ -74,7 +74,7 @@ class Saver(saver.Saver):
             self.wait()
             self.save_step(step)
         self.takes_scores = True
-        more = {"in_background": True} if self.asynchronous else {}  # it may still fail
+        more = {"in_background": True} if self.asynchronous else self.hashed  # it may still fail
         log.note(save_seconds=time.perf_counter() - began, **more)
 
     def add_scores(self, step: int, scores: dict) -> None:
@@ -118,7 +118,8 @@ class Saver(saver.Saver):
         _, self.run.problem = catch(self.write, self.thread_ranks, share, manifest)
         if not self.run.problem:
             seconds = time.perf_counter() - began
-            self.done.append({"committed_step": manifest["step"], "commit_seconds": seconds})
+            line = {"committed_step": manifest["step"], "commit_seconds": seconds, **self.hashed}
+            self.done.append(line)
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error. All processes must call it."""

@@ -48,7 +48,8 @@ def has_bar() -> bool:
 class Log:
     """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
 
-    untracked = ("batch_hash", "sample_ids", "in_background")  # in the file, not in the tracker
+    # In the file, not in the tracker.
+    untracked = ("batch_hash", "sample_ids", "in_background", "state")
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     # In the file, not on the screen.
     unshown = ("step", "samples", "epoch", "computed_tokens_per_second", *shares, *untracked)

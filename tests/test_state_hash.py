@@ -1,0 +1,100 @@
+"""state_hash.py on its own: the hash of a state however its tensors are cut, and the chain."""
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from samestep.core import state_hash
+
+SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
+DTYPES = {"model.b": torch.float64, "model.c": torch.bfloat16}
+
+
+def tensors():
+    draw = torch.Generator().manual_seed(0)
+    found = {}
+    for name, shape in SHAPES.items():
+        found[name] = torch.randn(shape, generator=draw).to(DTYPES.get(name, torch.float32))
+    return found | {"model.empty": torch.empty(0, 3), "registered.0.n": torch.ones(2)}
+
+
+def write(folder, whole, cuts):
+    """Files as `write_share` writes them; `cuts`: the dimension that is cut into three files."""
+    folder.mkdir()
+    for rank in range(3):
+        parts, places = {}, {}
+        for name, values in whole.items():
+            if name in cuts:
+                part = values.tensor_split(3, cuts[name])[rank].contiguous()
+                before = sum(
+                    each.shape[cuts[name]] for each in values.tensor_split(3, cuts[name])[:rank]
+                )
+                offsets = [before if i == cuts[name] else 0 for i in range(values.dim())]
+            elif rank == len(name) % 3:
+                part, offsets = values, [0] * values.dim()
+            else:
+                continue
+            parts[name] = part
+            places[name] = {"saved_offsets": offsets, "shape": [*values.shape], "dtype": "x"}
+        metadata = {state_hash.PLACES: json.dumps(places)}
+        save_file(parts, folder / f"rank-{rank:05}.safetensors", metadata)
+    return [path.name for path in folder.iterdir()]
+
+
+def hash_of(folder, files, shares=1):
+    found = {}
+    for share in range(shares):
+        own = state_hash.hash_tensors(folder, files, share, shares)
+        assert not own.keys() & found.keys()
+        found |= own
+    return found, state_hash.state_of(found)
+
+
+@pytest.mark.parametrize("cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2}])
+@pytest.mark.parametrize("shares", [1, 3])
+def test_a_state_has_one_hash_however_it_is_cut(tmp_path, cuts, shares):
+    whole = tensors()
+    found, state = hash_of(tmp_path / "run", write(tmp_path / "run", whole, cuts), shares)
+    expected = {}
+    for name, values in whole.items():
+        if not name.startswith("registered."):
+            content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+            dtype = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}[str(values.dtype)[6:]]
+            expected[name] = [dtype, [*values.shape], hashlib.sha256(content).hexdigest()]
+    assert found == expected
+    text = json.dumps(dict(sorted(expected.items())))
+    assert state == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_each_value_shape_and_name_counts(tmp_path):
+    states = set()
+    for number in range(5):
+        whole = tensors()
+        if number == 1:
+            whole["model.c"][2, 1, 3] += 1
+        if number == 2:
+            whole["model.a"] = whole["model.a"].view(4, 5)
+        if number == 3:
+            whole["model.d"] = whole.pop("model.c")
+        if number == 4:
+            whole["state.a.exp_avg"] = whole["state.a.exp_avg"].view(torch.int32)
+        folder = tmp_path / str(number)
+        states.add(hash_of(folder, write(folder, whole, {"model.a": 1}))[1])
+    assert len(states) == 5
+
+
+def test_the_chain_names_all_entries_before(tmp_path):
+    entries, previous = [], ""
+    for step, state in ((3, "a"), (6, "b"), (9, "c")):
+        entries.append({"step": step, "state": state, "previous": previous})
+        previous = state_hash.chain_hash(entries[-1])
+    entries[0]["state"] = "d"
+    assert state_hash.chain_hash(entries[0]) != entries[1]["previous"]
+    assert len({each["previous"] for each in entries}) == 3
+    assert state_hash.chain_hash({"step": 3, "state": "", "previous": ""}) == ""
+    alone = SimpleNamespace()  # DeepSpeed's files have no hash, and nothing is asked
+    assert state_hash.describe_state(tmp_path, [], alone) == {"state": ""}
