@@ -15,8 +15,6 @@ from pydantic import Field
 
 from samestep.base.console import one_line
 
-IGNORE_INDEX = -100  # the label that cross entropy leaves out
-
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
 MODEL = {"shapes_data": False}  # only the model reads it; beside others: metadata=NOTHING | MODEL
@@ -72,11 +70,3 @@ def is_local_name(name: str) -> bool:
         return True
     first, _, rest = name.partition("/")
     return bool(rest) and (first == "runs" or Path(first).is_dir())
-
-
-def flatten(config: dict) -> dict:
-    """A config without nesting. Fields of the task are called task.FIELD, like their flags."""
-    if not isinstance(config.get("task"), dict):  # a script may call any setting so
-        return config
-    found = {name: value for name, value in config.items() if name != "task"}
-    return found | {f"task.{name}": value for name, value in config["task"].items()}

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep.base import console
-from samestep.base.fields import flatten
 from samestep.base.files import DISK_FULL, fsync, read_text, remove, replace_folder, replace_text
 
 MANIFEST = "manifest.json"
@@ -363,6 +362,14 @@ def find_best(
 
 
 # ---- Settings of a checkpoint and of now ---------------------------------------------------------
+
+
+def flatten(config: dict) -> dict:
+    """A config without nesting. Fields of the task are called task.FIELD, like their flags."""
+    if not isinstance(config.get("task"), dict):  # a script may call any setting so
+        return config
+    found = {name: value for name, value in config.items() if name != "task"}
+    return found | {f"task.{name}": value for name, value in config["task"].items()}
 
 
 def result_settings(manifest: dict, effects: dict) -> dict:

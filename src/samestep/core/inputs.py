@@ -15,6 +15,7 @@ import torch
 from accelerate.utils.operations import honor_type
 
 Batch = dict[str, Any]  # of tensors
+IGNORE_INDEX = -100  # the label that cross entropy leaves out
 LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
 
 # ---- Datasets ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.base.errors import UserError
-from samestep.base.fields import IGNORE_INDEX
+from samestep.core.inputs import IGNORE_INDEX
 from samestep.core.mesh import Layout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from samestep.base.console import print_on_main
-from samestep.base.fields import IGNORE_INDEX
+from samestep.core.inputs import IGNORE_INDEX
 from samestep.core.sharding import is_dtensor
 from samestep.models import attention
 from samestep.models.attention import Batch, LossPlan

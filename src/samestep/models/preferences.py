@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from samestep.base.console import print_on_main
-from samestep.base.fields import IGNORE_INDEX
+from samestep.core.inputs import IGNORE_INDEX
 from samestep.models import next_token
 from samestep.models.attention import Batch, bare
 

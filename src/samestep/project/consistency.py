@@ -14,8 +14,8 @@ from pathlib import Path
 
 from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
-from samestep.base.fields import flatten
 from samestep.base.files import read_json_object
+from samestep.core.checkpoints import flatten
 from samestep.core.ranks import Ranks
 
 LIBRARY = Path(__file__).resolve().parents[1]

@@ -14,9 +14,8 @@ import torch
 from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
-from samestep.base.fields import IGNORE_INDEX
 from samestep.core import batches, outputs, sharding, weights
-from samestep.core.inputs import Batch, check_sums
+from samestep.core.inputs import IGNORE_INDEX, Batch, check_sums
 from samestep.project import contract
 from samestep.project.run import Run
 

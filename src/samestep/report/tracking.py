@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from samestep.base import run_folder
 from samestep.base.console import is_main, one_line, print_on_main
-from samestep.base.fields import flatten
 from samestep.base.files import named
+from samestep.core.checkpoints import flatten
 
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from samestep.base.fields import IGNORE_INDEX
-from samestep.core.inputs import Source
+from samestep.core.inputs import IGNORE_INDEX, Source
 from samestep.data import columns
 from samestep.data.sources import split_data
 from samestep.data.views import source_numbers
