@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from unittest import mock
 
@@ -73,8 +74,7 @@ def refused(project, *flags):
 
 
 def folders(project):
-    found = (project.path / ".cache" / "data").glob("*-" + "?" * 16)
-    return [folder for folder in found if not folder.is_symlink()]
+    return [path for path in (project.path / ".cache" / "data").iterdir() if path.is_dir()]
 
 
 def filled(run):
@@ -319,11 +319,15 @@ def small(tmp_path, monkeypatch):
 
 def test_four_that_start_together_prepare_once(small):
     slow = "    print('PREPARES', flush=True); import time; time.sleep(2)\n    rows ="
-    program = SMALL.replace("    rows =", slow, 1) + READ
+    count = "hashes = prepared.prepared_key.hash_file\n"
+    count += "prepared.prepared_key.hash_file = lambda path: [print('READS'), hashes(path)][1]\n"
+    program = SMALL.replace("    rows =", slow, 1) + count + READ
     env = BakedProject(small.path).env()
     ends = preloaded(small.path, [env] * 4, ["-c", program], 60)
     assert [code for code, *_ in ends] == [0] * 4, ends
-    assert "".join(printed for _, printed, _ in ends).count("PREPARES") == 1
+    printed = "".join(printed for _, printed, _ in ends)
+    assert printed.count("PREPARES") == 1
+    assert printed.count("READS") == 1 + 4  # one reads the data, each the identity
     waits = sorted(printed.count("waiting for another process") for _, printed, _ in ends)
     assert waits == [0, 1, 1, 1]
 
@@ -348,8 +352,8 @@ def test_killed_at_ten_moments_it_prepares_again(small):
         assert small(KILL.format(taken * (number + 1) / 10)).returncode == -signal.SIGKILL
         result = small(READ)
         assert result.returncode == 0, result.stderr
-        left = [path.name for path in (small.path / "cache").iterdir()]
-        assert len([name for name in left if not name.endswith(".lock")]) == 1, left
+        left = [path.name for path in (small.path / "cache").iterdir() if path.is_dir()]
+        assert len(left) == 1, left
 
 
 def test_a_full_disk_is_one_line(small):
@@ -358,7 +362,32 @@ def test_a_full_disk_is_one_line(small):
     assert result.stderr.rstrip().endswith(
         "ValueError: task.cache_dir: cannot write cache: File too large"
     )
-    assert [path.suffix for path in (small.path / "cache").iterdir()] == [".lock"]
+    assert not [path for path in (small.path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_disk_without_locks_is_refused(small):
+    result = small(
+        "import errno, filelock\n"
+        "def acquire(self, **_): raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))\n"
+        "filelock.FileLock.acquire = acquire\nread()"
+    )
+    said = "ValueError: task.cache_dir: cannot lock cache: No locks available; give a folder on"
+    assert said in result.stderr and not [*(small.path / "cache").glob("*.partial")]
+
+
+@pytest.mark.parametrize("reads", ["open('words.txt').read()", "(Path('words.txt')).read_text()"])
+def test_a_file_that_nothing_names_is_refused(small, reads):
+    """Also in a process of `map`; not one that prepare_data has written itself."""
+    (small.path / "words.txt").write_text("of")
+    lines = f"Path('own.txt').write_text('a'); Path('own.txt').read_text()\n{reads}"
+    code = "from pathlib import Path\ndef look(row):\n" + textwrap.indent(lines, "    ")
+    code += "\n    return row\n"
+    program = code + SMALL.replace('lambda row: {"x": row["x"] + 1}', "look, num_proc=2")
+    result = BakedProject(small.path).run("python", "-c", f"{program}\nread()", check=False)
+    assert "task.prepare_data reads words.txt, which no field names: " in result.stderr
+    named = program.replace("__file__=", "files=lambda cfg: ['words.txt'], __file__=")
+    result = BakedProject(small.path).run("python", "-c", f"{named}\nread()", check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_damaged_file_is_prepared_again(small):
@@ -393,7 +422,7 @@ def test_a_read_only_disk_with_data_will_do(small):
     result = small(refuse + READ)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     result = small(f"{refuse}open('other.jsonl', 'w').close()\nread(data='other.jsonl')")
-    assert "task.cache_dir: cannot write cache: Permission denied" in result.stderr
+    assert "task.cache_dir: cannot lock cache: Permission denied" in result.stderr
 
 
 # ---- Identity and digests ------------------------------------------------------------------------

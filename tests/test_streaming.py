@@ -211,9 +211,9 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
     (shard, *_), held, *_ = folders.split_shards(cfg)
     assert len(held) == 1
-    key = prepared_key.key_of(cfg, task)
+    key = prepared_key.key_of(cfg, task, {})
     os.utime(held[0].path, (1, 1))  # an edit in the middle has the same ends
-    assert prepared_key.key_of(cfg, task) != key
+    assert prepared_key.key_of(cfg, task, {}) != key
     number = int(shard.name[5:8])
     blocks = [*stream.blocks(shard.path)]
     assert [text for block in blocks for text in block["text"]] == texts_of(number)

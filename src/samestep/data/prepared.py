@@ -1,22 +1,20 @@
 """Prepared data: what task.prepare_data returned, saved once in a folder that all processes load.
 
-The key of the folder counts all that shapes the rows: fields of the task, the files that they name,
-the code of prepare_data and views and what these reach by name in the project, and the code of the
-library that reads data. The folder gets its name when it is complete.
+The name of the folder is its key: a hash of the fields of the task, of the project's code, of the
+library's that reads data, and of the files that fields name. It gets its name when it is complete.
 """
 
 import contextlib
 import copy
 import dataclasses
 import errno
-import functools
 import hashlib
 import inspect
+import io
 import json
 import os
-import platform
 import shutil
-import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from unittest import mock
 
 import datasets
 import filelock
+import huggingface_hub.constants
 import pyarrow as pa
 from accelerate.utils import set_seed
 from pydantic import TypeAdapter
@@ -32,8 +31,6 @@ from pydantic_core import to_jsonable_python
 from samestep.base.console import one_line, print_on_main
 from samestep.base.files import (
     DISK_FULL,
-    UMASK,
-    comes_again,
     fsync,
     read_json_object,
     remove,
@@ -43,64 +40,14 @@ from samestep.data import columns, prepared_key
 from samestep.project.config import fields_of
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
+DIGESTS = "digests"  # of files: the name of their table and of its lock
 LOCK_SECONDS = 5  # of waiting for another process until it is said
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 
 
 class PreparedData(datasets.DatasetDict):
     """The splits that prepare_data returned, with the folder in which it has written files."""
 
     folder: Path
-
-
-# ---- The config that prepare_data gets -----------------------------------------------------------
-
-
-@functools.cache
-def guarded_class(kind: type) -> type:
-    """A kind of config in which fields of the model cannot be read: they are not in the key."""
-    hidden = prepared_key.hidden_fields(kind)
-
-    def read(self: Any, name: str) -> Any:
-        if name in hidden:
-            raise ValueError(
-                f"prepare_data reads task.{name}, which is marked as the model's alone; take "
-                "MODEL out of its metadata in TaskConfig"
-            )
-        return object.__getattribute__(self, name)
-
-    def pickled(self: Any) -> tuple:
-        return rebuild, (kind, values_of(self))
-
-    return type(kind.__name__, (kind,), {"__getattribute__": read, "__reduce__": pickled})
-
-
-def rebuild(kind: type, values: dict) -> Any:
-    cfg = object.__new__(guarded_class(kind))
-    for name, value in values.items():
-        object.__setattr__(cfg, name, value)
-    return cfg
-
-
-def values_of(cfg: Any) -> dict[str, Any]:
-    """All values of a config, also of one that is guarded, frozen, or has slots."""
-    values = dict(getattr(cfg, "__dict__", {}))
-    for field in dataclasses.fields(cfg):
-        values[field.name] = object.__getattribute__(cfg, field.name)
-    return values
-
-
-def changes_of(cfg: Any, guarded: Any) -> dict[str, Any]:
-    """The fields that prepare_data has changed; raises ValueError for those of the model."""
-    before, after = values_of(cfg), values_of(guarded)
-    names = [each.name for each in dataclasses.fields(cfg)]
-    changed = {name: after[name] for name in names if after[name] != before[name]}
-    if wrong := sorted({*changed} & prepared_key.hidden_fields(cfg)):
-        raise ValueError(
-            f"prepare_data sets task.{wrong[0]}, which is marked as the model's alone; take MODEL "
-            "out of its metadata in TaskConfig"
-        )
-    return changed
 
 
 # ---- Preparing -----------------------------------------------------------------------------------
@@ -111,123 +58,125 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
 
     Sets the fields of cfg that it has changed. `kept`: a folder with the identity of the run that
     resumes, such as its tokenizer, which is not made anew where data has grown. Safe for processes
-    that start together. Raises ValueError for a disk that is full or cannot be written.
+    that start together. Raises ValueError for a disk that is full, cannot be written, or has no
+    locks.
     """
     cache = prepared_key.cache_of(cfg)
     files = prepared_key.files_of(cfg, task)
     stamps = prepared_key.stamps_of(files)
-    key = prepared_key.key_of(cfg, task)
+    digests = digests_of(cache, files, stamps)
+    folder = cache / prepared_key.key_of(cfg, task, digests)
     wanted = identity_of(kept) if kept else ""
-    found = find(cache, key, files, stamps)
-    if wanted and not (found and read_index(found)["identity"] == wanted):
+    if wanted and not (is_intact(folder) and read_index(folder)["identity"] == wanted):
         print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
-        key = prepared_key.key_of(cfg, task, wanted)
-        found = find(cache, key, files, stamps)
-    if not found:
-        with lock(cache, key):
-            found = find(cache, key, files, stamps)
-            if not found:
-                found = build(task, cfg, cache, key, stamps, kept if wanted else None)
+        folder = cache / prepared_key.key_of(cfg, task, digests, wanted)
+    if not is_intact(folder):
+        with lock(cache, folder.name):
+            if not is_intact(folder):
+                build(task, cfg, folder, stamps, kept if wanted else None)
     kinds = fields_of(type(cfg))
-    for name, value in read_index(found)["changed"].items():
+    for name, value in read_index(folder)["changed"].items():
         object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
-    return load(found)
+    return load(folder)
 
 
-def find(cache: Path, key: str, files: dict[str, str], stamps: dict) -> Path | None:
-    """The complete folder for a key and files, which other stamps may have; None: there is none.
+def digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
+    """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
+    times; one process reads what is not there."""
+    table = cache / f"{DIGESTS}.json"
+    paths = {name: os.path.realpath(path) for name, path in files.items()}
 
-    Where the sizes of all files are equal their contents decide: the disk may be another.
-    """
-    folder = folder_for(cache, key, stamps)
-    if is_intact(folder):
-        return folder
-    sizes = {name: stamp[0] for name, stamp in stamps.items()}
-    digests: dict[str, str] = {}
-    for other in sorted(cache.glob(f"{key}-{'?' * 16}")):
-        known = read_index(other).get("files", {})
-        if (
-            other == folder
-            or not files
-            or {name: size for name, (size, _) in known.items()} != sizes
-        ):
-            continue
-        digests = digests or prepared_key.hash_files(files)
-        if {name: own for name, (_, own) in known.items()} == digests and is_intact(other):
-            with contextlib.suppress(OSError):  # on a read-only disk files are read each time
-                folder.symlink_to(other.resolve().name)
-            return other
-    return None
+    def is_known(name: str) -> bool:
+        return known.get(paths[name], [])[:-1] == stamps[name]
 
-
-def folder_for(cache: Path, key: str, stamps: dict) -> Path:
-    return cache / f"{key}-{prepared_key.short_hash(stamps)}"
+    known = read_json_object(table)
+    if not all(map(is_known, files)):
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(ValueError):  # a read-only disk: each start reads them
+                held.enter_context(lock(cache, DIGESTS))
+            known = read_json_object(table)
+            new = [name for name in files if not is_known(name)]
+            said = [f"Preparing data: reading {len(new):,} files for their digests"]
+            timer = threading.Timer(10, print_on_main, said)
+            timer.start()
+            for name, digest in prepared_key.hash_files({n: paths[n] for n in new}).items():
+                known[paths[name]] = [*stamps[name], digest]
+            timer.cancel()
+            with contextlib.suppress(OSError):
+                replace_text(table, json.dumps(known))
+    return {name: known[path][-1] for name, path in paths.items()}
 
 
-def build(task: Any, cfg: Any, cache: Path, key: str, stamps: dict, kept: Path | None) -> Path:
-    """Calls task.prepare_data, and saves what it returns in a folder, whose path it returns."""
-    folder = folder_for(cache, key, stamps)
-    host = platform.node()[:60]  # another may prepare the same, where disks have no locks
-    with writes_to(cache):
-        for left in cache.glob(f".{key}-*.trash"):
-            shutil.rmtree(left, ignore_errors=True)
-        remove_partial(cache, key, host)
-        if read_index(folder):
-            print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
-        remove(folder)
-        partial = Path(tempfile.mkdtemp(f".{host}.partial", f"{folder.name}-", cache))
-        partial.chmod(0o777 & ~UMASK)  # it was for the owner alone
+def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) -> None:
+    """Calls task.prepare_data, and saves what it returns in the folder; under its lock."""
+    cache, partial = folder.parent, folder.with_name(f"{folder.name}.partial")
+    remove_partial(cache, folder.name)
+    if read_index(folder):
+        print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
+    remove(folder)
+    given = copy.deepcopy(cfg)
     try:
-        with writes_to(cache):
-            if kept:
-                shutil.copytree(kept, partial, dirs_exist_ok=True)
-            (partial / WORK).mkdir()
-        guarded = rebuild(type(cfg), copy.deepcopy(values_of(cfg)))
-        with working_in(partial / WORK), writes_to(cache, "task.prepare_data"):
+        (partial / WORK).mkdir(parents=True)
+        if kept:
+            shutil.copytree(kept, partial, dirs_exist_ok=True)
+        with working_in(partial / WORK), only_named_files(task, cfg), only_fields_of_data(cfg):
             set_seed(0)  # an unseeded split is the same in every run
-            given = {"cfg": guarded, "folder": partial}
+            arguments = {"cfg": given, "folder": partial}
             names = inspect.signature(task.prepare_data).parameters
-            rows = check_rows(task.prepare_data(**{name: given[name] for name in names}))
+            rows = check_rows(task.prepare_data(**{name: arguments[name] for name in names}))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
-        with writes_to(cache):
-            remove(partial / WORK)
-            for name in rows:
-                columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
-            files = prepared_key.files_of(cfg, task)
-            digests = prepared_key.hash_files(files)
-            if prepared_key.stamps_of(files) != stamps:
-                raise ValueError("task.data: files changed during the preparation: start again")
-            index = {
-                "files": {name: [stamps[name][0], digests[name]] for name in files},
-                "changed": changes_of(cfg, guarded),
-                "identity": identity_of(partial),
-                "splits": [*rows],
-            }
-            replace_text(partial / INDEX, json.dumps(index, default=to_jsonable_python))
-            for path in [*partial.rglob("*"), partial]:
-                if path.is_file() or path.is_dir():
-                    fsync(path)
-            try:
-                partial.rename(folder)
-            except OSError:  # without locks another process may have been first
-                if not is_intact(folder):
-                    raise
-            fsync(cache)
+        remove(partial / WORK)
+        for name in rows:
+            columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
+        if prepared_key.stamps_of(prepared_key.files_of(cfg, task)) != stamps:
+            raise ValueError("task.data: files changed during the preparation: start again")
+        changed, identity = changes_of(cfg, given), identity_of(partial)
+        index = {"changed": changed, "identity": identity, "splits": [*rows]}
+        replace_text(partial / INDEX, json.dumps(index, default=to_jsonable_python))
+        for path in [*partial.rglob("*"), partial]:
+            if path.is_file() or path.is_dir():
+                fsync(path)
+        partial.rename(folder)
+        fsync(cache)
+    except Exception as error:
+        reraise_full_disk(error, cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
-def remove_partial(cache: Path, key: str, host: str) -> None:
-    """Removes what processes of this host that were killed have left: of this key, and of others
-    that nobody prepares now."""
-    for left in cache.glob(f"*.{host}.partial"):
-        other = left.name.partition("-")[0]
+def reraise_full_disk(error: BaseException, cache: Path) -> None:
+    """Raises an error again, as a ValueError of one line where a full disk is its cause."""
+    cause: BaseException | None = error
+    while cause:  # `datasets` hides a full disk below an error of its own, `tokenizers` in a text
+        if getattr(cause, "errno", None) in DISK_FULL or "(os error 28)" in str(cause):
+            reason = os.strerror(getattr(cause, "errno", errno.ENOSPC))
+            raise ValueError(f"task.cache_dir: cannot write {cache}: {reason}") from None
+        cause = cause.__cause__ or cause.__context__
+    raise error
+
+
+def remove_partial(cache: Path, key: str) -> None:
+    """Removes what processes that were killed have left: of this key, whose lock is held, and of
+    others that nobody prepares now."""
+    for left in cache.glob("*.partial"):
+        other = left.name.removesuffix(".partial")
         held = filelock.FileLock(cache / f"{other}.lock", timeout=0)
         own = contextlib.nullcontext() if other == key else held
-        with contextlib.suppress(filelock.Timeout, OSError, NotImplementedError), own:
+        with contextlib.suppress(filelock.Timeout, OSError), own:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def changes_of(cfg: Any, given: Any) -> dict[str, Any]:
+    """The fields that prepare_data has changed; raises ValueError for those of the model."""
+    names = [each.name for each in dataclasses.fields(cfg)]
+    changed = {n: getattr(given, n) for n in names if getattr(given, n) != getattr(cfg, n)}
+    if wrong := sorted({*changed} & prepared_key.hidden_fields(cfg)):
+        raise ValueError(
+            f"prepare_data sets task.{wrong[0]}, which is marked as the model's alone; take MODEL "
+            "out of its metadata in TaskConfig"
+        )
+    return changed
 
 
 def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
@@ -246,6 +195,53 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
                 f"task.prepare_data returns no row in {name}; add one, or leave it out"
             )
     return rows
+
+
+# ---- While prepare_data runs ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def only_fields_of_data(cfg: Any) -> Iterator[None]:
+    """Fields of the model cannot be read: they are not in the key."""
+    hidden = prepared_key.hidden_fields(cfg)
+
+    def read(self: Any, name: str) -> Any:
+        if name in hidden:
+            raise ValueError(
+                f"prepare_data reads task.{name}, which is marked as the model's alone; take "
+                "MODEL out of its metadata in TaskConfig"
+            )
+        return object.__getattribute__(self, name)
+
+    with mock.patch.object(type(cfg), "__getattribute__", read):
+        yield
+
+
+@contextlib.contextmanager
+def only_named_files(task: Any, cfg: Any) -> Iterator[None]:
+    """A file of the project that Python opens to read must be named by a field or files(cfg), or be
+    written by prepare_data itself; .py files are in the key by their imports."""
+    root = Path(task.__file__).absolute().parent
+    places = [str(prepared_key.cache_of(cfg)), huggingface_hub.constants.HF_HOME]
+    places += [huggingface_hub.constants.HF_HUB_CACHE, *prepared_key.files_of(cfg, task).values()]
+    places += prepared_key.texts_in(to_jsonable_python(prepared_key.read_fields(cfg)))
+    known = {Path(os.path.realpath(os.path.expanduser(each))) for each in places}
+    plain_open = io.open
+
+    def open_named(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and prepared_key.is_own(Path(file).absolute(), root):
+            path = Path(os.path.realpath(file))
+            if "r" not in mode:
+                known.add(path)
+            elif path.is_file() and path.suffix != ".py" and not {path, *path.parents} & known:
+                raise ValueError(
+                    f"task.prepare_data reads {one_line(file, 100)}, which no field names: data "
+                    "would not be prepared anew after an edit of it; name it in files(cfg)"
+                )
+        return plain_open(file, mode, *args, **kwargs)
+
+    with mock.patch("builtins.open", open_named), mock.patch("io.open", open_named):
+        yield
 
 
 @contextlib.contextmanager
@@ -272,49 +268,26 @@ def working_in(work: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock(cache: Path, key: str) -> Iterator[None]:
-    """Holds the lock of a key, where the disk has locks. Waiting for another is said once."""
-    with writes_to(cache):
+    """Holds the lock of a key. Waiting for another process is said once.
+
+    Raises ValueError for a disk that has no locks, or cannot be written.
+    """
+    held = filelock.FileLock(cache / f"{key}.lock")
+    try:
         cache.mkdir(parents=True, exist_ok=True)
-        held = filelock.FileLock(cache / f"{key}.lock")
-        try:
-            held.acquire(timeout=LOCK_SECONDS)
-        except filelock.Timeout:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print("waiting for another process, which prepares the same data", flush=True)
-            held.acquire(poll_interval=0.5)
-        except (OSError, NotImplementedError) as error:
-            if isinstance(error, OSError) and error.errno not in NO_LOCKS:
-                raise
+        held.acquire(timeout=LOCK_SECONDS)
+    except filelock.Timeout:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("waiting for another process, which prepares the same data", flush=True)
+        held.acquire(poll_interval=0.5)
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or "it has no locks"
+        hint = "give a folder on another disk"
+        raise ValueError(f"task.cache_dir: cannot lock {cache}: {reason}; {hint}") from None
     try:
         yield
     finally:
         held.release()
-
-
-@contextlib.contextmanager
-def writes_to(cache: Path, own: str = "") -> Iterator[None]:
-    """Turns errors of a disk that is full, or cannot be written, into a ValueError of one line.
-
-    `own`: the function of the task that runs, whose other errors of files are its own.
-    """
-    try:
-        yield
-    except Exception as error:
-        causes: list[BaseException] = [error]  # `datasets` hides a full disk below its own
-        while cause := causes[-1].__cause__ or causes[-1].__context__:
-            causes.append(cause)
-        numbers = [getattr(each, "errno", None) for each in causes]
-        full = next((number for number in numbers if number in DISK_FULL), None)
-        if not full and any("(os error 28)" in str(each) for each in causes):  # of `tokenizers`
-            full = errno.ENOSPC
-        number = getattr(error, "errno", None) if isinstance(error, OSError) else None
-        known = isinstance(error, OSError) and comes_again(error)
-        if full or known and not own:
-            reason = os.strerror(full or number or 0)
-            raise ValueError(f"task.cache_dir: cannot write {cache}: {reason}") from None
-        if own and isinstance(error, OSError) and (known or number is None):
-            raise ValueError(f"{own}: {one_line(error)}") from error
-        raise
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------

@@ -37,8 +37,8 @@ TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "f
 READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
 
-def key_of(cfg: Any, task: Any, identity: str = "") -> str:
-    """16 hex digits for all that shapes the rows but the files that they come from.
+def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> str:
+    """16 hex digits for all that shapes the rows. `digests`: of the files that they come from.
 
     `identity`: of the files of a run that resumes, which lie in the folder beforehand.
     """
@@ -52,7 +52,8 @@ def key_of(cfg: Any, task: Any, identity: str = "") -> str:
         fields["shards"] = [describe_shards(each) for each in (chosen.train, chosen.held)]
         local = [each.path for each in chosen.train + chosen.held if "://" not in each.path]
         fields["times"] = [os.stat(path).st_mtime_ns for path in local]  # tags are of both ends
-    return short_hash([to_jsonable_python(fields), code_of(task), library_code(), identity])
+    code = [code_of(task), library_code()]
+    return short_hash([to_jsonable_python(fields), *code, digests, identity])
 
 
 def short_hash(value: Any) -> str:
