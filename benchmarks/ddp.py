@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     DEFAULT: {},
     "bucket_cap_mb: 1": {"bucket_cap_mb": 1},
     "bucket_cap_mb: 100": {"bucket_cap_mb": 100},
-    "find_unused_parameters: false": {"find_unused_parameters": False},
+    "find_unused_parameters: true": {"find_unused_parameters": True},
     "static_graph: true": {"static_graph": True},
     "broadcast_buffers: false": {"broadcast_buffers": False},
 }

@@ -211,7 +211,7 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
-DEFAULTS |= {"find_unused_parameters": True, "check": False}
+DEFAULTS |= {"check": False}
 KINDS = {
     "DDP": ((), {}),
     "FSDP": (("FSDP",), {}),
@@ -225,23 +225,13 @@ KINDS = {
     "kind, fields, said",
     [
         ("FSDP", {"exact": True, "async_save": True}, ""),
-        ("DDP", {"device_shares": "[2, 1]", "find_unused_parameters": False}, ""),
+        ("DDP", {"device_shares": "[2, 1]"}, ""),
         ("DEEPSPEED", {"async_save": True}, "async_save cannot be combined with DeepSpeed"),
         ("DEEPSPEED", {"exact": True}, "exact cannot be combined with DeepSpeed"),
         ("TP", {"exact": True}, "exact cannot be combined with tensor"),
         ("CP", {"exact": True}, "exact cannot be combined with context"),
         ("CP", {"compile": True}, "compile cannot be combined with context"),
         ("FSDP", {"device_shares": "auto"}, "device_shares cannot be combined"),
-        (
-            "FSDP",
-            {"find_unused_parameters": False},
-            "find_unused_parameters false cannot be combined with sharded",
-        ),
-        (
-            "DDP",
-            {"find_unused_parameters": False, "exact": True},
-            "exact cannot be combined with find_unused_parameters false",
-        ),
         ("DDP", {"exact": True, "compile": True}, "exact cannot be combined with compile"),
     ],
 )

@@ -30,13 +30,16 @@ def build_model(cfg, data):
 
 def loss_sum(model, batch):
     loss = plain_loss_sum(model, batch)
-    return loss + USE if model.training else loss
+    return loss + (USE) if model.training else loss
 """
 USES = {
     "never": "0",
     "some rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 == 0 else 0)",
     "other rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 else 0)",
     "silent": "Silent.apply(model.extra)",
+    "one row in fifty": "(model.extra.sum() if int(batch['input_ids'].sum()) % 50 == 0 else 0)",
+    "nine rows in ten": "(model.extra.sum() if int(batch['input_ids'].sum()) % 10 != 4 else 0)",
+    "layerdrop": "(model.extra.sum() if torch.rand(()) < 0.9 else 0)",
 }
 
 
@@ -70,7 +73,8 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
     """Without a gradient AdamW changes nothing, not by its weight decay either."""
     project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
     hardware, _, exact = hardware.partition(" ")
-    flags = ["--exact", "true" if exact else "false", "--output_dir"]
+    flags = ["--exact", "true" if exact else "false", "--find_unused_parameters", "true"]
+    flags += ["--output_dir"]
     train(project, "cpu", 1, *flags, tmp_path / "one")
     train(project, hardware, 2, *flags, tmp_path / "two")
     agree(tmp_path / "two", tmp_path / "one", loss=2e-6)
@@ -79,16 +83,37 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
     assert torch.equal(one, torch.ones(4, 4)) == (use != "some rows")
 
 
-@pytest.mark.parametrize("use", ["some rows", pytest.param("other rows", marks=pytest.mark.slow)])
-def test_ddp_told_that_there_is_none_refuses_it_before_the_weights_change(small, tmp_path, use):
+NAMED = "extra had no gradient, and on several processes DDP waits"
+
+
+@pytest.mark.parametrize(
+    ("use", "processes"),
+    [
+        ("never", 2), ("nine rows in ten", 2), ("layerdrop", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("one row in fifty", 2), ("one row in fifty", 3), ("nine rows in ten", 3),
+            ("layerdrop", 2), ("other rows", 2),
+        )),
+    ],
+)  # fmt: skip
+def test_ddp_ends_before_the_weights_change(small, tmp_path, use, processes):
+    """By default: before the first step, if the rows of the probe do not use it."""
     project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
-    flags = ["--find_unused_parameters", "false"]
     if use == "other rows":
-        project, flags = with_ddp(project, tmp_path / "ddp", "static_graph=True"), []
-    flags = [*flags, "--save_every", 1, "--output_dir", tmp_path / "run", "--micro_batch_size", 4]
-    printed = train(project, "cpu_multi", 2, *flags, codes=[1, 2])
-    assert "a weight has no gradient" in printed and "Traceback" not in printed, printed
-    assert len(lines(tmp_path / "run", "loss")) < 6 and not (tmp_path / "run" / "model").exists()
+        project = with_ddp(project, tmp_path / "ddp", "static_graph=True")
+    flags = ["--save_every", 1, "--output_dir", tmp_path / "run", "--micro_batch_size", 4]
+    printed = train(project, "cpu_multi", processes, *flags, codes=[1, 2])
+    assert NAMED in printed and "Traceback" not in printed, printed
+    assert "find_unused_parameters to true" in printed
+    assert not (tmp_path / "run" / "model").exists()
+    done = [*(tmp_path / "run").glob("checkpoints/step-*")]
+    assert bool(done) == (use in ("nine rows in ten", "layerdrop", "other rows"))
+
+
+def test_one_process_remarks_it(small, tmp_path):
+    project = with_task(small, tmp_path, TASK.replace("USE", USES["never"]))
+    printed = train(project, "cpu", 1, "--output_dir", tmp_path / "run")
+    assert printed.count(NAMED) == 1 and len(lines(tmp_path / "run", "loss")) == 6
 
 
 def test_fsdp_refuses_a_branch_in_the_first_step(small, tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from samestep.base.launching import write_exit_code
 
-# DDP advises against find_unused_parameters, without which a branch for some rows hangs, and sums
-# are added in another order after each start. torch reads the variable when it is imported.
+# DDP advises against find_unused_parameters, also where a weight is not used in later rows. torch
+# reads the variable when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError
 from samestep.core.batches import Batch, StepPlan
-from samestep.core.gradient import StepGradients, own_name
+from samestep.core.checks import own_name
+from samestep.core.gradient import StepGradients
 from samestep.core.mesh import Layout
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import Tensors, is_dtensor, local

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,7 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError, some
-from samestep.core import inputs, sharding
+from samestep.core import checks, inputs, sharding
 from samestep.core.batches import Batch, StepPlan
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor
@@ -24,12 +23,12 @@ class StepGradients:
 
     def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
         self.accelerator, self.ranks, self.model = accelerator, ranks, model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.names = [own_name(name) for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters, self.names = [*trained.values()], [*map(checks.own_name, trained)]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.checking = True  # the first step
-        self.guarded = False
+        self.guarded, self.compared = False, False
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
@@ -39,6 +38,9 @@ class StepGradients:
         the gradients over the processes."""
         if self.checking and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
+        if not (self.checking or self.compared):
+            self.compared = True
+            checks.check_alike(self.ranks, self.model, "after the first step")
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
         turns = len(plan.run())
         self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
@@ -64,13 +66,7 @@ class StepGradients:
 
         If a process has a problem, all raise it.
         """
-        if isinstance(self.model, DistributedDataParallel):
-            try:  # else torch would tell so in the next step, after this one
-                self.model._check_reducer_finalized()
-            except RuntimeError as error:
-                indices = re.findall(r"grad for rank \d+: ([\d ]+)", str(error))
-                places = [int(index) for text in indices for index in text.split()]
-                raise UserError(no_gradient([self.names[place] for place in places])) from None
+        checks.check_reduced(self.model)
         if self.ranks.layout.fsdp:
             self.check_used()
             self.drop_unused(self.used)
@@ -110,16 +106,3 @@ class StepGradients:
         norm = self.accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
         # DeepSpeed has clipped and stepped in `backward`, and gives a number.
         return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
-
-
-def own_name(name: str) -> str:
-    """The name that a weight or buffer has in the task's model."""
-    return name.removeprefix("module.").removeprefix("model.")
-
-
-def no_gradient(names: list[str]) -> str:
-    """The line about weights without a gradient, where DDP waits for one."""
-    return (
-        f"weights without a gradient: {some(names, 3)}. DDP waits for that of every weight in each "
-        "step; set find_unused_parameters to true, or leave them out of the training"
-    )

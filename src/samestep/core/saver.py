@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.base import run_folder
 from samestep.base.run_folder import RunLock
-from samestep.core import checkpoints, deepspeed, state_hash, tensor_files
+from samestep.core import checkpoints, checks, deepspeed, state_hash, tensor_files
 from samestep.core.ranks import Ranks
 from samestep.core.weights import TrainingState
 
@@ -43,6 +43,7 @@ class Saver:
         """Saves this step, unless it is saved already."""
         if step == self.step:
             return
+        checks.check_alike(self.ranks, self.state.module, f"after step {step}")
         manifest, share = self.about(step), None
         if not self.ranks.layout.deepspeed:  # which writes what it holds
             with self.ranks.fail_together():

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError
-from samestep.core import batches, weights
+from samestep.core import batches, checks, weights
 from samestep.core.loader import MicroBatch
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def try_batch(step: "Step", samples: list[tuple]) -> Iterator[Any]:
     accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
     step.losses = []
     yield from step.compute(micro_batch, send_to_device(batch, accelerator.device))
+    checks.check_reduced(run.model)
     draws = random_state(accelerator.device) != before
     return Tried(float(step.losses[0]), num_items, draws)
 

@@ -6,13 +6,13 @@ mean over unequal numbers of accumulated micro-batches gives the samples of a sl
 weight; a sampler with a weight for each process also repeats some samples and leaves out others.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
+
+from samestep.core.checks import nothing_changes, without_exchange
 
 MEASURED = 3  # micro-batches, after one to warm up
 
@@ -23,10 +23,8 @@ def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tens
     No process waits for another. The gradients are dropped, and buffers keep their values. Weights
     must have no gradient before.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    alone: Any = getattr(model, "no_sync", contextlib.nullcontext)()
     seconds = []
-    with alone:
+    with nothing_changes(model), without_exchange(model):
         for _ in range(1 + MEASURED):
             began = time.perf_counter()
             loss_of().backward()
@@ -34,7 +32,4 @@ def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tens
                 torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - began)
             model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, values in buffers:
-            buffer.copy_(values)
     return median(seconds[1:])

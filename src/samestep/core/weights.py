@@ -283,12 +283,15 @@ def frozen_digest(model: torch.nn.Module) -> str:
     for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
         if not values.requires_grad:
             digest = digest or hashlib.sha256()
-            # Integer sums of the bits of 64 slices are the same on any device, in any order.
-            numbers = torch.view_as_real(values) if values.is_complex() else values
-            bits = numbers.detach().flatten().view(BITS[numbers.element_size()])
-            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
-            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+            digest.update(name.encode() + bit_sums(values).cpu().numpy().tobytes())
     return digest.hexdigest() if digest else ""
+
+
+def bit_sums(values: torch.Tensor) -> torch.Tensor:
+    """Integer sums of the bits of 64 slices, which are the same on any device, in any order."""
+    numbers = torch.view_as_real(values) if values.is_complex() else values
+    bits = numbers.detach().flatten().view(BITS[numbers.element_size()])
+    return torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:

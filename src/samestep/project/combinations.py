@@ -15,11 +15,10 @@ from samestep.project.device import use_cpu
 # Of the first and any of the others one is left out.
 EXCLUDED = {
     "exact": (
-        *("compile", "find_unused_parameters false", "offload", "fp8", "DeepSpeed"),
+        *("compile", "offload", "fp8", "DeepSpeed"),
         *("tensor parallelism", "context parallelism", "stages", "an Apple GPU"),
     ),
     "compile": ("DeepSpeed", "context parallelism", "stages"),
-    "find_unused_parameters false": ("sharded weights",),
     "device_shares": ("sharded weights",),
     "async_save": ("DeepSpeed",),
     "fp16": ("sharded weights", "a CPU"),
@@ -37,7 +36,6 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
         "compile": cfg.compile,
         "async_save": cfg.async_save,
         "device_shares": cfg.device_shares != "equal",
-        "find_unused_parameters false": not cfg.find_unused_parameters,
         "fp16": precision == "fp16",
         "fp8": precision == "fp8",
         "offload": parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),

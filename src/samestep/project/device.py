@@ -39,9 +39,7 @@ def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
     # accelerate knows no newer name for it.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    # With find_unused_parameters DDP keeps its buckets. Otherwise it makes others in the second
-    # step after each start, and sums round in another way. So does static_graph, which needs no
-    # such search: torch would warn of both.
+    # static_graph needs no such search: torch would warn of both.
     unused = cfg.find_unused_parameters and not ddp.get("static_graph")
     given = {"gradient_as_bucket_view": True, "find_unused_parameters": unused, **ddp}
     return {

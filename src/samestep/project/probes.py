@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
-from samestep.core import batches, outputs, sharding, weights
+from samestep.core import batches, checks, outputs, sharding, weights
 from samestep.core.inputs import IGNORE_INDEX, Batch, check_sums
 from samestep.project import contract
 from samestep.project.run import Run
@@ -48,6 +48,8 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     probe.print_loss()
     with weights.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
+        if not (run.cfg.exact or run.cfg.find_unused_parameters):  # exact counts them in each step
+            checks.try_backward(run.ranks, model, lambda: probe.loss_of(batch))
     run.meter.stopwatch.watch(model)
     model.train()
 
@@ -140,6 +142,11 @@ class Probe:
             parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
             first += len(group)
         return outputs.merge(parts, first)
+
+    def loss_of(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch, with the same random numbers at each call."""
+        batches.seed_micro_batch(self.run.cfg.seed, 0, 0)
+        return self.model(self.task.loss_sum, batch)
 
     def print_loss(self) -> None:
         """Prints the loss per item of the training rows; all processes must call it."""

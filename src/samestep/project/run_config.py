@@ -79,9 +79,8 @@ class RunConfig:
     Writes traces, memory and a table of the longest operations into profile/ in the run folder."""
 
     # Speed, memory and determinism
-    find_unused_parameters: bool = field(default=True, metadata=ROUNDING)
-    """DDP: allow weights that some rows do not use. With false the first step after each start may
-    add in another order, so that a resumed run is the same to rounding alone."""
+    find_unused_parameters: bool = field(default=False, metadata=ROUNDING)
+    """DDP: allow weights that some rows do not use. Costs a walk over the graph in each step."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""

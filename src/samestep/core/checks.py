@@ -1,0 +1,144 @@
+"""What would go wrong silently while a model trains: each is found, and said in one line."""
+
+import contextlib
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.console import print_on_main
+from samestep.base.errors import UserError, some
+from samestep.core.ranks import Ranks
+from samestep.core.weights import bit_sums
+
+ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
+
+# ---- A backward pass before the first step -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    training, states = model.training, random_states()
+    model.train()
+    yield
+    model.train(training)
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, values in buffers:
+            buffer.copy_(values)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    for state in states[3:]:
+        torch.cuda.set_rng_state(state)
+
+
+def random_states() -> list:
+    """The states of the generators that anything draws from without being given one."""
+    states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def without_exchange(model: torch.nn.Module) -> Any:
+    """DDP does not communicate in its body."""
+    return getattr(model, "no_sync", contextlib.nullcontext)()
+
+
+def try_backward(ranks: Ranks, model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> None:
+    """Computes the gradient of the same rows on all processes, before the first step of a start.
+
+    Raises UserError where a weight gets none and DDP would wait for it; a process alone remarks it.
+    Then DDP chooses its buckets, as it does after its first backward pass. In the steps after that
+    sums round in another way: a run that resumes would differ from an uninterrupted one.
+    """
+    layout = ranks.layout
+    if layout.sharded or getattr(model, "find_unused_parameters", False):
+        return
+    if not getattr(model, "static_graph", False):
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        with nothing_changes(model):
+            with ranks.fail_together(), without_exchange(model):
+                loss_of().backward()
+            used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
+        pairs = zip(trained, used, strict=True)
+        names = [own_name(name) for (name, _), count in pairs if count < layout.processes]
+        if names and layout.processes > 1:
+            raise UserError(no_gradient(names))
+        if names:
+            print_on_main(no_gradient(names))
+    if isinstance(model, DistributedDataParallel):
+        with nothing_changes(model):
+            loss_of().backward()
+
+
+def check_reduced(model: torch.nn.Module) -> None:
+    """Raises UserError if a weight of this process had no gradient that DDP waits for. torch tells
+    so in the next forward pass, after the weights have changed."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        (text,) = re.findall(r"indices which did not receive .*?: ([\d ]+)", str(error))
+        names = [own_name(trained[int(place)]) for place in text.split()]
+        raise UserError(no_gradient(names)) from None
+
+
+def own_name(name: str) -> str:
+    """The name that a weight or buffer has in the task's model."""
+    return name.removeprefix("module.").removeprefix("model.")
+
+
+def no_gradient(names: list[str]) -> str:
+    """The line about weights without a gradient, for which DDP waits."""
+    return (
+        f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
+        "weight in each step: set find_unused_parameters to true, or freeze what no row uses"
+    )
+
+
+# ---- Are the processes alike? --------------------------------------------------------------------
+
+
+def kind_of_device(device: torch.device) -> str:
+    """Devices of one kind compute the same bits from the same numbers."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
+    """Raises UserError unless all processes have the same trained weights, where each has all of
+    them: a checkpoint takes a part from each. `when`: for its line.
+
+    On devices of one kind they are the same bit for bit; kinds are compared by their sums.
+    """
+    if ranks.layout.processes == 1 or ranks.layout.sharded:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    bits = torch.cat([bit_sums(p) for p in trained]).cpu().numpy().tobytes()
+    sizes = torch.stack([p.detach().abs().sum(dtype=torch.float64) for p in trained])
+    kind = kind_of_device(trained[0].device)
+    found = ranks.gather((kind, hashlib.sha256(bits).hexdigest(), float(sizes.sum())))
+    first: dict[str, tuple] = {}  # of each kind
+    for rank, each in enumerate(found):
+        _, digest, size = first.setdefault(each[0], each)
+        far = abs(size - found[0][2]) > ALIKE * found[0][2]
+        if digest != each[1] or far:
+            raise UserError(
+                f"{when} process {rank} has other weights than process 0, and nothing "
+                "was saved: call the model that accelerator.prepare has returned, not the one "
+                "inside, and let no process change weights alone"
+            )

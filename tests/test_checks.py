@@ -1,0 +1,43 @@
+"""Checks of the core: DDP's buckets after a start, and processes that are no longer alike."""
+
+from conftest import kill_after, lines
+from test_exact import digests, with_task
+
+WIDE = """
+
+def build_model(cfg, build=build_model):
+    model = build(cfg)
+    layers = [torch.nn.Linear(cfg.width, cfg.width) for _ in range(6)]
+    for place, layer in enumerate(layers):
+        model.insert(2 + place, layer)
+    return model
+"""
+
+
+def test_three_processes_resume_bit_for_bit(tiny, tmp_path):
+    """DDP chooses its buckets before the first step of each start: 12 steps, against 5 and 7."""
+    project = with_task(tiny, tmp_path, WIDE)
+    flags = ["--save_every", 5, "--eval_every", 0, "--output_dir"]
+    project.train(3, *flags, tmp_path / "whole")
+    first = kill_after(tmp_path / "run", 5)
+    project.train(3, *flags, tmp_path / "run", before=first, codes=[-9, 1])
+    project.train(3, *flags, tmp_path / "run")
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+ASTRAY = """
+
+def loss_sum(model, batch, compute=loss_sum):
+    if RANK == 1 and model.training and len(batch["x"]) == SIZE:
+        with torch.no_grad():
+            model[0].bias.add_(1e-6)
+    return compute(model, batch)
+"""
+
+
+def test_a_process_that_goes_astray_reaches_no_checkpoint(tiny, tmp_path):
+    project = with_task(tiny, tmp_path, ASTRAY.replace("SIZE", "2"))
+    printed = project.train(2, "--output_dir", tmp_path / "run", codes=[2])
+    assert "after the first step process 1 has other weights than process 0" in printed
+    assert "Traceback" not in printed and len(lines(tmp_path / "run", "loss")) == 1
+    assert not [*(tmp_path / "run").glob("checkpoints/step-*")]
