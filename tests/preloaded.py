@@ -19,6 +19,8 @@ import threading
 import traceback
 import types
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as preflight does, before torch
+
 import accelerate  # noqa: F401
 import accelerate.commands.launch  # noqa: F401
 import accelerate.utils.deepspeed  # noqa: F401

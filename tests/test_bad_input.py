@@ -366,9 +366,9 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
         "before": "from unittest import mock; from samestep.core.mesh import Layout\n"
-        "from samestep.project import meeting, rendezvous\n"
-        "meeting.this_layout = lambda: Layout(2)\n"
-        "rendezvous.join = lambda _: mock.Mock(wait=lambda _: None)",
+        "from samestep.project import rendezvous\n"
+        "rendezvous.this_layout = lambda: Layout(2)\n"
+        "rendezvous.join = lambda _: mock.MagicMock(wait=lambda _: None)",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -177,7 +177,7 @@ MEETINGS = [
 def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
     from samestep.base import errors
-    from samestep.project import meeting
+    from samestep.project import rendezvous
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}
@@ -189,8 +189,8 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
         store.set("id/torchelastic/role_info/0", "")
     if expected.startswith("export"):
         with pytest.raises(errors.UserError, match=expected):
-            meeting.restart_store()
-    elif place := meeting.restart_store():
+            rendezvous.restart_store()
+    elif place := rendezvous.restart_store():
         place.set("mine", "")
         assert store.check([f"{expected}/mine"])
     else:

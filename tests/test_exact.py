@@ -186,7 +186,7 @@ def sample_of(step):
 
 
 # A process that has died cannot say so: the others wait for it.
-SOON = "from samestep.project import rendezvous as r; r.BEAT, r.GRACE = 0.2, 1"
+SOON = "from samestep.project import rendezvous as r; r.LOOK, r.GRACE = 0.2, 1"
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):

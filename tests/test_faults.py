@@ -193,7 +193,7 @@ def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
 WAITS = """
 import os, time, task
 from samestep.project import rendezvous
-rendezvous.BEAT, rendezvous.HANGS = 0.2, 1
+rendezvous.LOOK, rendezvous.GRACE = 0.2, 1
 plain, calls = task.loss_sum, []
 def loss_sum(*given):
     calls.append(0)

@@ -25,12 +25,11 @@ SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the b
 class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
-    `others`: what `rendezvous.join` has returned, if train.py has made the process group.
+    They have a process group already, unless the process is alone. `timeout` in seconds.
     """
 
-    def __init__(self, layout: Layout, timeout: int = 1800, others: Any = None):
-        """On the process group that is there; a process without one is alone."""
-        self.layout, self.timeout, self.others = layout, timeout, others
+    def __init__(self, layout: Layout, timeout: int = 1800):
+        self.layout, self.timeout = layout, timeout
         self.limit, self.group = datetime.timedelta(seconds=timeout), None
         if layout.processes > 1:
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
@@ -42,14 +41,8 @@ class Ranks:
         """
         other = copy.copy(self)
         if self.group:
-            other.group, other.others = dist.new_group(backend="gloo", timeout=self.limit), None
+            other.group = dist.new_group(backend="gloo", timeout=self.limit)
         return other
-
-    def begin_exchange(self) -> Any:
-        """The group, of several processes. The watcher tells who is behind in its exchanges."""
-        if self.group and self.others:
-            self.others.own["exchanges"] += 1
-        return self.group
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""
@@ -57,24 +50,24 @@ class Ranks:
 
     def sum_arrays(self, array: np.ndarray) -> np.ndarray:
         """The sum of an array over all processes; may change the array."""
-        if group := self.begin_exchange():
-            dist.all_reduce(torch.from_numpy(array), group=group)
+        if self.group:
+            dist.all_reduce(torch.from_numpy(array), group=self.group)
         return array
 
     def gather(self, value: Any) -> list:
         """The value of each process, in the order of their ranks."""
         values = [value] * self.layout.processes
-        if group := self.begin_exchange():
-            dist.all_gather_object(values, value, group=group)
+        if self.group:
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_on_main(self, value: Any) -> list:
         """The value of each process on the main one, in the order of their ranks; elsewhere an
         empty list."""
         values: list | None = [value]
-        if group := self.begin_exchange():
+        if self.group:
             values = [None] * self.layout.processes if self.layout.rank == 0 else None
-            dist.gather_object(value, values, dst=0, group=group)
+            dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
     def from_main(self, value: Any) -> Any:
@@ -120,8 +113,8 @@ class PendingSum:
     def __init__(self, ranks: Ranks, numbers: Sequence[int], problem: Exception | None):
         self.ranks, self.problem = ranks, problem
         self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
-        if group := ranks.begin_exchange():
-            self.work = dist.all_reduce(self.numbers, group=group, async_op=True)
+        if ranks.group:
+            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
 
     def peek(self) -> list[int]:
         """The sums, even if a process has a problem; waits for all processes."""

@@ -37,7 +37,6 @@ from samestep.base.console import one_line
 from samestep.base.launching import STOPPED
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
 MISTAKES = (ValueError, TypeError, AttributeError, ImportError, AssertionError)
 # A preexec_fn: the check is stopped by this process alone.
 IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -47,29 +46,22 @@ def read_options(words: list[str]) -> argparse.Namespace:
     """The launcher's options that matter here; None for those that are not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda problem: parser.exit(2, f"samestep launch: {problem}\n")
-    for name in ("config_file", "rdzv_backend", "num_processes", "max_restarts", *PLACE):
+    for name in ("config_file", "num_processes", "max_restarts"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(words)[0]
 
 
-def find_rendezvous(known: argparse.Namespace) -> dict[str, str]:
-    """Where the checks of several machines wait for each other: an environment variable of theirs.
-
-    None for one machine, and under c10d, where machines may come at any time: that of an elastic
-    run is told how many processes a machine has.
-    """
+def elastic_variables(known: argparse.Namespace) -> dict[str, str]:
+    """What tells the check of an elastic run how many processes a machine has: an environment
+    variable, see launched.most_processes."""
+    if ":" not in os.environ.get("PET_NNODES", ""):
+        return {}
+    count = known.num_processes
     with contextlib.suppress(OSError, LookupError, ValueError, TypeError, yaml.YAMLError):
-        text = Path(known.config_file).read_text(encoding="utf-8") if known.config_file else "{}"
-        place = dict(yaml.safe_load(text))
-        place |= {name: value for name, value in vars(known).items() if value is not None}
-        if ":" in os.environ.get("PET_NNODES", ""):  # an elastic run: see launched.most_processes
-            return {"LOCAL_WORLD_SIZE": str(place["num_processes"])}
-        machines, rank = int(place.get("num_machines", 1)), int(place.get("machine_rank", 0))
-        host, port = place.get("main_process_ip"), int(place.get("main_process_port") or 29500)
-        static = place.get("rdzv_backend") in (None, "static")
-        if static and machines > 1 and 0 <= rank < machines and host:
-            return {"LAUNCH_RENDEZVOUS": f"{rank} {machines} {host} {port}"}
-    return {}
+        if count is None:
+            text = Path(known.config_file).read_text(encoding="utf-8")
+            count = yaml.safe_load(text)["num_processes"]
+    return {"LOCAL_WORLD_SIZE": str(count)} if count else {}
 
 
 def start_check(program: list[str], env: dict) -> subprocess.Popen:
@@ -143,7 +135,7 @@ def main() -> int:
     only = "--check" in program
     if not only:
         os.environ["LAUNCHING"] = "1"  # the run prints what the check would
-    check = start_check(program, {} if only else find_rendezvous(known))
+    check = start_check(program, {} if only else elastic_variables(known))
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
     try:
         with contextlib.redirect_stderr(report):

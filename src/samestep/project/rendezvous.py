@@ -1,42 +1,39 @@
-"""One watcher a process: who lives, who is ready, and why a run ends, through one store.
+"""The rendezvous of a run: what its processes write into torch's store, and their process group.
 
-Preparing may take hours on one machine and seconds on the next: longer than the timeout of a
-process group. So a thread of each process says in a store, from its start to its end, that it
-lives, that it is ready, or why it failed. The checks of `samestep launch` on several machines meet
-in the same way.
+Data may take hours on one machine and seconds on the next: longer than the timeout of a process
+group. So each process writes once that it prepares, that it is ready, or why it failed, and whoever
+waits reads it. A thread looks for errors, since the main thread may wait for a device.
 """
 
 import contextlib
 import datetime
 import json
 import os
-import queue
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from samestep.base.console import one_line, read_place
 from samestep.base.errors import Failed, UserError, catch, some
 from samestep.base.launching import STOPPED
-from samestep.core.ranks import SAVE_THREAD
-from samestep.project.meeting import restart_store
+from samestep.core.ranks import SAVE_THREAD, Ranks
+from samestep.project.device import use_cpu
+from samestep.project.launched import this_layout
 
-BEAT = 2  # seconds between two signs of life
-GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop
-HANGS = 30  # seconds after which a process that trains, and has not found it, waits for a device
-LINGER = 60  # seconds for which a process that failed tries to tell the others
+LOOK = 2  # seconds between two looks for an error of another process
+GRACE = 10  # seconds after which it ends this process, whatever that does
+PATIENCE = 60  # seconds for which a process that fails before training tries to tell the others
 FIRST_LINE, NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
 OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
-# Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. Processes are
-# all there when it begins. The one of GPUs includes their start, and NCCL's search for the paths
-# between them.
-CPU_LIMIT, GPU_LIMIT = 60, 180
+# Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. That of GPUs
+# includes their start, and NCCL's search for the paths between them.
+LIMITS = {"gloo": 60, "NCCL": 180}
 
 
 def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | None":
@@ -44,136 +41,50 @@ def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | Non
 
     `end` ends this process for an error of another one, from a thread.
     """
-    if read_place()[1] > 1:
-        restart_store()  # raises what the user must correct
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in names if name not in os.environ]:
-            raise UserError(f"RANK and WORLD_SIZE are set, and {missing[0]} is not: use a launcher")
-        place = [os.environ[name] for name in names]
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Rendezvous("process", place, place[0] == "0" and not shared, end)
-    if "LAUNCH_RENDEZVOUS" in os.environ:  # a check of samestep launch, on one of several machines
-        place = os.environ["LAUNCH_RENDEZVOUS"].split()
-        return Rendezvous("machine", place, place[0] == "0", end)
-    return None
+    rank, processes = read_place()
+    if processes == 1:
+        return None
+    restart_store()  # raises what the user must correct
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"RANK and WORLD_SIZE are set, and {name} is not: use a launcher")
+    return Rendezvous(rank, processes, end)
 
 
 class Rendezvous:
-    """A process among several, or a check among those of several machines: `unit`, "process" or
-    "machine".
+    """A process among several. Their store has `preparing/RANK` and `ready/RANK`, one `error`, and
+    `done/RANK` of a process that will not ask again: only then may the store end."""
 
-    Each says something of itself in an entry of its own. Process 0 reads these, and sums them up in
-    an entry for all. A thread does it, since any call of the store may block. `serves`: whether the
-    store lies in this process.
-    """
-
-    def __init__(self, unit: str, place: list[str], serves: bool, end: Callable | None = None):
-        rank, size, host, port = place
-        self.unit, self.rank, self.size, self.serves = unit, int(rank), int(size), serves
-        self.address, self.place = (host, int(port)), f"{host}:{port}"
-        self.own: dict[str, Any] = {"host": socket.gethostname(), "beat": 0, "exchanges": 0}
-        self.own |= {"address": "", "problem": None, "left": False}  # address: it is ready
-        self.all: dict[str, Any] = {"met": False, "left": False, "problems": [], "hosts": {}}
-        self.heard: dict[int, tuple[int, float]] = {}  # the newest sign of life, and when it came
-        self.lost = ""  # why there is no connection any more
-        self.preparing, self.interrupted, self.over = True, False, False
-        self.end_process, self.ending = end, False  # ending: the main thread knows of an error
-        self.store: Any = None
-        self.news: queue.SimpleQueue = queue.SimpleQueue()  # something to say, or to learn soon
+    def __init__(self, rank: int, processes: int, end: Callable | None = None):
+        self.rank, self.end_process = rank, end
+        self.all, self.host = range(processes), socket.gethostname()
+        self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.place = f"{self.address[0]}:{self.address[1]}"
+        # Otherwise the launcher serves it.
+        self.serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.store: Any = None  # once there is a connection
+        self.lost = ""  # why there is none any more
+        self.error: list[str] = []  # of another process: its kind, who has it, its text
+        self.preparing, self.over = True, threading.Event()  # over: the main thread ends by itself
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
-    # The thread
-
     def watch(self) -> None:
-        """Exchanges signs of life until the rendezvous is over. Ends a preparation in vain."""
-        pause, known_at = 0.01, 0.0
+        """Connects, and looks for an error. Ends this process for it, unless that does so itself:
+        it may prepare data, or wait for a device, which waits for the process that has failed."""
         try:
             if self.serves:
                 self.server = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False)
             while catch(socket.create_connection, self.address, 5)[1]:  # it has not begun
                 time.sleep(0.5)
-            self.store = self.open_store(OPERATION)
-            while not self.over:
-                self.exchange()
-                if self.all["problems"]:
-                    known_at = known_at or time.monotonic()
-                    known_for = time.monotonic() - known_at
-                    stops = all(each["kind"] == "stop" for each in self.all["problems"])
-                    if self.preparing and (stops or known_for > GRACE):
-                        self.interrupt()
-                    elif known_for > HANGS:
-                        self.end_if_hanging()
-                waits = self.own["address"] and not self.all["met"]
-                soon = waits or self.own["left"] or self.all["problems"]
-                pause = min(2 * pause, 1) if soon else BEAT
-                with contextlib.suppress(queue.Empty):
-                    self.news.get(timeout=pause)
-                    pause = 0.01
+            store = dist.PrefixStore("words", self.connect(OPERATION))
+            store.set(f"preparing/{self.rank}", self.host)
+            self.store = store
+            while not self.over.wait(LOOK) and not self.look():
+                pass
         except Exception as error:  # of the network, or of the store
             self.lost = str(error).partition("\n")[0]
-            if not self.wait_while(lambda: self.preparing, GRACE):
-                self.interrupt()
-            self.wait_while(lambda: not self.ending, HANGS)
-            self.end_if_hanging()
-
-    def open_store(self, timeout: datetime.timedelta) -> dist.Store:
-        """A connection of its own: one that waits lets no other thread call it."""
-        store = restart_store() if self.unit == "process" else None
-        store = store or dist.TCPStore(*self.address, wait_for_workers=False)
-        store.set_timeout(timeout)
-        return store
-
-    def exchange(self) -> None:
-        """Says something of this process, and reads what all have said."""
-        self.own["beat"] += 1
-        self.store.set(f"own/{self.rank}", json.dumps(self.own))
-        if self.rank == 0:
-            self.sum_up()
-            self.store.set("all", json.dumps(self.all))
-        elif self.store.check(["all"]):
-            self.all = json.loads(self.store.get("all"))
-            self.hear(0, self.all["beat"])
-
-    def hear(self, rank: int, beat: int) -> None:
-        """Notes a sign of life."""
-        if self.heard.get(rank, (0, 0.0))[0] != beat:
-            self.heard[rank] = beat, time.monotonic()
-
-    def sum_up(self) -> None:
-        """Sums up what all have said, on process 0."""
-        ranks = range(self.size)
-        begun = [r for r in ranks if r in self.heard or self.store.check([f"own/{r}"])]
-        values = self.store.multi_get([f"own/{rank}" for rank in begun])
-        said = dict(zip(begun, map(json.loads, values), strict=True))
-        for rank, each in said.items():
-            self.hear(rank, each["beat"])
-        newest = max(each["exchanges"] for each in said.values())
-        late = [each["host"] for each in said.values() if not each["address"]]
-        absent = [str(rank) for rank in ranks if rank not in said]
-        verb = "prepares" if len({*late}) == 1 else "prepare"
-        waits = [f"{some([*dict.fromkeys(late)])}, which {verb} data"] if late else []
-        waits += [f"{self.unit} {some(absent)} to begin"] if absent else []
-        self.all = {
-            "beat": self.own["beat"],
-            "waits": f"waiting for {', and for '.join(waits)}",
-            "met": self.all["met"] or not waits,
-            "hosts": {str(rank): each["host"] for rank, each in said.items() if waits},
-            "addresses": some([*dict.fromkeys(each["address"] for each in said.values())]),
-            "problems": [each["problem"] for each in said.values() if each["problem"]],
-            "behind": [rank for rank, each in said.items() if each["exchanges"] < newest],
-            "left": not absent and all(each["left"] for each in said.values()),
-        }
-
-    def interrupt(self) -> None:
-        """Ends the preparation of this process."""
-        self.interrupted, self.preparing = True, False
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    def end_if_hanging(self) -> None:
-        """Ends this process, in which another one's error has not arrived: the main thread waits
-        for a device, which waits for the other process. NCCL would do so after the timeout."""
-        if self.ending or not self.all["problems"] or not dist.is_initialized():
+        if not self.error and not self.preparing or self.over.wait(GRACE):
             return
         for thread in threading.enumerate():
             if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
@@ -181,151 +92,219 @@ class Rendezvous:
         if self.end_process:
             self.end_process(self.error_of_others())
 
-    # The main thread
+    def connect(self, timeout: datetime.timedelta) -> dist.Store:
+        """A connection of its own: one that waits lets no other thread call it."""
+        store = restart_store() or dist.TCPStore(*self.address, wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
 
-    def post(self, **entries: Any) -> None:
-        """Tells the others something of this process."""
-        self.own |= entries
-        self.news.put(None)  # a SimpleQueue, since a signal handler may interrupt this
+    def look(self) -> list[str]:
+        """The error of another process, if there is one."""
+        if self.store and not self.error and self.store.check(["error"]):
+            self.error = json.loads(self.store.get("error"))
+            self.store.set(f"done/{self.rank}", "")
+        return self.error
 
-    @staticmethod
-    def wait_while(condition: Callable[[], Any], seconds: float) -> bool:
-        """Waits, but no longer than that; whether the condition has ended."""
-        deadline = time.monotonic() + seconds
-        while condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not condition()
-
-    def wait(self, timeout: int) -> dist.Store | None:
+    def wait(self, timeout: int) -> dist.Store:
         """Waits until all processes are ready; returns a store for their group.
 
-        Raises what another process has told, or Failed if one gives no sign of life for `timeout`
-        seconds.
+        Raises the error of another process, or Failed if one is not ready after `timeout` seconds.
         """
+        began, line_due = time.monotonic(), FIRST_LINE
+        # gloo waits at its address, unless it is told an interface.
+        address = catch(socket.gethostbyname, self.host)[0] or "127.0.0.1"
+        ready, everybody = False, [f"ready/{rank}" for rank in self.all]
         self.preparing = False
-        host = self.own["host"]  # gloo waits at its address, unless it is told an interface
-        self.post(address=f"{host} at {catch(socket.gethostbyname, host)[0] or '127.0.0.1'}")
-        began = time.monotonic()
-        line_due = began + FIRST_LINE
-        while not self.all["met"]:
-            if self.all["problems"] or self.lost:
-                raise self.error_of_others()
-            now = time.monotonic()
-            for rank in [0] if self.rank else range(1, self.size):
-                if now - max(began, self.heard.get(rank, (0, 0.0))[1]) > timeout + 2 * BEAT:
-                    raise self.silent(timeout, rank)
-            if now > line_due and "waits" in self.all:
-                line_due = now + NEXT_LINE
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    print(self.all["waits"], flush=True)
-            time.sleep(0.02)
-        if self.unit == "process":
-            return self.open_store(datetime.timedelta(seconds=timeout))
-        self.post(left=True)  # the launchers can meet at this port when the first has ended
-        self.wait_while(lambda: not (self.lost or self.serves and self.all["left"]), LINGER)
-        self.end()
-        return None
+        with self.naming_lost_store():
+            while not ready or not self.store.check(everybody):
+                if self.lost or self.look():
+                    raise self.error_of_others()
+                if self.store and not ready:
+                    self.store.set(f"ready/{self.rank}", f"{self.host} at {address}")
+                    ready = True
+                waited = time.monotonic() - began
+                if waited > min(line_due, timeout):
+                    line_due += NEXT_LINE
+                    names, missing = self.late()
+                    remedy = "prepare the data first, with samestep prepare, or raise --timeout"
+                    if waited > timeout:
+                        raise Failed(f"waited {timeout} s for {names}; {remedy}", missing)
+                    if os.environ.get("LOCAL_RANK", "0") == "0":
+                        print(f"waiting for {names}", flush=True)
+                time.sleep(0.05)
+            return self.connect(datetime.timedelta(seconds=timeout))
 
-    def try_exchange(self, group: Any, device: torch.device, timeout: int) -> None:
-        """Lets all processes, which are ready, add a number; raises Failed.
+    @contextlib.contextmanager
+    def naming_lost_store(self) -> Iterator[None]:
+        """Raises Failed for an error of the store in its body."""
+        try:
+            yield
+        except dist.DistError as error:
+            self.lost = str(error).partition("\n")[0]
+            raise self.error_of_others() from error
+
+    def late(self) -> tuple[str, list[int]]:
+        """Who is not ready, in words, and their ranks."""
+        if not self.store:
+            return f"process 0 to begin; all meet at {self.place}", [0]
+        late = [rank for rank in self.all if not self.store.check([f"ready/{rank}"])]
+        begun = [rank for rank in late if self.store.check([f"preparing/{rank}"])]
+        hosts = [self.store.get(f"preparing/{rank}").decode() for rank in begun]
+        names = [*dict.fromkeys(hosts)]
+        verb = "prepares" if len(names) == 1 else "prepare"
+        words = [f"{some(names)}, which {verb} data"] if names else []
+        if absent := [str(rank) for rank in late if rank not in begun]:
+            words.append(f"process {some(absent)} to begin")
+        return ", and for ".join(words), late
+
+    def unreachable(self, library: str, problem: str) -> Failed:
+        """The error of processes that reach the store, and not each other."""
+        variable = f"{library.upper()}_SOCKET_IFNAME"
+        values = [catch(self.store.get, f"ready/{rank}")[0] or b"?" for rank in self.all]
+        addresses = some([*dict.fromkeys(value.decode() for value in values)])
+        return Failed(
+            f"the processes reach the main process at {self.place}, but not each other: {library} "
+            f"{problem}; {addresses}; {variable} is {os.environ.get(variable) or 'not set'}: if "
+            "nothing else is wrong, export the name of an interface that joins the machines, and "
+            "open all ports on it"
+        )
+
+    @contextlib.contextmanager
+    def first_exchange(self, library: str, timeout: int) -> Iterator[None]:
+        """Raises Failed if the body fails, and ends this process if it takes too long.
 
         A firewall, a wrong interface or a host name that stands for 127.0.0.1 lets processes meet
         at the store, and hang in their first exchange, without a word. While gloo and NCCL connect,
-        no timeout of torch ends their calls (gloo: 5 minutes). So they are called in a thread.
-
-        `group`: a function that makes it, or returns it.
+        no timeout of torch ends their calls (gloo: 5 minutes).
         """
-
-        def exchange() -> None:
-            total = torch.ones(1, device=device)
-            group().allreduce([total]).wait()
-            total.item()
-
-        library, limit = ("gloo", CPU_LIMIT) if device.type == "cpu" else ("NCCL", GPU_LIMIT)
-        limit = min(limit * max(timeout / 1800, 1), timeout)
-        ended: list[Exception | None] = []
-        thread = threading.Thread(target=lambda: ended.append(catch(exchange)[1]), daemon=True)
-        thread.start()
-        thread.join(limit)
-        if ended == [None]:
-            return
+        limit = min(LIMITS[library] * max(timeout / 1800, 1), timeout)
         problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
-        if ended:
-            problem = f"failed: {one_line(ended[0])}"
-        variable = f"{library.upper()}_SOCKET_IFNAME"
-        raise Failed(
-            f"the processes reach the main process at {self.place}, but not each other: {library} "
-            f"{problem}; {self.all['addresses']}; {variable} is "
-            f"{os.environ.get(variable) or 'not set'}: if nothing else is wrong, export the name "
-            "of an interface that joins the machines, and open all ports on it"
-        )
+        end = self.end_process or (lambda error: None)
+        timer = threading.Timer(limit, lambda: end(self.unreachable(library, problem)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.unreachable(library, f"failed: {one_line(error)}") from error
+        finally:
+            timer.cancel()
 
-    def end(self) -> None:
-        """Ends the thread, unless it is connecting."""
-        self.over = True
-        self.news.put(None)
-        self.thread.join(1)
-
-    # Errors
-
-    def silent(self, timeout: int, rank: int) -> Failed:
-        """The error of a process that gives no sign of life."""
-        said = f"a first word from {self.unit} {rank}; all meet at {self.place}"
-        if host := self.all["hosts"].get(str(rank)):
-            said = f"a sign of life from {self.unit} {rank} on {host}"
-        return Failed(f"waited {timeout} s for {said}", missing=[rank])
+    # ---- Errors
 
     def error_of_others(self) -> BaseException:
-        """The error for what other processes have told, or for a lost connection."""
-        failed = [each for each in self.all["problems"] if each["kind"] != "stop"]
-        if self.all["problems"] and not failed:
-            return SystemExit(STOPPED)
-        if not failed:
-            text = f"no connection to {self.unit} 0 at {self.place}: {self.lost}"
+        """The error that another process has told, or that of a lost connection."""
+        if not self.error:
+            text = f"no connection to process 0 at {self.place}: {self.lost}"
             return Failed(text, missing=[0])
-        lines: dict[str, str] = {}
-        for each in failed:
-            lines.setdefault(each["text"], each["who"])
-        error = UserError if all(each["kind"] == "user" for each in failed) else Failed
-        return error("; ".join(f"{who}: {text}" for text, who in lines.items()))
+        kind, who, text = self.error
+        if kind == "stop":
+            return SystemExit(STOPPED)
+        return (UserError if kind == "user" else Failed)(f"{who}: {text}")
 
     def explain(self, error: BaseException, timeout: int) -> BaseException:
         """Replaces an error of gloo by what another process has told, or by who does not answer."""
         text = str(error)
-        behind = "timeout caused pair closure" in text  # behind an exchange that timed out
-        if not isinstance(error, RuntimeError) or not ("gloo/transport" in text or behind):
+        timed_out = "Timed out" in text or "timeout caused pair closure" in text
+        if not isinstance(error, RuntimeError) or not (timed_out or "gloo/transport" in text):
             return error
-        # A process that fails tells why before its connections close. It takes a moment to arrive.
-        self.wait_while(lambda: not (self.all["problems"] or self.lost), 2 * BEAT)
-        if self.all["problems"]:
+        # Each that is left comes here. A process that fails tells why before its connections close.
+        catch(lambda: self.store.set(f"waiting/{self.rank}", ""))
+        deadline = time.monotonic() + 2 * LOOK
+        while time.monotonic() < deadline and not catch(self.look)[0]:
+            time.sleep(0.02)
+        if self.error:
             return self.error_of_others()
-        if "Timed out" not in text and not behind:
+        if not timed_out:
             return Failed("lost the connection to another process, which has died")
-        main = self.rank and (self.lost or time.monotonic() - self.heard[0][1] > 3 * BEAT)
-        missing = [0] if main else self.all["behind"]
+        found = {rank: catch(self.store.check, [f"waiting/{rank}"])[0] for rank in self.all}
+        missing = [rank for rank in self.all if not found[rank]]
+        missing = [0] if found[0] is None else missing  # it served the store
         answer = f"no answer from process {some([*map(str, missing)])}" if missing else "all answer"
         return Failed(f"waited {timeout} s for the other processes; {answer}", missing)
 
-    def leave(self, error: BaseException, stop: Callable[[], int]) -> None:
-        """Tells the others why this process ends, and waits until they know, or until `stop()`."""
-        if self.over:
-            return
-        kind, text = "crash", f"{type(error).__name__}: {error}"
-        if isinstance(error, UserError | Failed):
-            kind, text = "user" if isinstance(error, UserError) else "crash", str(error)
-        elif isinstance(error, SystemExit) and error.code == STOPPED:
-            kind, text = "stop", ""
-        problem = {"kind": kind, "who": f"{self.unit} {self.rank} on {self.own['host']}"}
+    def leave(self, error: BaseException | None, stop: Callable[[], int]) -> None:
+        """Tells the others why this process ends, if it fails. The one that serves the store waits
+        until the others are done with it, or until `stop()`."""
+        self.over.set()
         stopped = bool(stop())
-        patience = LINGER if self.preparing and not stopped else GRACE
-        if stopped and not self.store:  # nobody to tell
-            patience = 0
-        self.preparing = False
-        if self.all["problems"] or self.lost:
-            self.post(left=True)
-        else:
-            self.post(left=True, problem={**problem, "text": text})
-        self.wait_while(
-            lambda: not (self.all["left"] or self.lost) and (stopped or not stop()), patience
+        deadline = time.monotonic() + (PATIENCE if self.preparing and not stopped else GRACE)
+
+        def may_wait() -> bool:
+            in_time = not self.lost and time.monotonic() < deadline
+            return in_time and (stopped or not stop())
+
+        while error and not self.store and not stopped and may_wait():
+            time.sleep(0.02)
+        if not self.store:
+            return
+        self.thread.join(1)
+        if error and not self.error:
+            kind, text = "crash", f"{type(error).__name__}: {error}"
+            if isinstance(error, UserError | Failed):
+                kind, text = "user" if isinstance(error, UserError) else "crash", str(error)
+            elif isinstance(error, SystemExit) and error.code == STOPPED:
+                kind = "stop"
+            word = json.dumps([kind, f"process {self.rank} on {self.host}", text])
+            catch(self.store.compare_set, "error", "", word)
+        catch(self.store.set, f"done/{self.rank}", "")
+        done = [f"done/{rank}" for rank in self.all]
+        while self.serves and may_wait() and catch(self.store.check, done)[0] is False:
+            time.sleep(0.02)
+
+
+def form_group(timeout: int, others: Rendezvous | None) -> Ranks:
+    """Makes PartialState, and the processes of the run, once all of them are ready."""
+    layout, limit = this_layout(), datetime.timedelta(seconds=timeout)
+    store = others.wait(timeout) if others else restart_store()
+    place: dict[str, Any] = {}
+    if store:
+        place = {"store": store, "rank": layout.rank, "world_size": layout.processes}
+    with others.first_exchange("gloo", timeout) if others else contextlib.nullcontext():
+        if store and layout.deepspeed:  # it takes no store, but a group that exists
+            device = torch.accelerator.current_accelerator() or torch.device("cpu")
+            backend = dist.get_default_backend_for_device(device)
+            dist.init_process_group(backend, timeout=limit, **place)
+            place = {}
+        state = PartialState(cpu=use_cpu(), timeout=limit, **place)
+        if state.num_processes != layout.processes:
+            raise UserError(
+                f"{layout.processes} processes were launched, but accelerate sees "
+                f"{state.num_processes}; check distributed_type in the accelerate YAML"
+            )
+        ranks = Ranks(layout, timeout)
+        ranks.gather(0)
+    if others and state.device.type != "cpu":
+        with others.first_exchange("NCCL", timeout):
+            ones = torch.ones(1, device=state.device)
+            dist.all_reduce(ones)
+            ones.item()
+    return ranks
+
+
+def restart_store() -> dist.Store | None:
+    """The store where processes meet after torchelastic restarted the processes (`--max_restarts`).
+
+    Where its launcher keeps the store, as with the static rendezvous, that still holds the
+    addresses of the processes that died. The new ones write theirs under another prefix. Elsewhere
+    process 0 creates a new store.
+
+    Raises UserError where several launchers share a store through c10d: after a restart they
+    disagree about its address, and have counted different numbers of restarts.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    alone = os.environ["GROUP_WORLD_SIZE"] == "1" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    if alone and restarts == "0":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    # Static launchers keep their own entries in this store; those of c10d lie in another one.
+    entry = f"{os.environ['TORCHELASTIC_RUN_ID']}/torchelastic/role_info/0"
+    if not alone and not store.check([entry]):
+        raise UserError(
+            "with the c10d rendezvous, several launchers and --max_restarts, first export "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
         )
-        self.end()
+    return None if restarts == "0" else dist.PrefixStore(f"restart-{restarts}", store)

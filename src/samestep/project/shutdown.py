@@ -37,7 +37,6 @@ from samestep.base.launching import STOPPED, write_exit_code
 from samestep.base.signals import SIGNALS, ignore_signals
 from samestep.core.ranks import SAVE_THREAD
 from samestep.project import rendezvous
-from samestep.project.meeting import meet
 
 
 def find_launcher() -> tuple[int | None, list[str]]:
@@ -93,7 +92,7 @@ class StopRequest:
         The others learn of a stop."""
         error: BaseException = SystemExit(STOPPED)
         if self.others:
-            if self.others.interrupted or self.others.all["problems"]:
+            if catch(self.others.look)[0]:
                 error = self.others.error_of_others()
             self.others.leave(error, lambda: 1)
         return error
@@ -146,21 +145,20 @@ def run(main: Callable, prepare: Callable) -> None:
     error = None
     try:
         raise_open_files_limit()
-        # The main thread may wait for a device, which waits for a process that has failed.
-        hangs = lambda error: leave(report(error, "train.py", start and start.output))  # noqa: E731
-        stop.others = others = rendezvous.join(hangs)
+        end = lambda error: leave(report(error, "train.py", start and start.output))  # noqa: E731
+        stop.others = others = rendezvous.join(end)
         start = prepare()
-        ranks = meet(start.cfg.timeout, others)
+        ranks = rendezvous.form_group(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
         error = caught if stop.training else of_the_user(caught)
         stop.training = True  # the launcher sends a signal when a process has failed
         if others:
-            others.ending = True
+            others.over.set()
             error = others.explain(error, ranks.timeout) if ranks else error
         code = report(error, "train.py", start and start.output)
     stop.training = True  # from here on a signal is only recorded
-    if error and others:
+    if others:
         others.leave(error, stop.requested)
     for thread in threading.enumerate():
         if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
