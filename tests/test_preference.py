@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
 from samestep.base.console import one_line
-from samestep.data.sources import IncompleteRow, UselessRow
+from samestep.data.sources import IncompleteRow
 from samestep.models import preferences as references
 from samestep.text import preferences
 from test_exact import check_same
@@ -28,6 +29,13 @@ TURNS = [USER, RIGHT, {"role": "user", "content": "And one?"}]
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
+CFG = SimpleNamespace(
+    prompt_column="prompt",
+    chosen_column="chosen",
+    rejected_column="rejected",
+    tools_column="tools",
+    roles="",
+)
 # The prompt, the answers, and what becomes of them.
 FORMS = [
     ("1 + 1?", "2", "3", ("1 + 1?", "2", "3")),
@@ -51,13 +59,13 @@ FORMS = [
 def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, rejected, expected):
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     row = copy.deepcopy({name: value for name, value in row.items() if value is not None})
-    stored, _ = preferences.normalize(row, {})
+    stored = preferences.normalize(row, CFG)
     found = [stored[name] for name in ("prompt", "chosen", "rejected")]
     assert tuple(map(json.loads, found) if stored["is_chat"] else found) == expected
 
 
 MISTAKES = [
-    ("a", "b", "b", UselessRow, "have equal answers"),
+    ("a", "b", "b", IncompleteRow, "both answers are equal"),
     ("a", " ", "b", IncompleteRow, "the chosen is empty"),
     (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
     (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),
@@ -72,7 +80,7 @@ MISTAKES = [
 def test_a_row_that_cannot_be_used_says_why(prompt, chosen, rejected, kind, said):
     row = {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
     with pytest.raises(ValueError, match=said.replace("[", ".").replace("(", ".")) as error:
-        preferences.normalize(copy.deepcopy(row), {})
+        preferences.normalize(copy.deepcopy(row), CFG)
     assert type(error.value) is kind and "\n" not in str(error.value)
 
 
@@ -92,9 +100,11 @@ def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, capsys):
     for row in rows[:5]:
         row |= {"chosen": "word " * 200 + "yes", "rejected": "word " * 200 + "no"}
     rows[5]["rejected"] = rows[5]["chosen"]
-    _, _, parts = prepare(rows, max_length=64)
+    with pytest.raises(ValueError, match="line 6: both answers are equal; --task.incomplete_rows"):
+        prepare(rows, max_length=64)
+    _, _, parts = prepare(rows, max_length=64, incomplete_rows="skip")
     said = capsys.readouterr().out
-    assert "1 have equal answers (the first: " in said
+    assert "; 1 left out (the first: " in said
     assert sum(map(len, parts)) == 54 and " have answers of equal tokens (the first: " in said
 
 
@@ -106,7 +116,7 @@ def test_what_a_template_leaves_out_or_does_not_read_is_said(kit, prepare, capsy
         rows.append({"prompt": asked, "chosen": [answers[0]], "rejected": [answers[1]]})
     _, data, _ = prepare(rows)
     said = capsys.readouterr().out
-    number = 2 * int(re.search(r"20 pairs read, (\d+) to", said)[1])
+    number = 2 * int(re.search(r"Prepared: (\d+) rows to train on", said)[1])
     assert f"reads none of these keys of messages: id (in {number} chats)\n" in said
     template = kit.tokenizer(data).chat_template
     parts = template.replace("or ''", "or '').split('</think>')[-1]").replace("= m", "= (m")

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, ROUNDING
-from samestep.data.sources import StreamConfig
+from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
 from samestep.models.lora import LoraFields, add_adapters, save_model
@@ -39,12 +39,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(StreamConfig, LoraFields, ModelConfig):
-    data: str | list[dict[str, int | str]] = "docstrings"
-    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of
+class TaskConfig(DataConfig, LoraFields, ModelConfig):
+    data: str = "docstrings"
+    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a folder of
     such files, or a dataset on the Hub. Or docstrings, which are bundled: of a function's
     docstring the first line is preferred to all of it. Several with their weights:
-    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    a.jsonl:2,b.jsonl:1."""
     prompt_column: str = "prompt"
     """Column of the prompt, a text or messages. It may be missing: then it is what both answers
     begin with."""
@@ -114,7 +114,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {chosen_input_ids, chosen_loss_mask, rejected_input_ids, rejected_loss_mask}."""
-    return preferences.views(cfg, data)
+    return preferences.view(data["train"], cfg), preferences.view(data["validation"], cfg)
 
 
 def collate(rows: list[dict]) -> Batch:

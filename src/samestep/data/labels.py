@@ -1,7 +1,7 @@
 """Labels of rows: a class, several labels, or a number; parsed, checked, turned into arrays.
 
-row["label"] is what a file holds until `parse_row_label` has made it the name of a class, a list of
-names, or a float.
+A label is what a file holds until `read_label` has made it the name of a class, a list of names, or
+a float.
 """
 
 import ast
@@ -27,39 +27,20 @@ SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classificati
 LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
 FILE = "labels.json"  # in the folder of prepared data
 FEW = 2  # rows of a class that is rather a mistake
-TRUTHS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
 # ---- Parsing -------------------------------------------------------------------------------------
 
 
-def split_names(text: str) -> list[str]:
-    """Names with commas between them; an empty text has none."""
-    return [name.strip() for name in text.split(",")] if text else []
-
-
-def parse_row_label(row: dict, columns: list[str], problem_type: str) -> None:
-    """Replaces row["label"]; `columns`: those of 0 and 1, if there is one for each label.
+def read_label(row: dict, cfg: Any) -> Any:
+    """The label of a row as it stands in a file: see the head of this module.
 
     Raises IncompleteRow for a missing label, ValueError for one that does not fit the problem type.
     """
-    if not columns:
-        if not (row["label"] == "" and problem_type == MULTI):  # a row may have none of the labels
-            require_value("label", row["label"])
-        row["label"] = parse_label(row["label"], problem_type)
-        return
-    if not isinstance(row["label"], dict):
-        raise ValueError(f"a .txt file has no column {columns[0]:.60}")
-    names = []
-    for name, value in row["label"].items():
-        shown = f"label {name:.60}"
-        require_value(shown, value)
-        truth = TRUTHS.get(str(value).strip().lower())
-        if truth is None:
-            raise ValueError(f"the {shown} is {value!r:.60} but must be 0 or 1")
-        if truth:
-            names.append(name)
-    row["label"] = names
+    value = row[cfg.label_column]
+    if not (value == "" and cfg.problem_type == MULTI):  # a row may have none of the labels
+        require_value("label", value)
+    return parse_label(value, cfg.problem_type)
 
 
 def parse_label(value: Any, problem_type: str) -> Any:
@@ -83,7 +64,7 @@ def parse_label(value: Any, problem_type: str) -> Any:
         parts = value.split(";")
     if isinstance(parts, list) and all(part in (0, 1) for part in parts):
         if len({*parts}) < len(parts):
-            hint = "give names, or a column for each label with --task.label_columns"
+            hint = "give the names of the labels"
             raise ValueError(f"the label {shown} is a vector of 0 and 1, or repeats one; {hint}")
     if parts is not None and all(isinstance(part, str | int) for part in parts):
         return sorted({str(part).strip() for part in parts} - {""})
@@ -112,7 +93,9 @@ def parse_list(text: str) -> list | None:
 # ---- Labels of prepared rows ---------------------------------------------------------------------
 
 
-def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.DatasetDict:
+def encode(
+    rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool
+) -> datasets.DatasetDict:
     """The rows with numbers in place of `label`, for the loss:
 
     labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
@@ -120,7 +103,10 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
     weight    of the row in the loss, float32
 
     Names, or mean and deviation, are saved in `folder`; if they are there, a run resumes, and keeps
-    them. Raises ValueError for labels that cannot be trained on, and for unknown ones.
+    them. Classes are those of all rows of cfg.data, also of those that are held out; where rows to
+    evaluate on are given, as `is_given` says, of the training rows alone.
+
+    Raises ValueError for labels that cannot be trained on, and for unknown ones.
     """
     known = read_json_object(folder / FILE)
     if cfg.problem_type == NUMBER:
@@ -131,7 +117,8 @@ def encode(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> datasets.Datas
         if numbers.min() == numbers.max():
             about = [f"all numbers are {known['mean']:.6g}: nothing to learn"]
     else:
-        names = known.get("names") or collect_names(rows["train"], cfg)
+        own = [rows["train"]] if is_given else [*rows.values()]
+        names = known.get("names") or collect_names(datasets.concatenate_datasets(own), cfg)
         known = {"names": names}
     encoded = {split: encode_split(part, known, cfg, split) for split, part in rows.items()}
     if cfg.problem_type != NUMBER:
@@ -190,21 +177,19 @@ def label_lists(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
-    """The names of all labels: those of the columns, or those in rows, sorted, whole numbers by
-    their value.
+    """The names of all labels in rows, sorted, whole numbers by their value.
 
     Raises ValueError unless there are two, of which some row has one, and for one in two spellings.
     """
-    columns = split_names(cfg.label_columns)
     found = {*np.unique(label_lists(rows)[0])}
-    for name in sorted(found) if not columns else ():
+    for name in sorted(found):
         other = name.lower() if name in ("False", "True") else f"{name}.0"
         if other in found:
             raise ValueError(f"task.data: {cfg.data} has the labels {name} and {other}: write one")
-    names = columns or sorted(found)
-    if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
+    names = sorted(found)
+    if all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
-    if len(names) < 2 or not found:
+    if len(names) < 2:
         present = f"only the label {names[0]:.60}" if len(names) == 1 else "no label"
         raise ValueError(f"task.data: {cfg.data} has {present}: nothing to learn")
     return names

@@ -3,7 +3,6 @@
 Errors in the data are a ValueError of one line.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -53,10 +52,10 @@ class DataConfig:
     validation_fraction: Fraction = 0.1
     """Fraction of the training rows held out for evaluation, about. A hash of each row's content
     decides: the choice is the same on every machine, equal rows stay on one side, and no row is
-    held out of more data that was trained on before, but the only one that a class had."""
+    held out of more data that was trained on before."""
     validation_rows: ValidationRows = 1000
-    """Maximum number of rows that are held out, of causal_lm of sequences (4 bytes a token): an
-    evaluation of 1,000 rows takes about a tenth of the time of 100 steps of 32 samples."""
+    """Maximum number of rows that are held out: an evaluation of 1,000 rows takes about a tenth of
+    the time of 100 steps of 32 samples."""
     group_column: str = ""
     """Column whose value says what belongs together (a patient, a conversation): rows with one
     value are all held out, or none; empty: rows that are equal."""
@@ -74,12 +73,12 @@ class DataConfig:
 
 @dataclass
 class StreamConfig(DataConfig):
-    """Fields of a task whose rows can be read from shards."""
+    """Fields of causal_lm, whose rows can be read from shards."""
 
     streaming: bool = False
     """Read rows while the model trains, and prepare only those to evaluate on: task.data is a
-    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet or .tar
-    files (WebDataset), and of texts of .txt files."""
+    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet, .txt or .md
+    files."""
     lanes: Lanes = 4
     """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
@@ -89,9 +88,8 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
     `shipped`: names of data that the task brings along. `reads_groups`: whether the task reads
-    group_column. Makes a list in `data` a text.
+    group_column.
     """
-    cfg.data = data_as_text(cfg.data)
     check_fields(cfg, [("cache_dir", cfg.cache_dir, "a folder")])
     sources = [each.data for each in split_data(cfg.data)]
     for data in sources:
@@ -138,25 +136,10 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
 # ---- Several sources -----------------------------------------------------------------------------
 
 
-def data_as_text(data: str | list[dict]) -> str:
-    """`data` as text: a list of {path, weight} becomes PATH:WEIGHT,PATH:WEIGHT.
-
-    Raises ValueError for other entries.
-    """
-    if isinstance(data, str):
-        return data
-    for each in data:
-        whole = type(each.get("weight", 1)) is int and isinstance(each.get("path"), str)
-        if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
-            hint = "give a path, without a comma, and a whole weight: {path: a.jsonl, weight: 2}"
-            raise ValueError(f"task.data: an entry is {one_line(each, 100)}; {hint}")
-    return ",".join(f"{each['path']}:{each.get('weight', 1)}" for each in data)
-
-
 def split_data(data: str) -> list[WeightedData]:
     """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
 
-    Raises ValueError for weights that cannot be, and for a source that is named twice.
+    Raises ValueError for what is no whole weight, and for a source that is named twice.
     """
     if os.path.lexists(os.path.expanduser(data)) or not re.search(r",|:\d+$", data):
         return [WeightedData(data, 1, data)]
@@ -168,13 +151,9 @@ def split_data(data: str) -> list[WeightedData]:
             hint = "give each as PATH:WEIGHT, with a whole weight of at least 1"
             raise ValueError(f"task.data: one of its sources is {shown}; {hint}")
         found.append((name, int(weight or 1)))
-    paths, weights = zip(*found, strict=True)
+    paths = [path for path, _ in found]
     if len({os.path.realpath(os.path.expanduser(path)) for path in paths}) < len(paths):
         raise ValueError(f"task.data: {data} names a source twice; add its weights")
-    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
-        hint = f"give some in about the same proportion, with a sum of at most {LONGEST_PERIOD:,}"
-        fine = ", ".join(map(str, weights))
-        raise ValueError(f"task.data: the weights {fine} are too fine; {hint}")
     names = [Path(path).name or path for path in paths]
     names = names if len({*names}) == len(names) else paths
     return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
@@ -192,10 +171,6 @@ def field_of(split: str, cfg: DataConfig) -> str:
 
 class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
-
-
-class UselessRow(IncompleteRow):
-    """A row from which nothing can be learnt: it is counted and left out, whatever the config."""
 
 
 def require_value(name: str, value: Any) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
+from samestep.data.readers import replace_surrogates
 from samestep.data.sources import IncompleteRow
-from samestep.data.tables import replace_surrogates
 
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
 ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}

@@ -14,15 +14,14 @@ import torch
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import columns, demo_data, sources
-from samestep.data.folders import TABLES
+from samestep.data.files import TABLES
 from samestep.data.rows import RowFormat, find_inputs, keep, load_rows
-from samestep.data.sources import IncompleteRow, UselessRow
+from samestep.data.sources import IncompleteRow
 from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
-from samestep.streaming.row_streams import RowStream
 from samestep.text import chats, formats, tokenizing
 
 BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
@@ -33,10 +32,8 @@ READ = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "tools": TEXT, "is_cha
 # A pair as it is trained on: a prompt with each answer, and which of the tokens are the answer's.
 TOKENS = ("chosen_input_ids", "chosen_loss_mask", "rejected_input_ids", "rejected_loss_mask")
 NOTES = ("is_truncated", "is_equal")
-SHARED = "there is no prompt: it is what both answers begin with"
-REPEATED = "both answers begin with the prompt: it is read once"
 NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
-EQUAL = "have equal answers"
+EQUAL = "both answers are equal"
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -69,42 +66,34 @@ def check_config(cfg: Any) -> None:
     pretrained.check_unread(cfg)
 
 
-def row_format(cfg: Any) -> RowFormat:
-    """How pairs are read: see READ."""
-    roles = {name: getattr(cfg, f"{name}_column") for name in ("prompt", *ANSWERS, "tools")}
-    roles = {name: column for name, column in roles.items() if column}
-    return RowFormat(
-        partial(normalize, names=chats.read_names(cfg.roles)),
-        READ,
-        roles,
-        optional=[name for name in ("prompt", "tools") if roles.get(name) == name],
-    )
-
-
 def load_pairs(cfg: Any) -> datasets.DatasetDict:
     """Load the pairs of cfg.data, with the columns of READ, source and place: train and validation.
 
     Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
     """
-    return load_rows(
-        find_inputs(cfg, BUNDLED, TABLES),
-        cfg,
-        row_format(cfg),
-        group=lambda row: row["prompt"] if row["is_chat"] else json.dumps(row["prompt"]),
-        plural="pairs",
-        nothing_held="all prompts of {data} are equal; add others",
-    )
+    inputs = find_inputs(cfg, BUNDLED, TABLES)
+    for each in inputs:
+        each.columns = {cfg.chosen_column: True, cfg.rejected_column: True}
+        for name in ("prompt", "tools"):  # a column that is named must be there
+            if column := getattr(cfg, f"{name}_column"):
+                each.columns[column] = column != name and not each.bundled
+    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, group=group_of))
 
 
-def normalize(row: dict, names: dict[str, str]) -> tuple[dict, list[str]]:
-    """Make {"prompt", "chosen", "rejected", "tools", "is_chat"} of a row, and remarks about it.
+def group_of(row: dict) -> str:
+    """Text that pairs of one prompt have in common."""
+    return row["prompt"] if row["is_chat"] else json.dumps(row["prompt"])
+
+
+def normalize(row: dict, cfg: Any) -> dict:
+    """Make {"prompt", "chosen", "rejected", "tools", "is_chat"} of a row.
 
     Answers are texts or messages, with the prompt in front or without; a row without a prompt has
-    it at the beginning of both answers. `names`: see `chats.read_names`. Raises IncompleteRow,
-    UselessRow for equal answers, and ValueError for any other mistake.
+    it at the beginning of both answers. Raises IncompleteRow, and ValueError for any other mistake.
     """
-    prompt, *answers = (text_or_messages(row.get(name), name) for name in ("prompt", *ANSWERS))
-    said = [SHARED] if prompt is None else []
+    given = [row.get(getattr(cfg, f"{name}_column")) for name in ("prompt", *ANSWERS)]
+    names = ("prompt", *ANSWERS)
+    prompt, *answers = map(text_or_messages, given, names)
     for name, answer in zip(ANSWERS, answers, strict=True):
         if answer is None:
             raise IncompleteRow(f"the {name} is empty")
@@ -114,12 +103,12 @@ def normalize(row: dict, names: dict[str, str]) -> tuple[dict, list[str]]:
     if list in (*kinds, type(prompt)):
         if list not in kinds:
             answers = [[{"role": "assistant", "content": text}] for text in answers]
-        found = split_chats(prompt or [], answers, row.get("tools"), names)
+        tools = row.get(cfg.tools_column)
+        found = split_chats(prompt or [], answers, tools, chats.read_names(cfg.roles))
         stored = {name: json.dumps(value, default=str) for name, value in found.items()}
-        return {**stored, "is_chat": True}, said
+        return {**stored, "is_chat": True}
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
-        said = [REPEATED]
     if prompt is None:  # a space before a word belongs to it
         start = count_equal(*answers)
         start -= answers[0][start - 1 : start] == " "
@@ -127,13 +116,13 @@ def normalize(row: dict, names: dict[str, str]) -> tuple[dict, list[str]]:
             raise ValueError(f"chosen and rejected begin with different words: {NO_PROMPT}")
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
-        raise UselessRow(EQUAL)
+        raise IncompleteRow(EQUAL)
     for name, answer in zip(ANSWERS, answers, strict=True):
         if not answer.strip():
             raise IncompleteRow(f"the {name} is empty")
     chosen, rejected = answers
-    texts: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
-    return {**texts, "is_chat": False}, said
+    texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
+    return {**texts, "is_chat": False}
 
 
 def text_or_messages(value: Any, name: str) -> str | list | None:
@@ -174,7 +163,7 @@ def split_chats(
         whole.append(chat["messages"])
     chosen, rejected = whole
     if chosen == rejected:
-        raise UselessRow(EQUAL)
+        raise IncompleteRow(EQUAL)
     shared = min(count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if not shared:
         raise ValueError(f"chosen and rejected begin with different messages: {NO_PROMPT}")
@@ -274,13 +263,6 @@ def truncate(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.nd
     return [(ids[start : start + limit], mask[start : start + limit]) for ids, mask in pair]
 
 
-def make_samples(block: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
-    """The columns TOKENS of a block of a stream, without pairs of equal answers."""
-    tokens = tokenize({**block, "source": [0] * len(block["place"])}, tokenizer, max_length)
-    kept = [i for i, is_equal in enumerate(tokens["is_equal"]) if not is_equal]
-    return {name: [tokens[name][i] for i in kept] for name in TOKENS}
-
-
 def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.DatasetDict:
     """Leave out pairs whose answers are equal as they are trained on: their gradient is noise.
 
@@ -290,16 +272,15 @@ def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.Dat
     kept = datasets.DatasetDict()
     for split, part in pairs.items():
         is_equal = np.array(part["is_equal"], bool)
-        different = np.flatnonzero(~is_equal)
-        if left_out := len(part) - len(different):
+        if left_out := int(is_equal.sum()):
             place = part[int(is_equal.argmax())]["place"]
             what = f"{left_out:,} of {len(part):,} pairs of {split} have answers of equal tokens"
             why = f"up to task.max_length, {max_length}, or because the chat template drops"
             what = f"{what} (the first: {place}), {why} what tells them apart"
-            if not len(different):
+            if left_out == len(part):
                 raise ValueError(f"task.data: {what}: none is left; raise task.max_length")
             print(f"Preparing data: {what}: they are left out", flush=True)
-        kept[split] = keep(part, different)
+        kept[split] = keep(part, ~is_equal)
         sizes = [columns.ListColumn(kept[split], f"{name}_input_ids").lengths for name in ANSWERS]
         size = f"{np.mean(sizes):.0f} tokens on average, {np.max(sizes):,} at most"
         if truncated := sum(kept[split]["is_truncated"]):
@@ -311,15 +292,6 @@ def keep_different(pairs: datasets.DatasetDict, max_length: int) -> datasets.Dat
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized pairs: dicts of TOKENS, each a numpy array (T,)."""
     return Rows(dataset, [*TOKENS], [f"{name}_input_ids" for name in ANSWERS], cfg)
-
-
-def views(cfg: Any, data: Any) -> tuple[Any, Rows]:
-    """Pairs to train on, of a stream as they are read, and to evaluate on."""
-    if not cfg.streaming:
-        return view(data["train"], cfg), view(data["validation"], cfg)
-    tokenizer = tokenizing.load_tokenizer(data.folder)
-    make = partial(make_samples, tokenizer=tokenizer, max_length=cfg.max_length)
-    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
 
 
 # ---- Report and export ---------------------------------------------------------------------------
