@@ -15,7 +15,6 @@ from pydantic import Field
 from samestep.base.console import one_line
 from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields
 from samestep.base.workers import count_cores
-from samestep.core.inputs import LONGEST_PERIOD
 from samestep.data import hub
 
 HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
