@@ -395,7 +395,7 @@ def test_share_gpt_and_alpaca_are_chats(pack, form):
         assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
 
 
-def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack):
+def test_names_in_messages_are_those_that_are_known(kit, config, pack):
     chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
     expected = pack(chats)[1]["labels"]
 
@@ -405,11 +405,21 @@ def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, conf
         return [{"messages": messages} for messages in rows]
 
     assert torch.equal(expected, pack(named("human", "model"))[1]["labels"])
-    own = named("Agent 7", "clerk")
-    assert torch.equal(expected, pack(own, roles="Agent 7=user,clerk=assistant")[1]["labels"])
-    said = refusal(kit, config(own))
-    role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
-    assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
+    said = refusal(kit, config(named("Agent 7", "clerk")))
+    assert "line 1: message 1 is from 'Agent 7'; rename it to one of user, assistant, " in said
+
+
+def test_prompts_and_completions_that_are_messages_are_chats(kit, config, pack):
+    """The messages of the prompt are context, as TRL has them."""
+    rows = [{"prompt": chat(f"{i}?", "1", "Why?")["messages"]} for i in range(30)]
+    for i, row in enumerate(rows):
+        row["completion"] = [{"role": "assistant", "content": f"{i}!"}]
+    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
+        number = text.split("?")[0].removeprefix("User: ")
+        assert learnt == f" {number}!<|endoftext|>\n" and "\nAssistant: 1<|endoft" in text
+    rows[3]["completion"] = "text"
+    said = refusal(kit, config(rows))
+    assert "line 4: the completion is text; give messages as both prompt and completion" in said
 
 
 PLAIN = (
@@ -429,12 +439,17 @@ CONTENT = "m['content']"
 THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
     ("", "", WHOLE, ""),
-    ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
-    ("if tools", "if no_tools", WHOLE, "tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
-    ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
+    (
+        "OF",
+        "m['role'] != 'system'",
+        WHOLE,
+        "'Be brief.' of message 1 (system); give one that",
+    ),
+    ("if tools", "if no_tools", WHOLE, "the tool 'weather'; give"),
+    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "a call of 'tides' of message 2 (assistant)"),
+    ("", "", [{"messages": THOUGHT}], "'because' of message 2 (assistant)"),
     # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of message 2 (ass"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
 ]
 

@@ -45,7 +45,7 @@ def work(tmp_path_factory, monkeypatch):
 def load(data, /, normalize=normalize, endings=ENDINGS, **fields):
     """(train, validation)"""
     cfg = Config(data=str(data), **fields)
-    sources.check_data_config(cfg, (), reads_groups=True)
+    sources.check_data_config(cfg, ())
     inputs = rows.find_inputs(cfg, {}, endings)
     for each in inputs:
         each.columns = {cfg.text_column: True}

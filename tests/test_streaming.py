@@ -472,7 +472,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
         own = range(60 * number, 60 * number + 60)
         write_rows(tmp_path / f"part-{number}.jsonl", map(row, own))
     fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
-    fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64}
+    fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64, "rows": "chat"}
 
     def read(wrong, **more):
         cfg = task.TaskConfig(**fields, **more)

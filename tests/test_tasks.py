@@ -416,7 +416,7 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("/dev/zero", label) for label in "ab"], {}, "line 1: it is a folder, a pipe or a "),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
-         "dropout is 0.1, but nothing reads it unless architecture is vit or resnet"),
+         "dropout is 0.1, but nothing reads it without architecture vit or architecture resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
     ],
     "seq2seq": [

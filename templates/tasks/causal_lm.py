@@ -58,8 +58,6 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant in the loss. (One with weight 0 or train: false never is.)"""
-    roles: str = ""
-    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64

@@ -20,7 +20,7 @@ from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.text import preferences
+from samestep.text import preferences, tokenizing
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -54,8 +54,6 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     """Column of the other answer."""
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
-    roles: str = ""
-    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     max_length: Length = 1024
@@ -106,10 +104,12 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
         batched=True,
         batch_size=100,
-        remove_columns=pairs["train"].column_names,
+        remove_columns=["prompt", *preferences.ANSWERS, "tools", "place"],
         num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
     )
-    return preferences.keep_different(tokens, cfg.max_length)
+    lengths = {f"{name}_input_ids": cfg.max_length for name in preferences.ANSWERS}
+    tokenizing.say_lengths(tokens, lengths)
+    return tokens
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:

@@ -194,20 +194,26 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
     """The shards of a stream to train on, those to evaluate on, and the number of other files.
 
     To evaluate on are those of cfg.validation_data, or those that are named so; or one is held
-    out, that with the smallest hash of its name.
+    out, that with the smallest hash of its name without the endings.
     """
     files, others = list_shards(cfg.data, "data")
     train, held = choose(files, "train"), choose(files, "validation")
     if cfg.validation_data:
         given, _ = list_shards(cfg.validation_data, "validation_data")
         held = choose(given, "validation", others="validation")
-    held = held or [min(train, key=lambda each: hashlib.sha256(each.name.encode()).digest())]
+    held = held or [min(train, key=lambda each: hash_name(each.name))]
     paths = {each.path for each in held}
     train = [each for each in train if each.path not in paths]
     if not train:
         hint = "cut it, or give --task.validation_data PATH"
         raise ValueError(f"task.data: {cfg.data} is one shard, which is evaluated on; {hint}")
     return train, held, others
+
+
+def hash_name(name: str) -> str:
+    """A digest of a shard's name, the same in each format."""
+    stem = os.path.splitext(name.removesuffix(PACKED))[0]
+    return hashlib.sha256(stem.encode()).hexdigest()
 
 
 def describe_shards(shards: list[File]) -> str:

@@ -4,11 +4,9 @@ A label is what a file holds until `read_label` has made it the name of a class,
 a float.
 """
 
-import ast
 import contextlib
 import json
 import math
-import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from samestep.data.sources import field_of, require_value
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
 LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
 FILE = "labels.json"  # in the folder of prepared data
-FEW = 2  # rows of a class that is rather a mistake
 
 
 # ---- Parsing -------------------------------------------------------------------------------------
@@ -62,10 +59,9 @@ def parse_label(value: Any, problem_type: str) -> Any:
         return parse_class(value)
     if isinstance(value, str) and not bracketed:
         parts = value.split(";")
-    if isinstance(parts, list) and all(part in (0, 1) for part in parts):
-        if len({*parts}) < len(parts):
-            hint = "give the names of the labels"
-            raise ValueError(f"the label {shown} is a vector of 0 and 1, or repeats one; {hint}")
+    if parts and isinstance(parts, list) and all(part in (0, 1) for part in parts):
+        hint = "give the names of the labels, as text"
+        raise ValueError(f"the label {shown} is a vector of 0 and 1; {hint}")
     if parts is not None and all(isinstance(part, str | int) for part in parts):
         return sorted({str(part).strip() for part in parts} - {""})
     raise ValueError(f"the label is {shown}, not a list of names, or text with ; between")
@@ -80,13 +76,9 @@ def parse_class(value: Any) -> str:
 
 
 def parse_list(text: str) -> list | None:
-    """A list as JSON, Python or NumPy writes it; None: the text is none."""
+    """A list as JSON; None: the text is none."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    # NumPy writes ['a' 'b'], which Python would join to one word.
-    text = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text)
-    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-        return ast.literal_eval(text)
     return None
 
 
@@ -113,9 +105,9 @@ def encode(
         numbers = columns.values_of(rows["train"], "label")
         known = known or describe_numbers(numbers)
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
-        about = [f"{shown}: such an error is a loss of 1"]
+        about = f"{shown}: such an error is a loss of 1"
         if numbers.min() == numbers.max():
-            about = [f"all numbers are {known['mean']:.6g}: nothing to learn"]
+            about = f"all numbers are {known['mean']:.6g}: nothing to learn"
     else:
         own = [rows["train"]] if is_given else [*rows.values()]
         names = known.get("names") or collect_names(datasets.concatenate_datasets(own), cfg)
@@ -123,16 +115,13 @@ def encode(
     encoded = {split: encode_split(part, known, cfg, split) for split, part in rows.items()}
     if cfg.problem_type != NUMBER:
         counts = count(encoded["train"]["labels"], len(names))
-        about = describe_labels(rows["train"], counts, names, cfg.problem_type)
+        about = describe_labels(counts, len(rows["train"]), names)
         if cfg.class_weights == "balanced":
             # Inverse to the rows of the class; the mean over the rows is 1.
             weights = counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)
             encoded["train"]["weight"] = weights.astype(np.float32)[encoded["train"]["labels"]]
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
-    use = "at the beginnings of shards" if getattr(cfg, "streaming", False) else "to train on"
-    about[0] = f"{len(rows['train']):,} rows of {one_line(cfg.data, 100)} {use}; {about[0]}"
-    for line in about:
-        print(f"Preparing data: {one_line(line, 500)}", flush=True)
+    print(f"Preparing data: {one_line(about, 500)}", flush=True)
     for split, found in encoded.items():
         part = rows[split].remove_columns("label")
         for name, array in found.items():
@@ -203,8 +192,6 @@ def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) 
         row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
         some = ", ".join(names)
         owner = "run that resumes" if split == "train" else "training data"
-        if getattr(cfg, "streaming", False):
-            owner = "beginnings of the shards, where all classes must be"
         raise ValueError(
             f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
             f"{name!r:.60} is not in the {owner}, which has {some:.200}"
@@ -216,30 +203,12 @@ def count(labels: np.ndarray, number: int) -> np.ndarray:
     return labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=number)
 
 
-def describe_labels(
-    rows: datasets.Dataset, counts: np.ndarray, names: list[str], problem_type: str
-) -> list[str]:
-    """How labels are distributed over the training rows, and warnings. `counts`: of each label."""
-    kind = "classes" if problem_type == SINGLE else "labels"
+def describe_labels(counts: np.ndarray, rows: int, names: list[str]) -> str:
+    """How labels are distributed over the training rows. `counts`: of each label."""
     most = int(counts.argmax())
-    share = f"{counts[most] / len(rows):.1%} of the rows"
-    lines = [f"{len(names)} {kind}, the largest {names[most]:.60} with {share}"]
+    share = f"{names[most]:.60} with {counts[most] / rows:.1%} of the rows"
     once = int((counts == 1).sum())
-    few = [i for i in range(len(names)) if counts[i] <= FEW]
-    if 2 * once > len(rows):
-        lines.append(
-            f"{len(names):,} {kind} of {len(rows):,} rows, {once:,} of them in one row alone: are "
-            "task.label_column and task.problem_type right?"
-        )
-    elif few:
-        found, lengths = label_lists(rows)
-        numbers = np.repeat(np.arange(len(rows)), lengths)
-        shown = []
-        for i in few[:5]:
-            place = rows[int(numbers[found == names[i]][0])]["place"] if counts[i] else "none"
-            shown.append(f"{names[i]:.60} ({int(counts[i])}, the first: {place})")
-        lines.append(f"{len(few):,} of {len(names):,} {kind} have few rows: {', '.join(shown)}")
-    return lines
+    return f"{len(names):,} classes or labels, the largest {share}; {once:,} have one row"
 
 
 def describe_numbers(numbers: np.ndarray) -> dict[str, float]:

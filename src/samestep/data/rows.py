@@ -57,12 +57,14 @@ class Input:
         return self.is_held or self.field.startswith("validation")
 
     @cached_property
-    def names(self) -> list[str]:
-        """The names of the columns, those of the first row of files; empty: there are none."""
+    def first(self) -> dict:
+        """The first row, with all its columns; empty: there is none."""
         if self.dataset is not None:
-            return self.dataset.column_names
-        rows = self.bundled() if self.bundled else self.read_files(None)
-        return next(([*row] for row, _ in rows), [])
+            columns = dict.fromkeys(self.dataset.column_names, True)
+            rows = readers.read_dataset(self.dataset.take(1), columns, self.data)
+        else:
+            rows = self.bundled() if self.bundled else self.read_files(None)
+        return next((row for row, _ in rows), {})
 
     def rows(self) -> Iterator[Row]:
         """Its rows as they stand in the files, each with its place."""
@@ -70,7 +72,7 @@ class Input:
             yield from self.read_files(self.columns)
             return
         try:
-            readers.check_columns(self.names, self.columns)
+            readers.check_columns(self.first, self.columns)
         except ValueError as error:
             raise ValueError(f"task.{self.field}: {self.data}: {error}") from None
         if self.bundled:

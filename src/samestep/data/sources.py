@@ -6,7 +6,7 @@ Errors in the data are a ValueError of one line.
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,7 +17,25 @@ from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_
 from samestep.base.workers import count_cores
 from samestep.data import hub
 
-HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
+OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
+# Fields, and what reads them: one of these, or another field with this value. A line counts for the
+# tasks that have its fields.
+READ_BY = (
+    ("data_config data_split data_revision validation_split", HUB),
+    ("validation_fraction validation_rows group_column", HELD_OUT),
+    ("text_column text_pair_column label_column source_column target_column", OWN),
+    ("prompt_column completion_column chosen_column rejected_column", OWN),
+    ("messages_column tools_column image_column group_column", OWN),
+    ("text_column", "rows text"),
+    ("prompt_column completion_column", "rows prompt", "rows chat"),
+    ("messages_column tools_column train_on", "rows chat"),
+    ("overlong", "rows prompt", "rows chat", "packing best_fit"),
+    ("lanes", "streaming True"),
+    ("label_smoothing", "loss_type sigmoid"),
+    ("simpo_gamma", "loss_type simpo"),
+    ("dropout", "architecture vit", "architecture resnet"),
+    ("stages", "architecture resnet", "architecture resnet_batchnorm"),
+)
 ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 Lanes = Annotated[int, Field(ge=1, le=65_536)]
 
@@ -83,11 +101,10 @@ class StreamConfig(DataConfig):
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
 
 
-def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: bool = False) -> None:
+def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
-    `shipped`: names of data that the task brings along. `reads_groups`: whether the task reads
-    group_column.
+    `shipped`: names of data that the task brings along.
     """
     check_fields(cfg, [("cache_dir", cfg.cache_dir, "a folder")])
     sources = [each.data for each in split_data(cfg.data)]
@@ -99,27 +116,38 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
             name = "data" if given in sources else "validation_data"
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
-    if streaming is not None:
+    if streaming:
         check_streaming(cfg, shipped)
-    on_hub = any(each not in shipped and hub.is_hub_name(each) for each in sources)
-    no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
-    split = on_hub and not cfg.validation_data
-    held_out = not (cfg.validation_data or cfg.validation_split)
-    rules = [
-        ("data_config data_split data_revision validation_split", on_hub, no_hub),
-        ("validation_split", split, "beside task.validation_data"),
-        (HELD_OUT, held_out, "when validation rows are given"),
-        ("group_column", reads_groups, "with this task"),
-        ("group_column", not {*sources} & {*shipped}, f"where task.data is {cfg.data}"),
-    ]
-    check_ignored_fields(cfg, rules)
+    both = cfg.validation_split and cfg.validation_data
+    check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
+    check_read(cfg, shipped)
+
+
+def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> None:
+    """Raises ValueError for the first field that is set although nothing reads it: see READ_BY.
+
+    `rows`: their kind, where task.rows leaves it open.
+    """
+    sources = {each.data for each in split_data(cfg.data)} - {*shipped}
+    facts = {f"{each.name} {getattr(cfg, each.name)}" for each in fields(cfg)}
+    if getattr(cfg, "rows", "") == "auto":
+        facts |= {f"rows {each}" for each in ("text", "prompt", "chat") if rows in ("auto", each)}
+    if any(map(hub.is_hub_name, sources)):
+        facts.add(HUB)
+    if sources:
+        facts.add(OWN)
+    if not (cfg.validation_data or cfg.validation_split):
+        facts.add(HELD_OUT)
+    for names, *readers in READ_BY:
+        known = [each for each in names.split() if hasattr(cfg, each)]
+        is_decided = readers[0] in OF_DATA or hasattr(cfg, readers[0].split()[0])
+        if known and is_decided:
+            where = f"without {' or '.join(readers)}"
+            check_ignored_fields(cfg, [(" ".join(known), bool(facts & {*readers}), where)])
 
 
 def check_streaming(cfg: Any, bundled: Any) -> None:
     """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
-    if not cfg.streaming:
-        check_ignored_fields(cfg, [("lanes", False, "unless task.streaming is true")])
-        return
     held = "empty while task.streaming is true: whole shards are held out"
     rules = [
         ("data", "," not in cfg.data, "one folder or URL of shards"),

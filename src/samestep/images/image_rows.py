@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, local_path
+from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, hub, labels, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, files_below
 from samestep.data.rows import Input, RowFormat, find_inputs, keep, load_rows
@@ -28,7 +28,6 @@ from samestep.images import image_data, images
 from samestep.models import pretrained
 
 BUNDLED = "digits"
-FIELDS = "image_column label_column background incomplete_rows"
 SKIP = "--task.incomplete_rows skip leaves"
 SHOWN = 10  # images that are named where many cannot be decoded
 COLUMNS = {
@@ -62,13 +61,6 @@ def check_config(cfg: Any) -> None:
     if is_vit and is_new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
     check_fields(cfg, rules)
-    dropping = cfg.architecture in ("vit", "resnet")
-    ignored = [
-        ("dropout", dropping, "unless architecture is vit or resnet"),
-        ("stages", not is_vit, "unless architecture is resnet or resnet_batchnorm"),
-        (FIELDS, not is_bundled, "where task.data is digits"),
-    ]
-    check_ignored_fields(cfg, ignored)
     pretrained.check_unread(cfg)
 
 

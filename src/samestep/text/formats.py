@@ -13,11 +13,9 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 import torch
 
-from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, local_path
+from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS, split_shards
 from samestep.data.readers import Columns
@@ -31,11 +29,6 @@ from samestep.text import chats, sequences, tokenizing
 from samestep.text.sequences import Sequences
 from samestep.text.tokenizing import Tokens
 
-COLUMN_FIELDS = {
-    "text": "text_column",
-    "prompt": "prompt_column completion_column",
-    "chat": "messages_column tools_column",
-}
 # The columns of each kind of rows, the more structured formats first.
 KNOWN: list[tuple[str, list[str]]] = [
     ("chat", ["messages"]),
@@ -54,7 +47,7 @@ KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text":
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
+    check_data_config(cfg, demo_data.TEXTS)
     pretrained.check_unread(cfg)
     chats.check_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
@@ -82,7 +75,6 @@ def named_kinds(cfg: Any) -> list[str]:
 
 def check_rows(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    chats.read_names(cfg.roles)
     data = [each.data for each in split_data(cfg.data)]
     shipped = [each for each in data if each in demo_data.TEXTS]
     for each in shipped:
@@ -91,25 +83,12 @@ def check_rows(cfg: Any) -> None:
         check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
     differ = cfg.completion_column != cfg.prompt_column
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    where = f"where task.data is {one_line(cfg.data, 60)}"
-    names = " ".join(COLUMN_FIELDS.values())
-    check_ignored_fields(cfg, [(names, len(shipped) < len(data), where)])
-    kind = cfg.rows
-    if kind == "auto" and named_kinds(cfg):
-        kind = named_kinds(cfg)[0]
-    check_kind(cfg, kind)
+    named = named_kinds(cfg)
+    sources.check_read(cfg, demo_data.TEXTS, named[0] if named else "auto")
+    check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
-def check_kind(cfg: Any, kind: str) -> None:
-    """Raises ValueError for fields that nothing reads where the rows are of this kind."""
-    where = f"where task.rows is {kind}"
-    ignored = []
-    for each, names in COLUMN_FIELDS.items():
-        more = " train_on roles" if each == "chat" else ""
-        ignored.append((names + more, kind in ("auto", each), where))
-    is_packed = kind in ("prompt", "chat") or cfg.packing == "best_fit"
-    ignored.append(("overlong", kind == "auto" or is_packed, "unless task.packing is best_fit"))
-    check_ignored_fields(cfg, ignored)
+def check_packing(cfg: Any, kind: str) -> None:
     stream = kind in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
 
@@ -142,15 +121,18 @@ def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
         columns = [getattr(cfg, f"{role}_column") for role, own in KINDS.items() if own == kind]
     else:
         formats = [each for each in KNOWN if kind in ("auto", each[0])]
-        fitting = [each for each in formats if {*each[1]} <= {*source.names}]
+        fitting = [each for each in formats if {*each[1]} <= {*source.first}]
         if not fitting:
             raise unknown_columns(source, cfg.rows, [columns for _, columns in formats])
         kind, columns = fitting[0]
     found = dict.fromkeys(columns, True)
+    prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
+    if kind == "prompt" and any(isinstance(chats.parse_messages(v), list) for v in prompt):
+        return "chat", found
     if "instruction" in columns:
         found["input"] = False
     elif kind == "chat" and cfg.tools_column:
-        found[cfg.tools_column] = False
+        found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
     return kind, found
 
 
@@ -163,9 +145,9 @@ def bundled_kind(name: str, rows: str) -> str:
 
 def unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
-    if not source.names:
+    if not source.first:
         return ValueError(f"task.data: there is no text in {source.data}")
-    there = ", ".join(source.names)[:100]
+    there = ", ".join(source.first)[:100]
     forms = ", ".join(map(" + ".join, formats))
     fields = "--task.messages_column"
     if rows == "auto":
@@ -198,22 +180,18 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
-    check_kind(cfg, cfg.rows)
+    sources.check_read(cfg, demo_data.TEXTS)
+    check_packing(cfg, cfg.rows)
     found = load_rows(inputs, cfg, row_format(cfg))
-    if cfg.tools_column not in ("", "tools") and cfg.rows == "chat" and not cfg.streaming:
-        tools = [rows.data.column("tools") for rows in found.values()]
-        if not any(pc.any(pc.not_equal(each, "[]")).as_py() for each in tools):
-            name = cfg.tools_column
-            raise ValueError(f"task.tools_column: no row has tools in a column {name:.60}")
     return found
 
 
 def row_format(cfg: Any) -> RowFormat:
     """How rows of the kind cfg.rows are read."""
-    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
+    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
     normalize = {"text": normalize_text, "prompt": normalize_prompt, "chat": normalize_chat}
     features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, group=key_of)
+    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=key_of)
 
 
 def normalize_text(row: dict, cfg: Any) -> dict[str, str]:
@@ -224,56 +202,58 @@ def normalize_text(row: dict, cfg: Any) -> dict[str, str]:
 
 
 def normalize_prompt(row: dict, cfg: Any) -> dict[str, str]:
-    """A prompt and its completion: texts, or messages of TRL's form as JSON text. A prompt that is
-    a text may be blank."""
-    given = {"prompt": row.get(cfg.prompt_column), "completion": row.get(cfg.completion_column)}
-    prompt, completion = (chats.parse_messages(value, name) for name, value in given.items())
-    if not isinstance(prompt, list) and not isinstance(completion, list):
-        if not isinstance(prompt, str):
-            sources.require_text("prompt", prompt)
-        sources.require_text("completion", completion)
-        return {"prompt": prompt, "completion": completion}
-    for name, each in {"prompt": prompt, "completion": completion}.items():
-        if not isinstance(each, list):
-            raise ValueError(f"the {name} is text, but the other has messages; give both as one")
-    chat = {"messages": [*prompt, *completion]}
-    chats.normalize_chat(chat)
-    messages = chat["messages"]
-    for message in messages[: len(prompt)]:
-        message["weight"] = 0
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"the completion ends with a message of the {messages[-1]['role']}")
-    parts = {"prompt": messages[: len(prompt)], "completion": messages[len(prompt) :]}
-    return {name: json.dumps(each, ensure_ascii=False) for name, each in parts.items()}
+    """A prompt, which may be blank, and its completion."""
+    prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
+    if not isinstance(prompt, str):
+        sources.require_text("prompt", prompt)
+    sources.require_text("completion", completion)
+    return {"prompt": prompt, "completion": completion}
 
 
 def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
     """Messages and tools as JSON text: see chats.normalize_chat."""
+    context = 0  # messages
     if "instruction" in row:
         chat = {name: row.get(name) for name in ("instruction", "input", "output")}
+    elif cfg.completion_column in row:  # as TRL has them
+        prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
+        prompt, completion = map(messages_of, (prompt, completion), ("prompt", "completion"))
+        chat, context = {"messages": [*prompt, *completion]}, len(prompt)
     else:
         named = cfg.messages_column
         chat = {"messages": row[named] if named in row else row.get("conversations")}
         chat["tools"] = row.get(cfg.tools_column)
-    chats.normalize_chat(chat, cfg.train_on, chats.read_names(cfg.roles))
+    chats.normalize_chat(chat, cfg.train_on)
+    for message in chat["messages"][:context]:
+        message["weight"] = 0
+    if context and chat["messages"][-1]["role"] != "assistant":
+        role = chat["messages"][-1]["role"]
+        raise ValueError(f"the completion ends with a message of the {role}")
     # Parquet has dates, which JSON has not.
-    text = json.dumps(chat["messages"], ensure_ascii=False, default=str)
-    tools = json.dumps(chat.get("tools", []), ensure_ascii=False, default=str)
-    return {"messages": text, "tools": tools}
+    return {"chat": json.dumps(chat, ensure_ascii=False, default=str)}
+
+
+def messages_of(value: Any, name: str) -> list[dict]:
+    """The messages of a prompt or a completion; raises ValueError for a text beside messages."""
+    sources.require_value(name, value)
+    found = chats.parse_messages(value)
+    if not isinstance(found, list):
+        raise ValueError(f"the {name} is text; give messages as both prompt and completion")
+    return found
 
 
 def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     """Texts of rows, evenly spread, to train a tokenizer on."""
     names = [name for name in rows.column_names if name not in ("source", "place")]
     for row in tokenizing.spread_rows(rows, names):
-        yield from chats.chat_texts(chats.as_chat(row)) if chats.is_chat(row) else row.values()
+        yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
 
 
 def key_of(row: dict) -> str:
-    """Text that decides whether a row is held out."""
+    """Text that equal rows have in common."""
     if "text" in row:
         return row["text"]
-    return json.dumps(chats.as_chat(row) if chats.is_chat(row) else row)
+    return json.dumps(chats.as_chat(row) if "chat" in row else row)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -282,17 +262,12 @@ def key_of(row: dict) -> str:
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     template = chats.read_template(cfg.chat_template)
-    is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and chats.is_chat(rows[0]))
-    default = chats.CHAT_TEMPLATE if is_chat_task else ""
+    default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
     options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
     if not is_packed(cfg):
         options["lengths"] = ["context_length"]
     texts = texts_of(rows)
-    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
-    if is_chat_task:
-        found = filter(chats.is_chat, tokenizing.spread_rows(rows, rows.column_names))
-        chats.say_unread_keys(map(chats.as_chat, found), tokenizer)
-    return tokenizer
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
@@ -317,11 +292,10 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
             tokens = np.concatenate([begin, ids, end]).astype(np.int32)
             found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
     else:
-        shown: set = set()  # kinds of chats that the template was found to show
         places = batch.get("place") or ["a row"] * len(rows)
         for row, source, place in zip(rows, sources_of_rows, places, strict=True):
-            if chats.is_chat(row):
-                texts = chats.render_chat(chats.as_chat(row), place, tokenizer, shown)
+            if "chat" in row:
+                texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), source))

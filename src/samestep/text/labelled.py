@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from samestep.base.fields import check_fields, check_ignored_fields
+from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
 from samestep.data.files import TEXTS as TEXT_FILES
@@ -30,7 +30,7 @@ TRAINED: dict[str, Any] = {"first": [*SPECIAL.values()], "begin": "[CLS]", "end"
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields of the data and the model that do not fit each other."""
-    sources.check_data_config(cfg, ["stdlib"], reads_groups=True)
+    sources.check_data_config(cfg, ["stdlib"])
     data = {each.data for each in sources.split_data(cfg.data)}
     single = cfg.problem_type == SINGLE
     shortest = 6 if cfg.text_pair_column else 3
@@ -44,9 +44,6 @@ def check_config(cfg: Any) -> None:
         pretrained.width_rule(cfg),
     ]
     check_fields(cfg, rules)
-    names = "text_column text_pair_column label_column"
-    fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
-    check_ignored_fields(cfg, [fixed])
     pretrained.check_unread(cfg)
 
 

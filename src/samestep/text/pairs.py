@@ -9,11 +9,11 @@ from typing import Any
 import datasets
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields
+from samestep.base.fields import check_fields
 from samestep.data import demo_data
 from samestep.data.files import TABLES
 from samestep.data.rows import RowFormat, find_inputs, load_rows
-from samestep.data.sources import check_data_config, require_text, split_data
+from samestep.data.sources import check_data_config, require_text
 from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.text import tokenizing
@@ -26,14 +26,10 @@ TEXTS = ("text", "text_target")
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields of the data and the model that do not fit each other."""
-    check_data_config(cfg, ["dates"], reads_groups=True)
+    check_data_config(cfg, ["dates"])
     two_columns = cfg.source_column != cfg.target_column
     rules = [("target_column", two_columns, "another column than task.source_column")]
     check_fields(cfg, [*rules, pretrained.width_rule(cfg, 1)])
-    dates = {each.data for each in split_data(cfg.data)} == {"dates"}
-    check_ignored_fields(
-        cfg, [("source_column target_column", not dates, "where task.data is dates")]
-    )
     pretrained.check_unread(cfg)
 
 
