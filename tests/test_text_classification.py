@@ -15,6 +15,7 @@ from sklearn.metrics import f1_score, r2_score
 from transformers import AutoTokenizer
 
 from conftest import lines
+from samestep.base.console import one_line
 from samestep.data import demo_data, labels
 from samestep.data import prepared as prepared_data
 from samestep.project import contract
@@ -62,8 +63,10 @@ def test_texts_lie_in_the_folder_of_their_class(kit, prepare, tmp_path):
     for path in [*(tmp_path / "a" / "train" / names[0] / "part").rglob("*.txt")]:
         path.rename(path.with_suffix(".TXT"))
     file = tmp_path / "a" / "train" / names[0] / "part" / names[0] / "0.TXT"
-    said = f"{file} is not in the folder of its class; it should be CLASS/0.TXT or, for example, "
-    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")).startswith(f"task.data: {said}train/")
+    said = f"{one_line(file)} is not in the folder of its class; it should be CLASS/0.TXT or, for "
+    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")).startswith(
+        f"task.data: {said}example"
+    )
 
 
 def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):

@@ -129,21 +129,30 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     `rows`: their kind, where task.rows leaves it open.
     """
     sources = {each.data for each in split_data(cfg.data)} - {*shipped}
-    facts = {f"{each.name} {getattr(cfg, each.name)}" for each in fields(cfg)}
-    if getattr(cfg, "rows", "") == "auto":
-        facts |= {f"rows {each}" for each in ("text", "prompt", "chat") if rows in ("auto", each)}
+    facts = {OWN} if sources else set()
     if any(map(hub.is_hub_name, sources)):
         facts.add(HUB)
-    if sources:
-        facts.add(OWN)
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
+    own = {each.name for each in fields(cfg)}
     for names, *readers in READ_BY:
-        known = [each for each in names.split() if hasattr(cfg, each)]
-        is_decided = readers[0] in OF_DATA or hasattr(cfg, readers[0].split()[0])
-        if known and is_decided:
-            where = f"without {' or '.join(readers)}"
-            check_ignored_fields(cfg, [(" ".join(known), bool(facts & {*readers}), where)])
+        known = " ".join(each for each in names.split() if each in own)
+        if readers[0] in OF_DATA:
+            is_read = readers[0] in facts
+        elif readers[0].split()[0] in own:
+            is_read = any(has_value(cfg, each, rows) for each in readers)
+        else:
+            continue
+        check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
+
+
+def has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
+    """Whether a field has the value that READ_BY names."""
+    name, wanted = reader.split()
+    value = str(getattr(cfg, name))
+    if name == "rows" and value == "auto":
+        return rows in (wanted, "auto")
+    return value == wanted
 
 
 def check_streaming(cfg: Any, bundled: Any) -> None:
