@@ -445,7 +445,7 @@ DROPS = [  # what a template has in place of what, chats, and what is said to be
         WHOLE,
         "'Be brief.' of message 1 (system); give one that",
     ),
-    ("if tools", "if no_tools", WHOLE, "the tool 'weather'; give"),
+    ("if tools", "if no_tools", WHOLE, "the tools; give"),
     (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "a call of 'tides' of message 2 (assistant)"),
     ("", "", [{"messages": THOUGHT}], "'because' of message 2 (assistant)"),
     # A part of a content: what stands before a mark, reasoning that is written anew.

@@ -241,16 +241,19 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
         if i and is_trained_on(message):
             before[i] = apply_template(messages[:i], tools, place, tokenizer, ask=True)
             until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
-    if missing := left_out(row, whole, until):
-        raise ValueError(
-            f"task.chat_template: {place}: the template leaves out {missing}; give one that shows "
-            "it with --task.chat_template FILE, or take it out of the data"
-        )
     if not all(until[i].startswith(before[i]) for i in before):
         raise ValueError(
             f"task.chat_template: {place}: the chat with its answer does not begin with what the "
             "template gives to ask for that answer (add_generation_prompt); mend it, or give "
             "another with --task.chat_template FILE"
+        )
+    missing = left_out(row, whole, {i: until[i][len(before[i]) :] for i in before})
+    if tools and apply_template(messages, [], place, tokenizer) == whole:
+        missing = "the tools"
+    if missing:
+        raise ValueError(
+            f"task.chat_template: {place}: the template leaves out {missing}; give one that shows "
+            "it with --task.chat_template FILE, or take it out of the data"
         )
     answers = {i: (len(before[i]), len(until[i])) for i in before}
     if all(whole.startswith(until[i]) for i in answers):
@@ -258,14 +261,14 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
     return [(until[i], [answers[i]]) for i in answers]
 
 
-def left_out(chat: dict, whole: str, until: dict[int, str]) -> str:
+def left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
     """The first part of a chat that a template leaves out, by its words; else empty.
 
-    `until`: the texts that end with an answer, in which it is looked for: its reasoning may be gone
+    `answers`: the text of each answer where it is the last message: its reasoning may be gone
     later. (What tools answer some templates write as JSON: it is not looked for.)
     """
     for i, message in enumerate(chat["messages"]):
-        text, where = until.get(i, whole), f"of message {i + 1} ({message['role']})"
+        text, where = answers.get(i, whole), f"of message {i + 1} ({message['role']})"
         parts = TAG.split(message["content"])[::2] if message["role"] != "tool" else []
         parts += [message.get(name) or "" for name in REASONING]
         for part in map(str.strip, parts):
@@ -275,9 +278,6 @@ def left_out(chat: dict, whole: str, until: dict[int, str]) -> str:
         for name in calls:
             if text.count(name) < calls.count(name):
                 return f"a call of {name!r:.60} {where}"
-    for name in map(function_name, chat.get("tools", [])):
-        if name not in whole:
-            return f"the tool {name!r:.60}"
     return ""
 
 
