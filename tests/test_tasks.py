@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import bake, digest, load_task, status, write_table
+from samestep.core import inputs
 from samestep.data import columns
 from samestep.data.prepared import prepare
 from samestep.project import contract
@@ -258,7 +259,7 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
     given = {"validation_data": kit.rows[40:]}
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
     assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
-    assert len(contract.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
+    assert len(inputs.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
     said = capsys.readouterr().out
     assert "10 of 20 validation " in said and "are training" in said
 
