@@ -481,7 +481,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
         with open(path, "a") as file:
             file.write(wrong + "\n")
         try:
-            return [chat for block in stream.blocks(path) for chat in block["messages"]]
+            return [chat for block in stream.blocks(path) for chat in block["chat"]]
         finally:
             content = open(path).read().splitlines(keepends=True)[:60]
             open(path, "w").writelines(content)
