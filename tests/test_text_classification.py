@@ -64,9 +64,7 @@ def test_texts_lie_in_the_folder_of_their_class(kit, prepare, tmp_path):
         path.rename(path.with_suffix(".TXT"))
     file = tmp_path / "a" / "train" / names[0] / "part" / names[0] / "0.TXT"
     said = f"{one_line(file)} is not in the folder of its class; it should be CLASS/0.TXT or"
-    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")).startswith(
-        f"task.data: {said}example"
-    )
+    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")).startswith(f"task.data: {said}")
 
 
 def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):
