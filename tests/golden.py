@@ -54,7 +54,6 @@ TASKS = sorted({task for task, _ in CASES})
 OF_PYTHON = ("causal_lm", "preference", "text_classification")  # whose demos come from Python
 ROUNDING = 1e-5  # relative: losses of other processors and builds of torch
 # Absolute: a mean of differences of logarithms, which round by 1e-7, and nearly cancel.
-ROUNDING_OF_KL = 1e-7
 
 
 # ---- What a case gives now -----------------------------------------------------------------------
@@ -181,8 +180,7 @@ def flatten(facts, place=""):
 def is_same(key, old, new):
     """Whether two facts are equal; losses and scores but for rounding."""
     if isinstance(old, float) and isinstance(new, float):
-        absolute = ROUNDING_OF_KL if key == "scores: kl" else 1e-9
-        return math.isclose(old, new, rel_tol=ROUNDING, abs_tol=absolute)
+        return math.isclose(old, new, rel_tol=ROUNDING, abs_tol=1e-9)
     return old == new
 
 

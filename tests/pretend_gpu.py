@@ -3,9 +3,8 @@
     accelerate launch --config_file configs/accelerate/single_gpu_bf16.yaml pretend_gpu.py train.py
 
 Each tensor's memory lies on one of two sides, the GPU's or the CPU's. An operator that takes both
-fails, as it does on a GPU. A step that writes no line of metrics must not make the CPU wait for the
-GPU: otherwise the run ends with the lines of the project that do. PRETEND names the card. NCCL is
-gloo. Kernels, speed and memory are not shown.
+fails, as it does on a GPU. PRETEND names the card. NCCL is gloo. Kernels,
+speed and memory are not shown.
 
 Two modes look at what runs. One sees functions of Python: it answers for `device`, and moves
 tensors between the sides. The other sees operators, those of the backward pass included.
@@ -17,8 +16,6 @@ import runpy
 import sys
 import threading
 import time
-import traceback
-from collections import Counter
 from types import SimpleNamespace
 
 import torch
@@ -28,9 +25,6 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.append(os.path.dirname(__file__))
-from waits import waits_in  # noqa: E402
 
 # Name, compute capability, GB of memory, and AMD's name of the architecture.
 CARDS = {
@@ -90,53 +84,11 @@ def as_cpu(value):
     return torch.device("cpu") if is_gpu(value) else value
 
 
-# ---- Waits ---------------------------------------------------------------------------------------
-
-waits = Counter()
-
-
-def wait(name):
-    """Notes that the CPU waits for the GPU, by the innermost line of the project."""
-    for frame in reversed(traceback.extract_stack()):
-        file = os.path.relpath(frame.filename)
-        if not file.startswith("..") and "site-packages" not in file:
-            waits[f"{file}:{frame.lineno} {name}"] += 1
-            return
-
-
-def watch_steps():
-    """Makes a wait an error in a step that writes no line of metrics.
-
-    An exact run compares the buffers in its first step. Offload computes on the CPU.
-    """
-    from samestep.project.loading import TrainLoader
-    from samestep.report import tracking
-
-    take, write, steps = TrainLoader.next_step, tracking.Log.write, []
-    offload = os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"
-
-    def next_step_and_begin(reader):
-        first = len(steps) == 1 and "--exact" in sys.argv
-        if steps and waits and not steps[-1] and not first and not offload:
-            lines = ", ".join(waits)
-            raise AssertionError(f"step {len(steps)} waits for the GPU: {lines}")
-        waits.clear()
-        steps.append(False)
-        return take(reader)
-
-    def write_line(log, line):
-        if steps:
-            steps[-1] = True
-        return write(log, line)
-
-    TrainLoader.next_step, tracking.Log.write = next_step_and_begin, write_line
-
-
 # ---- The modes -----------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
-    """Keeps the sides of memory apart, and notes waits."""
+    """Keeps the sides of memory apart."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(each, DTensor) for each in types):
@@ -155,9 +107,6 @@ class Operators(TorchDispatchMode):
                         "Expected all tensors to be on the same device, but found cuda and cpu: "
                         f"{function}, the one on the CPU has shape {tuple(each.shape)}"
                     )
-        across = packet is aten.copy_ and False in sides and True not in args[2:]
-        if gpu and (across or waits_in(function, args)):
-            wait(function)
         result = function(*args, **kwargs)
         known = [side for side in sides if side is not None]
         if known:
@@ -199,8 +148,6 @@ class Functions(TorchFunctionMode):
             generator = kwargs.get("generator")
             if generator is not None:
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-            if name in ("tensor", "as_tensor") and not any(map(on_gpu, tensors)):
-                wait(name)  # it copies from ordinary memory
         result = function(*args, **kwargs)
         if device is not None:
             return put(result, is_gpu(device))
@@ -219,8 +166,6 @@ class Functions(TorchFunctionMode):
             return RANK if side else -1
         if side and name in ("numpy", "__array__"):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        if side and name == "tolist":
-            wait(name)
         return NotImplemented
 
     def move(self, function, name, args, kwargs):
@@ -239,9 +184,6 @@ class Functions(TorchFunctionMode):
             result = function(*args, **{k: as_cpu(each) for k, each in kwargs.items()})
         if after == before:
             return result
-        asynchronous = kwargs.get("non_blocking") or True in [w for w in words if type(w) is bool]
-        if before is not None and not (asynchronous and after):
-            wait(f"to {'cuda' if after else 'cpu'}")
         shared = result is tensor or result.data_ptr() == tensor.data_ptr()
         return put(result.clone() if shared else result, after)
 
@@ -276,13 +218,10 @@ class Event:
     def elapsed_time(self, other):
         return 1000 * (other.moment - self.moment)
 
-    def synchronize(self):
-        wait("synchronize")
-
     def wait(self, *_):
         pass
 
-    wait_event = wait_stream = wait
+    synchronize = wait_event = wait_stream = wait
     __enter__ = __exit__ = wait
 
     def record_event(self, event=None):
@@ -331,7 +270,7 @@ def answer_as_cuda():
     for name, value in values.items():
         setattr(torch.cuda, name, give(value))
     torch.cuda.Event = torch.cuda.Stream = torch.Event = Event
-    torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: wait("synchronize")
+    torch.cuda.synchronize = torch.accelerator.synchronize = give(None)
     torch.cuda.device = contextlib.nullcontext
     torch.cuda.memory._record_memory_history = lambda **_: None
     torch.cuda.memory._dump_snapshot = lambda path: open(path, "wb").close()
@@ -430,8 +369,8 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     pretend()
-    {"train.py": watch_steps, "-m": pretend_in_children}.get(sys.argv[0], list)()
     if sys.argv[0] == "-m":
+        pretend_in_children()
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -45,29 +45,6 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
     assert scores["unigram_loss"] < math.log(300)
 
 
-def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    cfg, prepared, _ = prepare(kit.rows)
-    tokenizer, model = kit.tokenizer(prepared), task.build_model(cfg, prepared)
-    used = len(tokenizer)
-    assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
-    model.lm_head.weight.data.zero_()  # tokens that the tokenizer lacks are the likeliest
-    model.lm_head.weight.data[used] = 100.0
-    model.lm_head.weight.data[used + 1] = -100.0
-    model.eval()
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3)}
-    assert model(input_ids=inputs["input_ids"]).logits.argmax(-1).min() >= used
-    # All others have the same logit, and the first of them is chosen.
-    assert task.report(model, {}, tmp_path, cfg, prepared)["sample"].endswith("!!!")
-    task.export(model, tmp_path / "model", cfg, prepared)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == used
-    for samples in (False, True):
-        answer = loaded.generate(**inputs, max_new_tokens=5, do_sample=samples)
-        assert answer.shape == (1, 8) and answer.max() < used
-
-
 def test_ids_may_be_larger_than_the_number_of_tokens():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -260,7 +237,7 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     done = {"split": "split", "truncate": "truncated"}[policy]
     assert f"; 28 documents are longer, and {done}\n" in (out := capsys.readouterr().out)
-    assert "\nPrepared: 28 rows to train on, 2 to evaluate on\n" in out
+    assert "\nPrepared: 30 documents read, 28 to train on, 2 to evaluate on\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "truncate":
         assert counts[0] == 28 * 23
@@ -337,7 +314,8 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
     file = {"dicts": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
-    assert "from messages, tools\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "from messages, tools\n" in out and "in 40 chats there are tools\n" in out
     assert len(found) == 35
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
     for i, (text, learnt) in found.items():
@@ -395,7 +373,7 @@ def test_share_gpt_and_alpaca_are_chats(pack, form):
         assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
 
 
-def test_names_in_messages_are_those_that_are_known(kit, config, pack):
+def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack, capsys):
     chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
     expected = pack(chats)[1]["labels"]
 
@@ -404,22 +382,15 @@ def test_names_in_messages_are_those_that_are_known(kit, config, pack):
         rows = [[m | {"role": names[m["role"]]} for m in row["messages"]] for row in chats]
         return [{"messages": messages} for messages in rows]
 
+    capsys.readouterr()
     assert torch.equal(expected, pack(named("human", "model"))[1]["labels"])
-    said = refusal(kit, config(named("Agent 7", "clerk")))
-    assert "line 1: message 1 is from 'Agent 7'; rename it to one of user, assistant, " in said
-
-
-def test_prompts_and_completions_that_are_messages_are_chats(kit, config, pack):
-    """The messages of the prompt are context, as TRL has them."""
-    rows = [{"prompt": chat(f"{i}?", "1", "Why?")["messages"]} for i in range(30)]
-    for i, row in enumerate(rows):
-        row["completion"] = [{"role": "assistant", "content": f"{i}!"}]
-    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
-        number = text.split("?")[0].removeprefix("User: ")
-        assert learnt == f" {number}!<|endoftext|>\n" and "\nAssistant: 1<|endoft" in text
-    rows[3]["completion"] = "text"
-    said = refusal(kit, config(rows))
-    assert "line 4: the completion is text; give messages as both prompt and completion" in said
+    said = capsys.readouterr().out
+    assert "in 30 chats human is read as user\n" in said and "model is read as assistant\n" in said
+    own = named("Agent 7", "clerk")
+    assert torch.equal(expected, pack(own, roles="Agent 7=user,clerk=assistant")[1]["labels"])
+    said = refusal(kit, config(own))
+    role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
+    assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
 
 
 PLAIN = (
@@ -439,17 +410,12 @@ CONTENT = "m['content']"
 THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
     ("", "", WHOLE, ""),
-    (
-        "OF",
-        "m['role'] != 'system'",
-        WHOLE,
-        "'Be brief.' of message 1 (system); give one that",
-    ),
-    ("if tools", "if no_tools", WHOLE, "the tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "a call of 'tides' of message 2 (assistant)"),
-    ("", "", [{"messages": THOUGHT}], "'because' of message 2 (assistant)"),
+    ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
+    ("if tools", "if no_tools", WHOLE, "tools; give"),
+    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
+    ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
     # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of message 2 (ass"),
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
 ]
 

@@ -57,7 +57,7 @@ def base(tmp_path_factory):
         rows.append({"title": f"{i}: ", "body": text, "text": text, "stars": i % 5})
     (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     torch.manual_seed(0)
-    size = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 32}
+    size = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}
     size |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
     LlamaForCausalLM(config).save_pretrained(project.path / "teacher")

@@ -162,48 +162,16 @@ def test_a_step_with_nan_changes_nothing_on_the_device(tiny, tmp_path, hardware)
             assert all(tensor.isfinite().all() for tensor in after.values())
 
 
-# From the fourth step on, until its numbers are handed over, waiting for the GPU is an error.
-NO_WAITS = """
-import sys
-import torch
-import train
-from samestep.core import monitor
-from samestep.project.loading import TrainLoader
-take, add, taken = TrainLoader.next_step, monitor.StepMonitor.add, []
-def begin(reader):
-    taken.append(reader)
-    torch.cuda.set_sync_debug_mode("error" if len(taken) > 3 else "default")
-    return take(reader)
-def end(*arguments):
-    torch.cuda.set_sync_debug_mode("default")
-    return add(*arguments)
-TrainLoader.next_step, monitor.StepMonitor.add = begin, end
-sys.argv[0] = "train.py"
-train.shutdown.run(train.main, train.prepare)
-"""
-TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
-
-
 @bf16
-@pytest.mark.parametrize("task", TASKS)
-def test_no_step_waits_for_the_gpu(tmp_path, task):
-    project = bake(tmp_path, task=task, tracker="none")
-    flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
-    flags += ["--max_steps", 8, "--eval_every", 0, "--gradient_checkpointing", "true"]
-    env = {"CUDA_VISIBLE_DEVICES": GPUS, "ACCELERATE_MIXED_PRECISION": "bf16"}
-    project.run("python", "-c", NO_WAITS, *flags, **env)
-    assert lines(tmp_path / "run", "loss")[-1]["step"] == 8
-
-
-@bf16
-def test_packed_rows_wait_for_nothing_and_have_the_losses_of_a_mask(tmp_path):
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_packed_rows_have_the_losses_of_a_cpu(tmp_path, attention):
     project = bake(tmp_path, task="causal_lm", tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 8, "--eval_every", 0]
     flags += ["--task.data", "docstrings", "--task.rows", "prompt", "--task.context_length", 256]
-    flags += ["--log_every", 1]
+    flags += ["--task.attn_implementation", attention, "--log_every", 1]
     cpu, gpu = (["--output_dir", tmp_path / name] for name in ("cpu", "gpu"))
     env = {"CUDA_VISIBLE_DEVICES": GPUS, "ACCELERATE_MIXED_PRECISION": "bf16"}
-    project.run("python", "-c", NO_WAITS, *flags, *gpu, **env)
+    project.run("python", "train.py", *flags, *gpu, **env)
     project.run("python", "train.py", *flags, *cpu, ACCELERATE_USE_CPU="true")
     check_close(tmp_path / "cpu", tmp_path / "gpu", rel=0.02)
 

@@ -1,12 +1,12 @@
-"""The head of a classifier to start from: its classes are found by their names."""
+"""The head of a classifier to start from: it is kept for the same classes."""
 
 import pytest
 import torch
 import transformers
 
 from conftest import load_task, with_classes
-from samestep.models.preferences import disable_dropout
-from samestep.models.pretrained import match_classes
+from samestep.models import pretrained
+from samestep.models.pretrained import renew_head
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -32,33 +32,30 @@ def start(folder, names):
     return task.build_model(cfg, with_classes(names))
 
 
-@pytest.mark.parametrize(
-    "own, names, order",
-    [(OWN, OWN, [0, 1, 2]), (OWN, ["emu", "cat", "dog"], [2, 0, 1]),
-     (["A", "a", "b"], ["a", "A", "b"], [1, 0, 2]),
-     (["LABEL_0", "LABEL_1", "LABEL_2"], OWN, [0, 1, 2])],
-)  # fmt: skip
-def test_classes_are_found_by_their_names(tmp_path, capsys, own, names, order):
-    """A head without names is kept; classes that differ in case alone are different."""
+@pytest.mark.parametrize("own", [OWN, ["LABEL_0", "LABEL_1", "LABEL_2"]])
+def test_a_head_for_the_same_classes_or_without_names_is_kept(tmp_path, capsys, own):
     old = save(tmp_path / "old", own)
-    new = start(tmp_path / "old", names)
-    assert torch.equal(new.classifier.weight, old.classifier.weight[order])
-    assert new.classifier.bias.tolist() == [place + 1.0 for place in order]
-    assert [*new.config.id2label.values()] == names
-    assert ("are taken by their names" in capsys.readouterr().out) == (order != [0, 1, 2])
+    new = start(tmp_path / "old", OWN)
+    assert torch.equal(new.classifier.weight, old.classifier.weight)
+    assert new.classifier.bias.tolist() == [1, 2, 3]
+    assert [*new.config.id2label.values()] == OWN
+    assert "new weights" not in capsys.readouterr().out
 
 
-def test_a_head_for_other_classes_is_new(tmp_path, capsys):
+@pytest.mark.parametrize("names", [["cat", "dog", "owl"], ["emu", "cat", "Dog"]])
+def test_a_head_for_other_classes_or_another_order_is_new(tmp_path, capsys, names):
     old = save(tmp_path / "old", OWN)
-    new = start(tmp_path / "old", ["cat", "dog", "owl"])
-    assert new.classifier.bias.tolist() == [0, 0, 0]
-    assert not torch.equal(new.classifier.weight, old.classifier.weight)
-    assert "new weights for classifier: its classes have other names" in capsys.readouterr().out
-    again = start(tmp_path / "old", ["cat", "dog", "owl"])
+    new = start(tmp_path / "old", names)
+    assert not any(
+        torch.equal(row, other) for row in new.classifier.weight for other in old.classifier.weight
+    )
+    said = "new weights for classifier: its classes are cat, Dog, emu, those of the data "
+    assert said + ", ".join(names) in capsys.readouterr().out
+    again = start(tmp_path / "old", names)
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
 
 
-def test_both_heads_of_a_model_with_two_are_in_order():
+def test_both_heads_of_a_model_with_two_are_new():
     config = transformers.DeiTConfig(
         hidden_size=16, intermediate_size=16, image_size=8, patch_size=4, num_hidden_layers=1,
         num_attention_heads=2, num_labels=3,
@@ -66,24 +63,27 @@ def test_both_heads_of_a_model_with_two_are_in_order():
     model = transformers.DeiTForImageClassificationWithTeacher(config)
     heads = model.cls_classifier, model.distillation_classifier
     before = [each.weight.clone() for each in heads]
-    said = match_classes(model, OWN, ["emu", "cat", "dog"], ("classifier",))
-    assert said == "its classes are taken by their names"
-    for head, old in zip(heads, before, strict=True):
-        assert torch.equal(head.weight, old[[2, 0, 1]])
+    said = renew_head(model, OWN, ["emu", "cat", "dog"], ("classifier",))
+    assert said.startswith("new weights for cls_classifier, distillation_classifier: ")
+    assert not any(map(torch.equal, (head.weight for head in heads), before))
 
 
-def test_a_model_that_is_compared_with_its_reference_has_no_dropout(capsys):
-    """OPT reads its dropout as a number."""
+def test_a_model_that_is_compared_with_its_reference_has_no_dropout(tmp_path):
+    """OPT reads its dropout as a number; a switch with such a name stays."""
     config = transformers.OPTConfig(
         vocab_size=50, hidden_size=16, ffn_dim=16, word_embed_proj_dim=16, num_hidden_layers=1,
-        num_attention_heads=2, dropout=0.5,
+        num_attention_heads=2, dropout=0.5, layerdrop=0, token_dropout=True,
     )  # fmt: skip
-    model = transformers.OPTForCausalLM(config).train()
-    ids = torch.arange(3, 9)[None]
-    assert not torch.equal(*(model(input_ids=ids).logits for _ in range(2)))
-    disable_dropout(model)
-    assert model.training and torch.equal(*(model(input_ids=ids).logits for _ in range(2)))
-    assert "warning" not in capsys.readouterr().out
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
+    settings = pretrained.without_dropout(cfg)
+    assert settings == {"dropout": 0, "attention_dropout": 0, "layerdrop": 0}
+    ids, auto = torch.arange(3, 9)[None], transformers.AutoModelForCausalLM
+    for given, same in (({}, False), (settings, True)):
+        model = pretrained.load_model(auto, cfg, **given).train()
+        assert torch.equal(*(model(input_ids=ids).logits for _ in range(2))) == same
+    assert model.config.token_dropout is True
+    assert pretrained.without_dropout(pretrained.ModelConfig()) == {}
 
 
 def test_targets_are_shifted_for_models_that_do_it_in_their_forward():

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 
 import pytest
 import tokenizers
@@ -12,8 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from samestep.models import attention, next_token, pretrained
-from waits import host_waits
+from samestep.models import next_token, pretrained, varlen
 
 LENGTH = 32
 SIZES = {
@@ -22,20 +20,15 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 EIGHT, DYNAMIC = {"head_dim": 8}, {"rope_type": "dynamic", "factor": 2.0}
-# The attention that a model gets for rows of 32 tokens, and whether its logits are made in chunks.
-CAUSAL, SDPA, EAGER = attention.CAUSAL, "sdpa", "eager"
+# The attention that a model has, and whether its logits are made in chunks.
+SDPA, EAGER = "sdpa", "eager"
 MODELS = {
-    "llama": ("Llama", {}, CAUSAL, True),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}, CAUSAL, True),
-    "llama one head": ("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, CAUSAL, True),
-    "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, CAUSAL, True),
-    "gemma": ("Gemma", EIGHT, CAUSAL, True),  # scales its embeddings
-    "qwen3": ("Qwen3", EIGHT, CAUSAL, True),
-    "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, CAUSAL, True),  # its head has a bias
-    "neox": ("GPTNeoX", {}, CAUSAL, True),
-    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, CAUSAL, False),
-    "cohere": ("Cohere", {"logit_scale": 0.5}, CAUSAL, False),
-    "wide window": ("Mistral", {"sliding_window": 64}, CAUSAL, True),
+    "llama": ("Llama", {}, SDPA, True),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}, SDPA, True),
+    "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, SDPA, True),
+    "gemma": ("Gemma", EIGHT, SDPA, True),  # scales its embeddings
+    "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, SDPA, True),  # its head has a bias
+    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, SDPA, False),
     "window": ("Mistral", {"sliding_window": 8}, SDPA, True),
     "window in some layers": ("Gemma3Text", {"sliding_window": 8, **EIGHT}, SDPA, True),
     "dynamic rope": ("Llama", {"rope_scaling": DYNAMIC}, SDPA, True),
@@ -78,8 +71,12 @@ def rows(packed):
 
 
 def prepared(model, packed, chunk=16):
+    """A copy, with chunks of this size where it allows them."""
     model = copy.deepcopy(model)
-    next_token.prepare(model, LENGTH, chunk, 3 if packed else 0)
+    next_token.prepare(model, "auto", packed)
+    if model.decisions["loss_chunk"]:
+        assert model.decisions["loss_chunk"] == next_token.CHUNK
+        model.decisions["loss_chunk"] = chunk
     return model
 
 
@@ -118,14 +115,12 @@ def check_plain(model, fast, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
     *_, expected_attention, is_split = MODELS[name]
-    if name == "kwargs are not handed down" and not packed:
-        expected_attention = CAUSAL
     model, batch = make(name), rows(packed)
     state = torch.random.get_rng_state()
     fast = prepared(model, packed)
     assert torch.equal(state, torch.random.get_rng_state()) and fast.training
     assert fast.config._attn_implementation == expected_attention
-    assert fast.loss_plan.is_split == is_split
+    assert fast.decisions == {"loss_chunk": 16 if is_split else 0, "packed": packed}
     check_plain(model, fast, batch)
     with torch.no_grad():
         expected = plain_loss(model, batch).item()
@@ -179,7 +174,7 @@ def test_padding_on_either_side_changes_no_loss(name, side, collator, tokenizer,
     together = next_token.loss_sum(fast, whole)
     assert together.item() == pytest.approx(float(sum(losses)), rel=1e-6)
     assert float(sum(plain)) == pytest.approx(float(sum(losses)), rel=1e-6)
-    states = next_token.states_of(fast, whole, next_token.plan_of(fast))
+    states = next_token.states_of(fast, whole, fast.decisions)
     each = next_token.token_losses(states).view(3, -1).sum(1)
     assert torch.allclose(each, torch.stack(losses), rtol=1e-6)
     check_same(gradients(fast, sum(losses)), gradients(fast, together), rel=3e-6)
@@ -252,34 +247,18 @@ def test_recomputed_activations_change_nothing():
     check_plain(model, fast, rows(True))
 
 
-@pytest.mark.parametrize(
-    "name, packed", [("llama", False), *((name, True) for name in ("llama", "gemma", "capped"))]
-)
-def test_under_bf16_attention_gets_bf16_and_the_loss_stays(name, packed, monkeypatch):
-    model, batch, seen = make(name), rows(packed), set()
-    fast, torchs = prepared(model, packed), F.scaled_dot_product_attention
-
-    def record(query, key, value, *args, **options):
-        seen.update({query.dtype, key.dtype, value.dtype})
-        return torchs(query, key, value, *args, **options)
-
-    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", record)
+@pytest.mark.parametrize("name, packed", [("llama", False), ("gemma", True), ("capped", True)])
+def test_under_bf16_the_loss_stays(name, packed):
+    model, batch = make(name), rows(packed)
+    fast = prepared(model, packed)
+    with torch.autocast("cpu", torch.bfloat16):
         loss = next_token.loss_sum(fast, batch)
-    if name != "capped":  # which has an attention of its own
-        assert seen == {torch.bfloat16}
     assert loss.dtype == torch.float32
     exact = plain_loss(model, batch)
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
     found, expected = gradients(fast, loss), gradients(model, exact)
     flat = [torch.cat([each[name].flatten() for name in expected]) for each in (found, expected)]
     assert F.cosine_similarity(*flat, 0) > 0.99
-
-
-def test_no_text_reaches_into_the_next_sequence():
-    """Not even if a sequence is padding alone."""
-    positions = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 1, 2]])
-    assert attention.text_starts(positions, 2).tolist() == [0, 4, 8, 9, 12, 12, 12]
 
 
 def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):
@@ -294,46 +273,65 @@ def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_siz
     return torch.cat(parts)
 
 
-def test_flash_attention_gets_the_texts():
-    starts = attention.text_starts(rows(True)["position_ids"], 4)
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["llama", "kwargs are not handed down"])
+def test_varlen_keeps_packed_texts_apart(name, monkeypatch):
+    """On a CPU by a mask, on a GPU by torch's varlen_attn, which gets the texts."""
+    varlen.register()
+    model, batch = make(name), rows(True)
+    expected = plain_loss(model, batch)
+    known = gradients(model, expected)
+    fast = copy.deepcopy(model)
+    fast.set_attn_implementation(varlen.NAME)
+    fast = prepared(fast, True)
+    found = next_token.loss_sum(fast, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    check_same(known, gradients(fast, found))
+    starts = varlen.text_starts(batch["position_ids"])
+    assert starts.flatten().tolist() == [0, 10, 11, *range(23, 33), 64, 80, 96]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_flash)
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, n, LENGTH, 8, generator=generator) for n in (4, 2, 2))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = attention.packed_attention(slow_flash, query, key, value, starts, 0.3)
-    mask = attention.text_mask(starts, 3, LENGTH)
-    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
-    expected = F.scaled_dot_product_attention(query, key, value, **options)
-    assert found.dtype == torch.bfloat16 and found.shape == (3, LENGTH, 4, 8)
-    assert torch.allclose(found.float(), expected.transpose(1, 2), atol=0.02)
+    given = [torch.randn(3, n, LENGTH, 8, generator=generator) for n in (4, 2, 2)]
+    inner = model.model.layers[0].self_attn
+    mask, _ = varlen.attend(inner, *given, starts, scaling=0.3)
+    halves = [each.bfloat16().as_subclass(OnGpu) for each in given]
+    flash, _ = varlen.attend(inner, *halves, starts, scaling=0.3)
+    assert flash.dtype == torch.bfloat16 and flash.shape == mask.shape == (3, LENGTH, 4, 8)
+    assert torch.allclose(flash.float(), mask, atol=0.02)
 
 
-def test_a_model_generates_and_is_saved_with_its_own_attention(tmp_path):
-    model = make("llama")
-    fast = prepared(model, False)
-    inputs = {"input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3]]), "max_new_tokens": 8}
-    inputs["attention_mask"] = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    with attention.restored(fast):
-        assert fast.config._attn_implementation == "sdpa"
-        assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
-        fast.save_pretrained(tmp_path / "fast")
-    assert fast.config._attn_implementation == CAUSAL
-    model.save_pretrained(tmp_path / "plain")
-    for file in ("config.json", "generation_config.json"):
-        texts = [(tmp_path / name / file).read_text() for name in ("fast", "plain")]
-        assert texts[0] == texts[1]
-    assert "causal_rows" not in json.dumps(json.loads(texts[0]))
+def test_varlen_refuses_attention_that_is_not_causal_alone():
+    model = make("window")
+    varlen.register()
+    model.set_attn_implementation(varlen.NAME)
+    with pytest.raises(ValueError, match="varlen is causal attention alone; take sdpa"):
+        next_token.loss_sum(model, rows(False))
 
 
-@pytest.mark.parametrize("packed, checkpointing, masked", [(0, 0, 1), (1, 0, 0), (1, 1, 0)])
-def test_the_cpu_waits_for_nothing(packed, checkpointing, masked):
-    model, batch = prepared(make("llama"), packed), rows(packed)
-    if masked:
-        batch["attention_mask"] = (torch.arange(LENGTH) > 3).long().expand(3, LENGTH)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    with host_waits() as found:
-        next_token.loss_sum(model, batch).backward()
-    assert found == []
+def test_flash_attention_gets_packed_texts_as_one_sequence():
+    model, batch = make("llama"), rows(True)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    inputs = next_token.model_inputs(model, batch, {"packed": True})
+    assert inputs.keys() == {"input_ids", "position_ids", "use_cache"}
+    for name in ("input_ids", "position_ids"):
+        assert torch.equal(inputs[name], batch[name].view(1, -1))
+    batch["attention_mask"] = torch.ones(3, LENGTH)  # beside which transformers finds no texts
+    assert next_token.model_inputs(model, batch, {"packed": True}).keys() == inputs.keys()
+    assert next_token.model_inputs(model, rows(False))["input_ids"].shape == (3, LENGTH)
+
+
+def test_a_number_of_tokens_is_refused_where_auto_is_the_plain_call(capsys):
+    next_token.prepare(make("granite"), "auto")
+    assert "GraniteForCausalLM: loss_chunk is 0, since the logits of" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="task.loss_chunk: the logits of GraniteForCausalLM"):
+        next_token.prepare(make("granite"), 16)
 
 
 class Largest(TorchDispatchMode):
@@ -350,11 +348,11 @@ class Largest(TorchDispatchMode):
 
 def test_a_chunk_bounds_the_memory_of_the_loss():
     hidden = torch.randn(256, 16, requires_grad=True)
-    weight = torch.randn(512, 16, requires_grad=True)
+    head = torch.nn.Linear(16, 512, bias=False)
     labels = torch.randint(0, 512, (256,))
     with Largest() as found:
-        loss = next_token.ChunkedLoss.apply(hidden, weight, labels, 32, True)
+        loss = sum(next_token.losses_of(next_token.States(head, hidden, labels, 32), "sum"))
         loss.backward()
     assert found.elements == 32 * 512
-    expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    expected = F.cross_entropy(head(hidden), labels, reduction="sum")
     assert loss.item() == pytest.approx(expected.item())

@@ -177,7 +177,7 @@ def test_models_that_stages_do_not_make_up_are_refused(stages):
     sums = {"unigram_loss": torch.ones(1), "bytes": torch.ones(1)}
 
     def check(model):
-        next_token.prepare(model, 40, 4096, 0)
+        next_token.prepare(model, 4096)
         return stages.check_cut(model, 2, task.eval_sums, batch | sums)
 
     good = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, hidden_size=32, vocab_size=300))

@@ -173,19 +173,13 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 # ---- The rehearsal can fail ----------------------------------------------------------------------
 
 
-LINES = [
-    ("batch = send_to_device(batch, accelerator.device, non_blocking=True)", "pass", "same device"),
-    ("losses.append(loss.detach())", "losses.append(loss.item())", "waits for"),
-]
-
-
-@pytest.mark.parametrize(("line", "other", "said"), LINES)
-def test_a_mistake_in_the_loop_is_seen(small, tmp_path, line, other, said):
+def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
+    line = "batch = send_to_device(batch, accelerator.device, non_blocking=True)"
     path = shutil.copytree(small.path, tmp_path / "project")
     text = (path / "train.py").read_text()
     assert line in text
     head, _, tail = text.rpartition(line)
-    (path / "train.py").write_text(f"{head}{other}{tail}")
+    (path / "train.py").write_text(f"{head}pass{tail}")
     flags = ["--output_dir", tmp_path / "run"]
     printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
-    assert said in printed
+    assert "same device" in printed

@@ -19,7 +19,6 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import bake, digest, load_task, status, write_table
-from samestep.core import inputs
 from samestep.data import columns
 from samestep.data.prepared import prepare
 from samestep.project import contract
@@ -259,9 +258,18 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
     given = {"validation_data": kit.rows[40:]}
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
     assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
-    assert len(inputs.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
+    assert len(contract.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
     said = capsys.readouterr().out
     assert "10 of 20 validation " in said and "are training" in said
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path, capsys):
+    """Also `label` beside `text`, as a .txt file has it; and of each file its own."""
+    kit = BY_NAME["causal_lm"]
+    rows, more = ([{**row, name: 1} for row in kit.rows] for name in ("label", "other"))
+    kit.prepare(tmp_path, rows, validation_data=more)
+    said = capsys.readouterr().out
+    assert [said.count(f" (not read: {name})\n") for name in ("label", "other")] == [1, 1]
 
 
 def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):
@@ -316,7 +324,8 @@ def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, caps
     assert f"{said}; --task.incomplete_rows skip leaves such rows out" in text
     cfg, prepared, parts = kit.prepare(tmp_path, rows, incomplete_rows="skip")
     assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
-    assert re.search(r"; 3 left out \(the first: .*, line 2: .*\)\n", capsys.readouterr().out)
+    (said,) = re.findall("^Prepared: 63 .* read, .*$", capsys.readouterr().out, re.M)
+    assert re.search("left out: 3 incomplete: [^,]* .the first: .*, line 2.", said)
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
@@ -388,19 +397,17 @@ INCOMPLETE = [
 ]
 SEVERAL = {"problem_type": "multi_label_classification"}
 GOOD = ("a", "x")
-FLASH = {"packing": "best_fit", "attn_implementation": "flash_attention_2"}
 REFUSED = {  # rows or a file, settings, and what is said
     "causal_lm": [
         ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
         ([{"text": "a"}, {"body": "b"}], {}, "line 2: the text is empty; --task.inc"),
-        ([{"text": "a"}] * 3, {}, "is left to train on: all are equal, or belong together"),
+        ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
         *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
         *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
         ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
         ([{"text": "a"}, {"text": "b"}], {}, "tokens to train on, which do not fill a sequence of"),
         ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
         ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
-        ("no.csv", FLASH, "sdpa or eager"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],
     "text_classification": [
@@ -410,19 +417,20 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("a", 1), ("b", "many")], NUMBERED, "the label is 'many', not a finite number"),
         (LABELLED, {"validation_data": [("b", "bird")]}, "class 'bird' is not in the training"),
         ("stdlib", NUMBERED, "task.problem_type is 'regression' but must be"),
+        ("no.csv", {"label_columns": "a,b"}, "task.label_columns is "),
     ],
     "image_classification": [
-        ([("1.png", 1.5)], {}, "line 1: the label is 1.5, not text or"),
-        ([("no.png", label) for label in "ab" * 600], {}, "line 1: [Errno 2]"),
-        ([("/dev/zero", label) for label in "ab"], {}, "line 1: it is a folder, a pipe or a "),
+        ([("1.png", 1.5)], {}, "line 1: 1.png: the label is 1.5, not text or"),
+        ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),
+        ([("/dev/zero", label) for label in "ab"], {}, "line 1: /dev/zero: "),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
-         "dropout is 0.1, but nothing reads it without architecture vit or architecture resnet"),
+         "dropout is 0.1, but nothing reads it unless architecture is vit or resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
     ],
     "seq2seq": [
         ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
-        ([("a", "1"), ("a", "2")], {}, "is left to train on: all are equal"),
+        ([("a", "1"), ("a", "2")], {}, "all sources of"),
         ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
         ("no.csv", {"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
         ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
@@ -430,7 +438,7 @@ REFUSED = {  # rows or a file, settings, and what is said
     ],
     "preference": [
         ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
-        ([("a", "b", "c"), ("a", "d", "c")], {}, "is left to train on: all are equal"),
+        ([("a", "b", "c"), ("a", "d", "c")], {}, "all prompts of"),
         ("no.csv", {"label_smoothing": 0.7}, "task.label_smoothing is 0.7 but must be below 0.5"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],
@@ -450,9 +458,9 @@ def test_what_is_refused_is_answered_in_one_line(kit, tmp_path, monkeypatch, dat
 
 
 MISSING_MODELS = [
-    ("runs/default/model", "there is no folder runs/default/model; run make train first"),
+    ("runs/default/model", "there is no folder runs/default/model; give an existing one"),
     ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
-    ("here/file", "here/file is a file; give the folder that it is in"),
+    ("here/file", "there is no folder here/file; give an existing one"),
     ("owner/there", "cannot load owner/there: "),
 ]
 

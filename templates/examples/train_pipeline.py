@@ -32,7 +32,7 @@ import train
 from samestep.core.monitor import skip_unless_finite
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor, local
-from samestep.models import attention, next_token
+from samestep.models import next_token
 from samestep.project import device, shutdown
 from samestep.project.config import ONE_COMMAND, parse_config
 from samestep.project.ending import export, finish
@@ -97,7 +97,7 @@ def missing(model: Any, part: Any) -> Batch:
 
 def decode(part: Any, batch: Batch) -> torch.Tensor:
     """The hidden states that the decoder makes of a batch: (B, T, H)."""
-    return part.model(**next_token.model_inputs(part, part.loss_plan, batch))[0]
+    return part.model(**next_token.model_inputs(part, batch))[0]
 
 
 def compute(part: Any, function: Callable, batch: Batch, states: torch.Tensor | None) -> Any:
@@ -111,7 +111,7 @@ def check_cut(model: Any, stages: int, eval_sums: Callable, batch: Batch) -> Bat
     """Raises ValueError for a model that so many stages do not make up. Returns the task's sums."""
     name, plan = type(model).__name__, getattr(model, "config", None)
     plan = {*(getattr(plan, "base_model_pp_plan", None) or {})}
-    known = hasattr(model, "loss_plan") and plan == {"embed_tokens", "layers", "norm"}
+    known = hasattr(model, "decisions") and plan == {"embed_tokens", "layers", "norm"}
     if not known or hasattr(model, "peft_config") or batch["input_ids"].ndim != 2:
         raise ValueError(f"{name} cannot be cut into stages; give a decoder of causal_lm, no LoRA")
     count = model.config.num_hidden_layers
@@ -126,7 +126,7 @@ def check_cut(model: Any, stages: int, eval_sums: Callable, batch: Batch) -> Bat
     whole, states = decode(model.eval(), row), None
     for stage in range(stages):
         states = compute(cut(model, stage, stages), decode, row, states)
-    if not attention.are_close(whole, states):
+    if not next_token.are_close(whole, states):
         raise ValueError(f"the stages of {name} give other states than the whole; use fsdp2.yaml")
     return eval_sums(model, row)
 
@@ -161,9 +161,7 @@ class Pipeline(torch.nn.Module):
         elsewhere = missing(model, self.model).items()
         self.elsewhere = {f"model.{name}": values for name, values in elsewhere}
 
-        # Stages exchange hidden states of one shape, in the type that next_token.py gives them.
-        half = run.accelerator.mixed_precision == "bf16" and model.loss_plan.is_split
-        self.dtype, self.width = torch.bfloat16 if half else torch.float32, model.config.hidden_size
+        self.width = model.config.hidden_size  # stages exchange hidden states of one shape, in fp32
         ids = batch["input_ids"].expand(run.plan.largest, -1).to("meta")
         states, turn = self.empty_states(ids).requires_grad_(), torch.nn.Module()
         turn.forward = self.take_turn
@@ -173,13 +171,13 @@ class Pipeline(torch.nn.Module):
         self.schedule = Schedule1F1B(stage, turns, loss_fn=mean_loss, scale_grads=False)
 
     def empty_states(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.empty(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+        return torch.empty(*ids.shape, self.width, device=ids.device)
 
     def compute(self, function, batch: Batch, states: torch.Tensor | None):
         """What this stage makes of a batch, in the precision of the YAML."""
         with self.run.accelerator.autocast():
             result = compute(self.model, function, batch, states)
-        return result if self.last else result.to(self.dtype)
+        return result if self.last else result.float()
 
     def forward(self, function, batch: Batch):
         """function(model, batch) in the last stage; in others zeros, like sums of an evaluation."""

@@ -26,7 +26,7 @@ Batch = dict[str, torch.Tensor]
 UNIT = "tokens"
 Length = Annotated[int, Field(ge=2, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
-Chunk = Annotated[int, Field(ge=16, le=2**30)]
+Chunk = Annotated[int, Field(ge=0, le=2**30)] | Literal["auto"]
 Size = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -35,17 +35,18 @@ Size = Annotated[int, Field(ge=1, le=65_536)]
 
 @dataclass
 class TaskConfig(StreamConfig, LoraFields, ModelConfig):
-    data: str = "pydoc"
-    """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet, .txt or .md file, also compressed
-    (.gz), a folder of such files, or a dataset on the Hub. Or bundled texts: manual (of Python and
-    its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's source, 5 MB),
-    docstrings (prompts or chats).
-    Several with their weights: a.jsonl:2,b.jsonl:1."""
+    data: str | list[dict[str, int | str]] = "pydoc"
+    """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of such files,
+    or a dataset on the Hub. Or bundled texts: manual (of Python and its library, 1.7 MB), pydoc (of
+    the language alone, 0.4 MB), stdlib (Python's source, 5 MB), docstrings (prompts or chats).
+    Several with their weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
     """Dataset format. text: a document. prompt: a prompt and its completion, each a text or
     messages. chat: messages with role and content (ShareGPT: from and value), or instruction, input
     and output (Alpaca). Completions, or the assistant's messages, are in the loss. auto: the names
     of the columns decide; docstrings are prompts."""
+    file_extensions: str = ""
+    """Extensions of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -58,6 +59,8 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant in the loss. (One with weight 0 or train: false never is.)"""
+    roles: str = ""
+    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
@@ -81,9 +84,10 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """New model: attention heads in a layer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = field(default=0.0, metadata=MODEL)
     """New model: dropout on the attention weights, the only dropout of Llama."""
-    loss_chunk: Chunk = field(default=4096, metadata=ROUNDING | MODEL)
+    loss_chunk: Chunk = field(default="auto", metadata=ROUNDING | MODEL)
     """Maximum number of tokens whose logits exist at once, on each device: bounds the memory that a
-    large vocabulary takes. The result stays the same to rounding."""
+    large vocabulary takes. 0: all of a micro-batch. auto: 4096, where the model's logits allow it.
+    The result stays the same to rounding."""
     sample_prompt: str = field(default="When a function is called,", metadata=NOTHING | MODEL)
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
@@ -142,7 +146,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     config = LlamaConfig(  # of a new model
-        vocab_size=pretrained.embedding_rows(tokenizer),
+        vocab_size=len(tokenizer),
         hidden_size=cfg.hidden_size,
         intermediate_size=3 * cfg.hidden_size,
         num_hidden_layers=cfg.num_layers,
@@ -153,8 +157,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer)
-    most_documents = sequences.most_documents(data, cfg)
-    next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_documents)
+    next_token.prepare(model, cfg.loss_chunk, packed="first" in data["train"].column_names)
     return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 
 

@@ -15,12 +15,12 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, ROUNDING
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.text import preferences, tokenizing
+from samestep.text import preferences
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -28,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 UNIT = "pairs"
 Length = Annotated[int, Field(ge=2, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
-Chunk = Annotated[int, Field(ge=16, le=2**30)]
+Chunk = Annotated[int, Field(ge=0, le=2**30)] | Literal["auto"]
 Size = Annotated[int, Field(ge=1, le=65_536)]
 Beta = Annotated[float, Field(ge=1e-6, le=1000)]
 Factor = Annotated[float, Field(ge=0, le=1000)]
@@ -39,12 +39,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(DataConfig, LoraFields, ModelConfig):
-    data: str = "docstrings"
-    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a folder of
+class TaskConfig(StreamConfig, LoraFields, ModelConfig):
+    data: str | list[dict[str, int | str]] = "docstrings"
+    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of
     such files, or a dataset on the Hub. Or docstrings, which are bundled: of a function's
     docstring the first line is preferred to all of it. Several with their weights:
-    a.jsonl:2,b.jsonl:1."""
+    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     prompt_column: str = "prompt"
     """Column of the prompt, a text or messages. It may be missing: then it is what both answers
     begin with."""
@@ -54,6 +54,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     """Column of the other answer."""
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
+    roles: str = ""
+    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     max_length: Length = 1024
@@ -74,9 +76,9 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     """simpo: the margin that is aimed at, between the means of the two answers times beta."""
     rpo_alpha: Factor = field(default=0.0, metadata=MODEL)
     """Weight of the cross entropy of the chosen answer, a mean over its tokens, beside the loss."""
-    loss_chunk: Chunk = field(default=4096, metadata=ROUNDING | MODEL)
-    """Maximum number of tokens whose logits exist at once, on each device. The result stays the
-    same to rounding."""
+    loss_chunk: Chunk = field(default="auto", metadata=ROUNDING | MODEL)
+    """Maximum number of tokens whose logits exist at once, on each device. 0: all of a micro-batch.
+    auto: 4096, where the model's logits allow it. The result stays the same to rounding."""
 
     # New model
     vocab_size: Vocabulary = 1024
@@ -104,17 +106,15 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
         batched=True,
         batch_size=100,
-        remove_columns=["prompt", *preferences.ANSWERS, "tools", "place"],
+        remove_columns=pairs["train"].column_names,
         num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
     )
-    lengths = {f"{name}_input_ids": cfg.max_length for name in preferences.ANSWERS}
-    tokenizing.say_lengths(tokens, lengths)
-    return tokens
+    return preferences.keep_different(tokens, cfg.max_length)
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {chosen_input_ids, chosen_loss_mask, rejected_input_ids, rejected_loss_mask}."""
-    return preferences.view(data["train"], cfg), preferences.view(data["validation"], cfg)
+    return preferences.views(cfg, data)
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -144,7 +144,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     config = LlamaConfig(  # of a new model
-        vocab_size=pretrained.embedding_rows(tokenizer),
+        vocab_size=len(tokenizer),
         hidden_size=cfg.hidden_size,
         intermediate_size=3 * cfg.hidden_size,
         num_hidden_layers=cfg.num_layers,
@@ -153,9 +153,9 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer)
-    references.disable_dropout(model)  # the log-ratios would be noise
-    next_token.prepare(model, cfg.max_length, cfg.loss_chunk, most_texts=0)
+    settings = pretrained.without_dropout(cfg)  # the log-ratios would be noise
+    model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer, **settings)
+    next_token.prepare(model, cfg.loss_chunk)
     if cfg.lora_rank:
         model = add_adapters(model, cfg, "CAUSAL_LM")
     elif cfg.loss_type != "simpo":
@@ -194,25 +194,22 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def eval_sums(model: Any, batch: Batch) -> Batch:
-    """Sums over the pairs, and of the divergence from the reference over the answers' tokens."""
+    """Sums over the pairs."""
     losses, rewards, means = pair_losses(model, batch)
     sums = {"loss": losses.sum(), "rewards": rewards.sum(0), "means": means.sum(0)}
     sums["right"] = (rewards[:, 0] > rewards[:, 1]).sum()
     sums["pairs"] = torch.ones_like(losses).sum()
-    if model.objective.loss_type != "simpo":
-        sums["tokens"] = next_token.counted(batch).sum()
-        sums["kl"] = references.divergence(model, batch)
     return sums
 
 
 def metrics(sums: Batch) -> dict[str, float]:
-    """Means over the pairs; kl, from the reference, is in nats a token of an answer."""
+    """Means over the pairs; the margin of the rewards is the distance from the reference."""
     mean = {name: (value / sums["pairs"]).tolist() for name, value in sums.items()}
     (chosen, rejected), (chosen_logp, rejected_logp) = mean["rewards"], mean["means"]
     scores = {"loss": mean["loss"], "accuracy": mean["right"], "margin": chosen - rejected}
     scores |= {"chosen_reward": chosen, "rejected_reward": rejected}
     scores |= {"chosen_logp": chosen_logp, "rejected_logp": rejected_logp}
-    return scores | ({"kl": mean["kl"] / mean["tokens"]} if "kl" in mean else {})
+    return scores
 
 
 @torch.no_grad()

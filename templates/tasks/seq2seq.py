@@ -15,9 +15,8 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, NOTHING
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import pretrained
-from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
 from samestep.text import pairs, tokenizing
 
@@ -40,12 +39,12 @@ Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
-    data: str = "dates"
-    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a
+class TaskConfig(StreamConfig, ModelConfig):
+    data: str | list[dict[str, int | str]] = "dates"
+    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
     folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
     people write them in five languages, with their ISO form as targets. Several with their weights:
-    a.jsonl:2,b.jsonl:1."""
+    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     source_column: str = "source"
     """Column of the source text."""
     target_column: str = "target"
@@ -116,7 +115,7 @@ def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[st
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels}: the token ids of a source and of its target."""
-    return pairs.view(data["train"], cfg), pairs.view(data["validation"], cfg)
+    return pairs.views(cfg, data, tokenize)
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -146,7 +145,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
 
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     config = T5Config(  # of a new model
-        vocab_size=pretrained.embedding_rows(tokenizer),
+        vocab_size=len(tokenizer),
         d_model=cfg.hidden_size,
         d_kv=cfg.hidden_size // cfg.num_heads,
         d_ff=2 * cfg.hidden_size,
@@ -159,7 +158,6 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         decoder_start_token_id=tokenizer.pad_token_id,
     )
     model = pretrained.build_generator(AutoModelForSeq2SeqLM, cfg, config, tokenizer)
-    always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
     pairs.set_generation(model, cfg, tokenizer)
     return model
 

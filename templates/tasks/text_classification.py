@@ -16,9 +16,8 @@ from pydantic import Field
 
 from samestep.base.fields import MODEL
 from samestep.data import labels
-from samestep.data.sources import DataConfig
+from samestep.data.sources import StreamConfig
 from samestep.models import classification, pretrained
-from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
 from samestep.text import labelled, tokenizing
 
@@ -37,12 +36,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
-    data: str = "stdlib"
+class TaskConfig(StreamConfig, ModelConfig):
+    data: str | list[dict[str, int | str]] = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
-    .csv, .tsv or .parquet file, also compressed (.gz), a folder of such files, a folder of .txt
-    files in one folder for each class, or a data set on the Hub. Several with their weights:
-    a.jsonl:2,b.jsonl:1."""
+    .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
+    .txt files in one folder for each class, or a data set on the Hub. Several with their weights:
+    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     text_column: str = "text"
     """Column of the text."""
     text_pair_column: str = ""
@@ -50,6 +49,9 @@ class TaskConfig(DataConfig, ModelConfig):
     empty: a row has one text."""
     label_column: str = "label"
     """Column of the label, text or number. Several labels are a list, or text with ; between."""
+    label_columns: str = ""
+    """multi_label_classification: columns of 0 and 1, one for each label, in place of label_column;
+    their names with commas between: toxic,insult,threat."""
     problem_type: Literal[
         "single_label_classification", "multi_label_classification", "regression"
     ] = "single_label_classification"
@@ -106,7 +108,7 @@ def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[st
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels, weight}; of pairs also token_type_ids."""
-    return labelled.view(data["train"], cfg), labelled.view(data["validation"], cfg)
+    return labelled.views(cfg, data, tokenize)
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data: Any) -> dict:
@@ -146,7 +148,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     tokenizer = tokenizing.load_tokenizer(data.folder)
     names = labels.read(data.folder).get("names") or [cfg.label_column]
     config = ModernBertConfig(  # of a new model
-        vocab_size=pretrained.embedding_rows(tokenizer),
+        vocab_size=len(tokenizer),
         hidden_size=cfg.hidden_size,
         intermediate_size=2 * cfg.hidden_size,
         num_hidden_layers=cfg.num_layers,
@@ -167,7 +169,6 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     settings = {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}
     auto: Any = AutoModelForSequenceClassification
     model = pretrained.build_classifier(auto, cfg, config, names, HEAD, **settings)
-    always_mask(model, tokenizer, lambda texts: model(**texts).logits)
     labelled.check_padding(model, tokenizer)
     labelled.set_marks(model, cfg, data)
     return model

@@ -197,6 +197,9 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
         return
     problem, name, config = "", type(model).__name__, getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "sdpa")
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(windows):
+        problem = f"{name} sees a window of {max(filter(None, windows))} tokens"
     if getattr(config, "output_router_logits", False):
         problem = f"the router's loss of {name} (output_router_logits) needs whole rows"
     if attention == "eager" or attention.startswith(("flash", "flex")):
@@ -209,6 +212,14 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
             problem = f"the rotary embedding of {name} depends on the length of a row"
     if problem:
         raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
+    if hasattr(model, "set_attn_implementation"):
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # transformers would take the parts of a row for packed texts, and mask them. For a name
+        # that it does not know it makes no mask.
+        AttentionInterface.register("causal", sdpa_attention_forward)
+        model.set_attn_implementation("causal")
 
 
 @contextlib.contextmanager

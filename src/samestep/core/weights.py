@@ -37,15 +37,15 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
             model = make()
     if not one_builds:
         return model
-    adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
-    adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
+    decisions = getattr(model, "decisions", None)  # see samestep/models/next_token.py
+    decisions, form = ranks.from_main((decisions, form_of(model) if model else None))
     with ranks.fail_together():
         if model is None:
             model, _ = catch(build_empty, make)
             if model is None or form_of(model) != form:  # a task may look at its weights
                 model = make()
-            elif adaptation:
-                adaptation.apply(model)
+            elif decisions:
+                model.decisions = decisions
     return model
 
 

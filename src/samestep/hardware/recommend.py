@@ -14,6 +14,7 @@ import torch
 from samestep.base.console import one_line, print_on_main
 from samestep.hardware.devices import Devices, Section, Wrong, short
 from samestep.hardware.project import Project
+from samestep.models.next_token import CHUNK
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
@@ -61,8 +62,8 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     layers, width, vocabulary, mlp = (getattr(config, name, None) for name in names)
     if not (layers and width and vocabulary):
         return 0
-    layer = tokens * (30 * width + 8 * (mlp or 4 * width))
-    saved = 2 * layers * tokens * width + layer if checkpointing else layers * layer
+    layer = tokens * (34 * width + 8 * (mlp or 4 * width))
+    saved = 4 * layers * tokens * width + layer if checkpointing else layers * layer
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
@@ -99,6 +100,7 @@ def run(section: Section, used: Devices, project: Project, flags: list[str]) -> 
         "micro-batch": f"{size} samples, {tokens} tokens",
     }
     chunk = getattr(cfg.task, "loss_chunk", 0)
+    chunk = CHUNK if chunk == "auto" else chunk
     for way, gpus in ways.items():
         for checkpointing in (False, True):
             saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)

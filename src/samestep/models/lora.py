@@ -9,7 +9,6 @@ from pydantic import Field
 from samestep.base.console import one_line
 from samestep.base.fields import MODEL, NOTHING, Dropout, check_fields, check_ignored_fields
 from samestep.models import pretrained
-from samestep.models.attention import restored
 
 Rank = Annotated[int, Field(ge=0, le=4096)]
 Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -71,7 +70,7 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
 
 def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:
     """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights."""
-    with pretrained.quiet(), restored(model):
+    with pretrained.quiet():
         tokenizer.save_pretrained(output)
         model = model.merge_and_unload() if merge else model  # the bare model
         model.save_pretrained(output)

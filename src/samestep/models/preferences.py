@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from samestep.base.console import print_on_main
-from samestep.core.inputs import IGNORE_INDEX
 from samestep.models import next_token
-from samestep.models.attention import Batch, bare
+from samestep.models.next_token import Batch, bare
 
 COPY = "reference"  # the name of the copy inside the model, and so of its weights
 
@@ -26,8 +23,7 @@ COPY = "reference"  # the name of the copy inside the model, and so of its weigh
 def add_reference(model: Any) -> None:
     """Puts a frozen copy of a model into it. Checkpoints hold no more than its digest, and each
     kind of sharding cuts it as it cuts the model."""
-    # One config for both: what is found out about the model's attention goes for the copy.
-    known: dict[int, Any] = {id(model.config): model.config}
+    known: dict[int, Any] = {}
     for weights in model.parameters():
         copied = torch.nn.Parameter(weights.detach().clone(), requires_grad=False)
         known[id(weights)] = copied  # by deepcopy itself, tensors without content cannot be copied
@@ -75,30 +71,6 @@ def before_and_after(model: Any) -> Iterator[tuple[str, Any]]:
     yield "after", model
 
 
-def disable_dropout(model: Any) -> None:
-    """Makes the model the same function in training as its reference, whatever its config says.
-
-    Prints a warning for one that still draws random numbers.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():  # attention_dropout, or of OPT dropout
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    if model.device.type == "meta":
-        return
-    training, ids = model.training, torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        model.train()
-        first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
-        model.train(training)
-    if not torch.equal(first, second):
-        kind = f"task.model_name_or_path: models of the type {model.config.model_type}"
-        hint = "write 0 for its dropout in config.json"
-        print_on_main(f"warning: {kind} draw random numbers in training, as dropout does; {hint}")
-
-
 # ---- Log-probabilities ---------------------------------------------------------------------------
 
 
@@ -108,7 +80,8 @@ def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> t
     A batch has input_ids and labels (B, 2, T), aligned with each other, and may have an
     attention_mask. Both are float32 (B, 2), or None. Third, () or 0: the router's loss in training.
     """
-    rows, plan, theirs = flatten_pairs(batch), next_token.plan_of(model), None
+    rows, theirs = flatten_pairs(batch), None
+    decisions = next_token.decisions_of(model)
 
     def sums(states: next_token.States) -> torch.Tensor:
         losses = next_token.token_losses(states)
@@ -116,26 +89,9 @@ def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> t
 
     if has_reference:  # first, while the model's activations need no memory
         with torch.no_grad(), reference_of(model) as reference:
-            theirs = sums(next_token.states_of(reference, rows, plan))
-    states = next_token.states_of(bare(model), rows, plan)
+            theirs = sums(next_token.states_of(reference, rows, decisions))
+    states = next_token.states_of(bare(model), rows, decisions)
     return sums(states), theirs, states.router_loss
-
-
-@torch.no_grad()
-def divergence(model: Any, batch: Batch) -> torch.Tensor:
-    """KL(model || reference) of the next token, in nats, summed over the answers' tokens: ()."""
-    rows, plan = flatten_pairs(batch), next_token.plan_of(model)
-    with reference_of(model) as reference:
-        theirs = next_token.states_of(reference, rows, plan)
-    own = next_token.states_of(bare(model), rows, plan)
-    total = torch.zeros((), device=batch["labels"].device)
-    for (ours, labels), (other, _) in zip(own.chunks(), theirs.chunks(), strict=True):
-        logs = own.head(ours).float().log_softmax(1)
-        with reference_of(model):  # a head may have adapters
-            expected = theirs.head(other).float().log_softmax(1)
-        each = F.kl_div(expected, logs, reduction="none", log_target=True).sum(1)
-        total += (each * (labels != IGNORE_INDEX)).sum()
-    return total
 
 
 def flatten_pairs(batch: Batch) -> Batch:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import MODEL, NOTHING, check_ignored_fields, is_local_name, local_path
-from samestep.models import weight_files
+from samestep.models import varlen, weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -28,10 +28,11 @@ class ModelConfig:
     """Model on the Hub: its branch, tag or commit."""
     trust_remote_code: bool = field(default=False, metadata=NOTHING)
     """Model on the Hub: run the code in its repository."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = field(
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "varlen"] = field(
         default="sdpa", metadata=MODEL
     )
-    """How attention is computed; flash_attention_2 needs its package, a GPU, and bf16 or fp16."""
+    """How attention is computed, by transformers' names; flash_attention_2 needs its package, a
+    GPU, and bf16 or fp16. varlen: FlashAttention of torch within packed documents."""
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
@@ -42,18 +43,12 @@ def folder_of(cfg: ModelConfig) -> Path | None:
     name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path)
     if not name or os.path.isdir(folder):  # False for what is no path
         return folder if name else None
-    if os.path.isfile(folder):
-        problem = f"{one_line(name, 100)} is a file; give the folder that it is in"
-    elif Path("runs/default") in (folder, *folder.parents):
-        problem = f"there is no folder {one_line(name, 100)}; run make train first"
-    elif is_local_name(name):
-        problem = (
-            f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME of the "
-            "Hub, and no folder called OWNER here"
+    if is_local_name(name):
+        raise ValueError(
+            f"task.model_name_or_path: there is no folder {one_line(name, 100)}; give an existing "
+            "one, or OWNER/NAME of the Hub, and no folder called OWNER here"
         )
-    else:
-        return None
-    raise ValueError(f"task.model_name_or_path: {problem}")
+    return None
 
 
 def check_unread(cfg: ModelConfig) -> None:
@@ -123,6 +118,8 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
 def attention_option(cfg: ModelConfig) -> dict[str, str]:
     """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
     name = cfg.attn_implementation
+    if name == varlen.NAME:
+        varlen.register()
     return {} if name == "sdpa" else {"attn_implementation": name}
 
 
@@ -171,47 +168,32 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     if new:
         remark = f"new weights for {one_line(', '.join(sorted(new)))}"
     elif own:
-        remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
+        remark = renew_head(model, [*own.values()], [*options["id2label"].values()], head)
     for line in filter(None, (left, remark)):
         print_on_main(f"{given}: {line}")
     return keep_cap(model)
 
 
-def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
-    """Puts the classes of a head into the order that is wanted, by their names; what it did.
+def renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
+    """Gives a head new weights unless its classes are those that are wanted, in their order.
 
-    The head is new where it has other classes. A head without names (LABEL_0, ...) stays.
+    A head without names (LABEL_0, ...) stays. Returns a line about it, or "".
     """
     import torch
 
-    key = str if len({*map(str.casefold, wanted)}) < len(wanted) else str.casefold
-    own, wanted = [key(str(name)) for name in own], [key(name) for name in wanted]
-    nameless = all(re.fullmatch(r"label_\d+", name, re.IGNORECASE) for name in own)
+    nameless = all(re.fullmatch(r"label_\d+", str(name), re.IGNORECASE) for name in own)
     if own == wanted or nameless:
         return ""
-    layers = []
+    renewed = []
     for name, layer in model.named_modules():
         fits = isinstance(layer, torch.nn.Linear) and layer.out_features == len(wanted)
         if fits and any(part in name for part in head):
-            layers.append((name, layer))
-    if not layers:
-        return "warning: its classes are others, and its head is of a kind that is not known here"
-    # DeiT has two heads side by side; those inside of one follow each other.
-    heads = dict([each for each in layers if "." not in each[0]] or layers[-1:])
-    is_same = sorted(own) == sorted(wanted)
-    with torch.no_grad():
-        for layer in heads.values():
-            if is_same:
-                order = [own.index(each) for each in wanted]
-                for values in filter(torch.is_tensor, (layer.weight, layer.bias)):
-                    values.copy_(values[order])
-                continue
-            layer.weight.normal_(std=getattr(model.config, "initializer_range", None) or 0.02)
-            if layer.bias is not None:
-                layer.bias.zero_()
-    if is_same:
-        return "its classes are taken by their names"
-    return f"new weights for {', '.join(heads)}: its classes have other names"
+            layer.reset_parameters()
+            renewed.append(name)
+    lists = f"its classes are {', '.join(own)}, those of the data {', '.join(wanted)}"
+    if not renewed:
+        return f"warning: its head keeps its weights, and {one_line(lists, 300)}"
+    return f"new weights for {', '.join(renewed)}: {one_line(lists, 300)}"
 
 
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
@@ -220,11 +202,6 @@ def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
         return keep_cap(auto.from_config(config, **attention_option(cfg)))
     except (ImportError, ValueError) as error:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
-
-
-def embedding_rows(tokenizer: Any) -> int:
-    """Rows of a new embedding: GPUs multiply faster with the vocabulary rounded up to 128s."""
-    return -(-len(tokenizer) // 128) * 128
 
 
 def answer_ends(tokenizer: Any) -> list[int]:
@@ -242,30 +219,45 @@ def answer_ends(tokenizer: Any) -> list[int]:
     return found
 
 
-def build_generator(auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any) -> Any:
-    """The pretrained model, or a new one of this config, which generates with this tokenizer."""
+def without_dropout(cfg: ModelConfig) -> dict[str, float]:
+    """Settings by which the model is the same function in training: each number of its config with
+    `drop` in its name is 0."""
+    from transformers import AutoConfig
+
+    if not cfg.model_name_or_path:
+        return {}
+    known = load(AutoConfig, cfg).to_dict()
+    return {name: 0.0 for name, value in known.items() if "drop" in name and is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number; of `token_dropout`, which rescales, the value is True."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def build_generator(
+    auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any, **settings: Any
+) -> Any:
+    """The pretrained model, or a new one of this config, which generates with this tokenizer.
+    `settings` replace those of the pretrained model's config."""
     if cfg.model_name_or_path:
-        model = load_model(auto, cfg)
+        model = load_model(auto, cfg, **settings)
     else:
         model = new_model(auto, config, cfg)
-        unused = range(len(tokenizer), model.config.vocab_size)  # the tokenizer has no such tokens
-        model.generation_config.suppress_tokens = [*unused] or None
     if model.config.is_encoder_decoder and getattr(model.config, "output_router_logits", False):
         print_on_main(f"{type(model).__name__}: the loss does not include that of its routers")
-    settings = model.generation_config
+    generation = model.generation_config
     try:
-        settings.validate(strict=True)
+        generation.validate(strict=True)
     except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
-        settings.do_sample = True
+        generation.do_sample = True
     # Not in the config: Llama never trains the embedding of its pad token, which ends texts too.
-    settings.pad_token_id = tokenizer.pad_token_id
-    own = settings.eos_token_id
+    generation.pad_token_id = tokenizer.pad_token_id
+    own = generation.eos_token_id
     own = [own] if isinstance(own, int) else own or []
     stops = dict.fromkeys([*own, tokenizer.eos_token_id, *answer_ends(tokenizer)])
     if len(stops) > len(own):
-        settings.eos_token_id = [*stops]
-    if settings.suppress_tokens:  # a token that the tokenizer got later may be among them
-        settings.suppress_tokens = [i for i in settings.suppress_tokens if i not in stops] or None
+        generation.eos_token_id = [*stops]
     return model
 
 

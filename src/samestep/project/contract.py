@@ -79,7 +79,7 @@ class Task(Protocol):
     def build_model(self, cfg: Any, data: Any) -> torch.nn.Module:
         """A model with new or pretrained weights, on the CPU; torch is seeded. Under FSDP2 the main
         process alone makes the weights, and the others the same model on torch.device("meta"). If
-        it has an attribute `adaptation`, theirs get adaptation.apply(model)."""
+        it has an attribute `decisions`, theirs get it, too."""
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The loss summed over the count(batch) items: float32, shape (). A sum, not a mean:

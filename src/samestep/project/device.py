@@ -59,6 +59,8 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
     """Sets torch's precision and threads, and warns of settings that have no effect."""
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     allow_tf32(cfg.tf32)
+    # cuDNN, the first choice on Hopper and newer, takes half a second for each new length of rows.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
         print_on_main(

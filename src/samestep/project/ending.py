@@ -18,7 +18,6 @@ from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
 from samestep.base.workers import count_cores
 from samestep.core import checkpoints, weights
-from samestep.models.attention import restored
 from samestep.project import dtypes, export_check
 from samestep.project.log import RunLog
 from samestep.project.run import Run
@@ -131,15 +130,15 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
     """
     rows = [run.start.views[1][i] for i in range(min(TESTED, len(run.start.views[1])))]
     asked: list[dict[str, Any]] = []
-    with restored(model.eval()):
-        for given, tensors in run.task.test_inputs(rows):
-            inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
-            if "input_ids" in inputs:
-                inputs = {name: values.long() for name, values in inputs.items()}
-                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            there = {name: values.to(model.device) for name, values in inputs.items()}
-            found = export_check.ask(model, there)
-            asked.append({"given": given, "inputs": inputs, **found})
+    model.eval()
+    for given, tensors in run.task.test_inputs(rows):
+        inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
+        if "input_ids" in inputs:
+            inputs = {name: values.long() for name, values in inputs.items()}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        there = {name: values.to(model.device) for name, values in inputs.items()}
+        found = export_check.ask(model, there)
+        asked.append({"given": given, "inputs": inputs, **found})
     if not asked:
         raise ValueError("task.test_inputs gives no input")
     return asked

@@ -239,17 +239,6 @@ def names_of(tokens: Any) -> list[str]:
     return getattr(tokens.features["source"], "names", None) or ["data"]
 
 
-def most_documents(data: Any, cfg: Any) -> int:
-    """The largest number of documents in a sequence of any split; 0: they are not packed. Of a
-    stream it is not known: as many as fit, of two tokens each."""
-    most = 0
-    for tokens in data.values():
-        if "first" in tokens.column_names and len(tokens):
-            begins = np.flatnonzero(tokens.data.column("first").to_numpy())
-            most = max(most, int(np.diff(np.append(begins, len(tokens))).max()))
-    return cfg.context_length // 2 if most and cfg.streaming else most
-
-
 def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:
     """A datasets.Dataset with a row for each token of the vocabulary.
 
