@@ -237,7 +237,7 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     done = {"split": "split", "truncate": "truncated"}[policy]
     assert f"; 28 documents are longer, and {done}\n" in (out := capsys.readouterr().out)
-    assert "\nPrepared: 30 documents read, 28 to train on, 2 to evaluate on\n" in out
+    assert "\nPrepared: 28 rows to train on, 2 to evaluate on\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "truncate":
         assert counts[0] == 28 * 23
@@ -314,8 +314,7 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
     file = {"dicts": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
-    out = capsys.readouterr().out
-    assert "from messages, tools\n" in out and "in 40 chats there are tools\n" in out
+    assert "from messages, tools\n" in capsys.readouterr().out
     assert len(found) == 35
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
     for i, (text, learnt) in found.items():
@@ -373,7 +372,7 @@ def test_share_gpt_and_alpaca_are_chats(pack, form):
         assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
 
 
-def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack, capsys):
+def test_names_in_messages_are_those_that_are_known(kit, config, pack):
     chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
     expected = pack(chats)[1]["labels"]
 
@@ -382,15 +381,22 @@ def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, conf
         rows = [[m | {"role": names[m["role"]]} for m in row["messages"]] for row in chats]
         return [{"messages": messages} for messages in rows]
 
-    capsys.readouterr()
     assert torch.equal(expected, pack(named("human", "model"))[1]["labels"])
-    said = capsys.readouterr().out
-    assert "in 30 chats human is read as user\n" in said and "model is read as assistant\n" in said
-    own = named("Agent 7", "clerk")
-    assert torch.equal(expected, pack(own, roles="Agent 7=user,clerk=assistant")[1]["labels"])
-    said = refusal(kit, config(own))
-    role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
-    assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
+    said = refusal(kit, config(named("Agent 7", "clerk")))
+    assert "line 1: message 1 is from 'Agent 7'; rename it to one of user, assistant, " in said
+
+
+def test_prompts_and_completions_that_are_messages_are_chats(kit, config, pack):
+    """The messages of the prompt are context, as TRL has them."""
+    rows = [{"prompt": chat(f"{i}?", "1", "Why?")["messages"]} for i in range(30)]
+    for i, row in enumerate(rows):
+        row["completion"] = [{"role": "assistant", "content": f"{i}!"}]
+    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
+        number = text.split("?")[0].removeprefix("User: ")
+        assert learnt == f" {number}!<|endoftext|>\n" and "\nAssistant: 1<|endoft" in text
+    rows[3]["completion"] = "text"
+    said = refusal(kit, config(rows))
+    assert "line 4: the completion is text; give messages as both prompt and completion" in said
 
 
 PLAIN = (
@@ -410,12 +416,17 @@ CONTENT = "m['content']"
 THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
     ("", "", WHOLE, ""),
-    ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
-    ("if tools", "if no_tools", WHOLE, "tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
-    ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
+    (
+        "OF",
+        "m['role'] != 'system'",
+        WHOLE,
+        "'Be brief.' of message 1 (system); give one that",
+    ),
+    ("if tools", "if no_tools", WHOLE, "the tools; give"),
+    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "a call of 'tides' of message 2 (assistant)"),
+    ("", "", [{"messages": THOUGHT}], "'because' of message 2 (assistant)"),
     # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of content of message 2 (ass"),
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of message 2 (ass"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
 ]
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
 from samestep.base.console import one_line
-from samestep.data.sources import IncompleteRow, UselessRow
+from samestep.data.sources import IncompleteRow
 from samestep.models import preferences as references
 from samestep.text import preferences
 from test_exact import check_same
@@ -28,6 +29,12 @@ TURNS = [USER, RIGHT, {"role": "user", "content": "And one?"}]
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
+CFG = SimpleNamespace(
+    prompt_column="prompt",
+    chosen_column="chosen",
+    rejected_column="rejected",
+    tools_column="tools",
+)
 # The prompt, the answers, and what becomes of them.
 FORMS = [
     ("1 + 1?", "2", "3", ("1 + 1?", "2", "3")),
@@ -37,9 +44,7 @@ FORMS = [
     ([USER], [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
     ([SYSTEM, USER], "2", "3", ([SYSTEM, USER], [RIGHT], [WRONG])),
     ("1 + 1?", [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
-    ([SYSTEM, USER], [USER, RIGHT], [USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
-    (TURNS, [TURNS[2], RIGHT], [TURNS[2], WRONG], (TURNS, [RIGHT], [WRONG])),
-    ([USER], [SYSTEM, USER, RIGHT], [SYSTEM, USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
+    (TURNS, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
     (None, [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
     (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
@@ -51,19 +56,25 @@ FORMS = [
 def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, rejected, expected):
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     row = copy.deepcopy({name: value for name, value in row.items() if value is not None})
-    stored, _ = preferences.normalize(row, {})
+    stored = preferences.normalize(row, CFG)
     found = [stored[name] for name in ("prompt", "chosen", "rejected")]
     assert tuple(map(json.loads, found) if stored["is_chat"] else found) == expected
 
 
 MISTAKES = [
-    ("a", "b", "b", UselessRow, "have equal answers"),
+    ("a", "b", "b", IncompleteRow, "both answers are equal"),
     ("a", " ", "b", IncompleteRow, "the chosen is empty"),
     (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
     (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),
     ("a", "b", [RIGHT], ValueError, "one of chosen and rejected is text, and the other has"),
-    ("other", [USER, RIGHT], [USER, WRONG], ValueError, "chosen: begins with another prompt than"),
-    (TURNS[1:], [SYSTEM, TURNS[2], RIGHT], [WRONG], ValueError, "chosen: begins with another"),
+    (
+        "other",
+        [USER, RIGHT],
+        [USER, WRONG],
+        ValueError,
+        "chosen: begins neither with an answer",
+    ),
+    (TURNS, [TURNS[2], RIGHT], [TURNS[2], WRONG], ValueError, "nor with the whole prompt"),
     (None, [USER, RIGHT], [SYSTEM, USER, RIGHT], ValueError, "begin with different messages"),
 ]
 
@@ -72,7 +83,7 @@ MISTAKES = [
 def test_a_row_that_cannot_be_used_says_why(prompt, chosen, rejected, kind, said):
     row = {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
     with pytest.raises(ValueError, match=said.replace("[", ".").replace("(", ".")) as error:
-        preferences.normalize(copy.deepcopy(row), {})
+        preferences.normalize(copy.deepcopy(row), CFG)
     assert type(error.value) is kind and "\n" not in str(error.value)
 
 
@@ -85,33 +96,29 @@ def test_a_long_pair_loses_its_beginning_and_then_its_end():
         assert pair[0][1].any() and pair[1][1].any() and not pair[0][1][0]
 
 
-def test_pairs_that_are_trained_as_equals_are_left_out(kit, prepare, capsys):
-    """Answers that differ only after max_length, or only in what a template drops: gradients of
-    noise, which Adam makes weights of."""
+def test_pairs_of_equal_answers_are_incomplete_rows(kit, prepare, capsys):
     rows = [dict(row) for row in kit.rows]
-    for row in rows[:5]:
-        row |= {"chosen": "word " * 200 + "yes", "rejected": "word " * 200 + "no"}
     rows[5]["rejected"] = rows[5]["chosen"]
-    _, _, parts = prepare(rows, max_length=64)
+    with pytest.raises(ValueError, match="line 6: both answers are equal; --task.incomplete_rows"):
+        prepare(rows)
+    rows[7]["chosen"] = "word " * 200
+    _, _, parts = prepare(rows, max_length=64, incomplete_rows="skip")
     said = capsys.readouterr().out
-    assert "1 have equal answers (the first: " in said
-    assert sum(map(len, parts)) == 54 and " have answers of equal tokens (the first: " in said
+    assert "; 1 left out (the first: " in said and sum(map(len, parts)) == 59
+    assert "64 at most; 1 have 64, where rows are truncated\n" in said
 
 
-def test_what_a_template_leaves_out_or_does_not_read_is_said(kit, prepare, capsys, tmp_path):
+def test_what_a_template_leaves_out_is_refused(kit, prepare, tmp_path):
     rows = []
     for i in range(20):
-        answers = [{**RIGHT, "content": f"<think>{i} is {w}</think>{i}", "id": w} for w in "ab"]
+        answers = [{**RIGHT, "content": f"<think>{i} is {w}</think>{i}"} for w in "ab"]
         asked = [{**USER, "content": f"{i}?"}]
         rows.append({"prompt": asked, "chosen": [answers[0]], "rejected": [answers[1]]})
     _, data, _ = prepare(rows)
-    said = capsys.readouterr().out
-    number = 2 * int(re.search(r"20 pairs read, (\d+) to", said)[1])
-    assert f"reads none of these keys of messages: id (in {number} chats)\n" in said
     template = kit.tokenizer(data).chat_template
     parts = template.replace("or ''", "or '').split('</think>')[-1]").replace("= m", "= (m")
     (tmp_path / "a.jinja").write_text(parts)
-    with pytest.raises(ValueError, match=r"leaves out '. is a' of content of message 2 .assistant"):
+    with pytest.raises(ValueError, match=r"leaves out '. is a' of message 2 .assistant"):
         prepare(rows, chat_template=str(tmp_path / "a.jinja"))
 
 

@@ -1,5 +1,6 @@
 """samestep prepare: the preparation of train.py as a program of its own, without a run."""
 
+import json
 import re
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import bake, lines
+from samestep.programs import prepare
 
 PREPARE = ("python", "-m", "samestep", "prepare")
 
@@ -51,6 +53,21 @@ def test_no_gpu_and_no_process_group_are_touched(tiny):
     for env in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}):
         result = tiny.run("python", "-c", program.format(env))
         assert result.stdout == "prepared: 37 rows to train on, 11 to evaluate on\n", result
+
+
+def test_prepared_data_that_no_run_names_is_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("now", "kept", "old", "other"):
+        (tmp_path / "cache" / name / "rows").mkdir(parents=True)
+        (tmp_path / "cache" / name / "rows" / "data.arrow").write_bytes(b"x" * 2_000_000)
+        if name != "other":  # being prepared, or somebody's own
+            (tmp_path / "cache" / name / "prepared.json").write_text("{}")
+    manifest = tmp_path / "runs" / "a" / "checkpoints" / "step-00000003" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"prepared": "kept"}))
+    prepare.prune(tmp_path / "cache" / "now")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"now", "kept", "other"}
+    assert capsys.readouterr().out == f"removed {tmp_path}/cache/old: 2.0 MB\n"
 
 
 RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]

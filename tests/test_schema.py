@@ -86,7 +86,7 @@ eval_every: epoch
 device_shares: [2, 1]
 num_workers: null
 task:
-  data: [{path: a.jsonl, weight: 2}]
+  data: a.jsonl:2,b.jsonl
 find_unused_parameters: false
 """
 WRONG = [  # what is written, and the field that train.py names

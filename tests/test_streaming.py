@@ -1,13 +1,11 @@
 """Streams: the same samples on any number of processes, from wherever a run resumes."""
 
 import gzip
-import io
 import itertools
 import json
 import os
 import pickle
 import shutil
-import tarfile
 import types
 from pathlib import Path
 from unittest import mock
@@ -21,7 +19,7 @@ import torch
 import hub
 from conftest import bake, digest, lines, load_task, prepare_task
 from samestep.core import batches
-from samestep.data import folders, prepared_key
+from samestep.data import files
 from samestep.streaming import lanes
 from samestep.text import tokenizing
 
@@ -47,24 +45,9 @@ def write_shards(folder, kind, count=SHARDS):
         elif kind == "jsonl.gz":
             content = "".join(json.dumps({"text": each}) + "\n" for each in texts)
             path.write_bytes(gzip.compress(content.encode()))
-        elif kind == "tar":
-            write_samples(path, texts)
         else:
             path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     return folder
-
-
-def write_samples(path, texts):
-    """A shard of a WebDataset, in which every other text is in a .json, beside other files."""
-    with tarfile.open(path, "w") as archive:
-        for number, text in enumerate(texts):
-            files = {"jpg": b"x", "txt": text.encode(), "cls": b"1"}
-            if number % 2:
-                files = {"json": json.dumps({"text": text, "n": number}).encode(), "cls": b"0"}
-            for ending, content in files.items():
-                member = tarfile.TarInfo(f"./in/{number:06}.{ending}")
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
 
 
 class Numbers(lanes.ShardStream):
@@ -187,9 +170,9 @@ def steps_of(stream, cut, workers, steps, first=0, last=None):
 
 
 def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
-    """For three kinds of shards, processes, shares and workers; and resumed inside of a shard."""
+    """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
-    kinds = {"parquet": [("1", 0), ("5/3", 0), ("2", 2)], "jsonl.gz": [("3", 0)], "tar": [("1", 2)]}
+    kinds = {"parquet": [("1", 0), ("5/3", 0), ("2", 2)], "jsonl.gz": [("3", 0), ("1", 2)]}
     for kind, cuts in kinds.items():
         data = write_shards(tmp_path / kind, kind)
         _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
@@ -209,11 +192,8 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     data = write_shards(tmp_path / "data", "jsonl", 3)
     cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
-    (shard, *_), held, *_ = folders.split_shards(cfg)
+    (shard, *_), held, _ = files.split_shards(cfg)
     assert len(held) == 1
-    key = prepared_key.key_of(cfg, task, {})
-    os.utime(held[0].path, (1, 1))  # an edit in the middle has the same ends
-    assert prepared_key.key_of(cfg, task, {}) != key
     number = int(shard.name[5:8])
     blocks = [*stream.blocks(shard.path)]
     assert [text for block in blocks for text in block["text"]] == texts_of(number)
@@ -228,27 +208,10 @@ def chat(number):
     return [{"role": role, "content": content} for role, content in said]
 
 
-ROWS = {  # of each kind the task, its fields, and a row by its number
-    "prompts": ("causal_lm", {}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
-    "chats": ("causal_lm", {"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
-    "texts": ("causal_lm", {"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
-    "pairs": (
-        "preference",
-        {},
-        lambda n: {"prompt": f"ask {n} ", "chosen": f"yes {n}", "rejected": f"no {n % 9}"},
-    ),
-    "targets": ("seq2seq", {}, lambda n: {"source": f"from {n}", "target": f"to {n * n}"}),
-    "classes": ("text_classification", {}, lambda n: {"text": f"a {n}", "label": "ab"[n % 2]}),
-    "labels": (
-        "text_classification",
-        {"problem_type": "multi_label_classification"},
-        lambda n: {"text": f"a {n}", "label": [["x"], ["x", "y"], []][n % 3]},
-    ),
-    "numbers": (
-        "text_classification",
-        {"problem_type": "regression"},
-        lambda n: {"text": f"a {n}", "label": n / 7},
-    ),
+ROWS = {  # of each kind the fields of the task, and a row by its number
+    "prompts": ({}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
+    "chats": ({"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
+    "texts": ({"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
 }
 
 
@@ -264,18 +227,17 @@ def documents_of(row):
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_stream_has_the_samples_of_prepared_rows(tmp_path, kind):
-    name, fields, row = ROWS[kind]
-    task = load_task(name)
+def test_a_stream_has_the_samples_of_prepared_rows(task, tmp_path, kind):
+    fields, row = ROWS[kind]
     (tmp_path / "train").mkdir()
     (tmp_path / "all").mkdir()
     for number in range(4):
         lines_of = [json.dumps(row(n)) + "\n" for n in range(number * 60, number * 60 + 60)]
         (tmp_path / "all" / f"part-{number}.jsonl").write_text("".join(lines_of))
-    fields |= {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
-    fields |= {"context_length": 64} if name == "causal_lm" else {}
+    fields = fields | {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
+    fields |= {"context_length": 64}
     streamed = task.TaskConfig(data=str(tmp_path / "all"), streaming=True, lanes=1, **fields)
-    train, held, *_ = folders.split_shards(streamed)
+    train, held, _ = files.split_shards(streamed)
     for shard in train:
         shutil.copy(shard.path, tmp_path / "train")
     given = {"data": str(tmp_path / "train"), "validation_data": held[0].path}
@@ -324,7 +286,7 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         fsspec.filesystem("memory").put(str(folder), f"/{folder.name}", recursive=True)
         for data in (str(folder), f"memory://{folder.name}"):
             cfg = task.TaskConfig(data=data, streaming=True, validation_fraction=0.01)
-            parts = folders.split_shards(cfg)[:2]
+            parts = files.split_shards(cfg)[:2]
             found = [[each.name.removesuffix(".jsonl") for each in part] for part in parts]
             assert sorted(map(sorted, found)) == sorted(wanted)
 
@@ -384,17 +346,15 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chats", "classes"])
-def test_rows_of_other_kinds_resume_inside_of_a_shard(tmp_path, kind):
-    """On another number of processes; words that a classifier drops are those of the sample."""
-    name, fields, row = ROWS[kind]
-    project = bake(tmp_path, task=name, tracker="none")
+def test_chats_resume_inside_of_a_shard(tmp_path):
+    """On another number of processes."""
+    fields, row = ROWS["chats"]
+    project = bake(tmp_path, task="causal_lm", tracker="none")
     (project.path / "rows").mkdir()
     for number in range(6):
         content = [json.dumps(row(n)) + "\n" for n in range(60 * number, 60 * number + 60)]
         (project.path / "rows" / f"part-{number}.jsonl").write_text("".join(content))
-    fields = fields | ({"context_length": 64} if kind == "chats" else {"token_dropout": 0.2})
-    flags = [*SMALL, "--task.data", "rows"]
+    flags = [*SMALL, "--task.data", "rows", "--task.context_length", 64]
     for each, value in fields.items():
         flags += [f"--task.{each}", value]
     project.train(1, *flags, "--output_dir", "runs/whole")
@@ -465,13 +425,11 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def streamed_rows(name, data, **fields):
+def streamed_rows(task, data, **fields):
     """The samples of each shard to train on, and the number of rows to evaluate on."""
-    task = load_task(name)
     cache = str(data.parent / f"cache of {data.name}")
-    cfg = task.TaskConfig(
-        data=str(data), streaming=True, lanes=1, vocab_size=300, cache_dir=cache, **fields
-    )
+    fields = {"context_length": 64, "vocab_size": 300, "cache_dir": cache, **fields}
+    cfg = task.TaskConfig(data=str(data), streaming=True, lanes=1, **fields)
     rows = prepare_task(task, cfg)
     stream, validation = task.views(cfg, rows)
     blocks = {shard: [*stream.blocks(shard)] for shard in stream.shards}
@@ -481,64 +439,40 @@ def streamed_rows(name, data, **fields):
     }, len(validation)
 
 
-def test_files_that_a_task_does_not_read_are_no_shards(tmp_path, capsys):
-    _, _, row = ROWS["targets"]
+def test_files_that_describe_shards_are_none(task, tmp_path, capsys):
+    """They are neither read nor in the key."""
+    _, row = ROWS["prompts"]
     for number in range(3):
         write_rows(tmp_path / "a" / f"part-{number}.jsonl", map(row, range(30)))
-    (tmp_path / "a" / "README.txt").write_text("About these rows.")
-    (tmp_path / "a" / "notes.md").write_text("Others.")
-    found, held = streamed_rows("seq2seq", tmp_path / "a")
-    assert [*found.values()] == [30, 30] and held == 30
-    said = "2 shards to train on, 1 to evaluate on (skipped 2 other files: 1 .md, 1 .txt)"
-    assert said in capsys.readouterr().out
+    (tmp_path / "a" / "README.md").write_text("About these rows.")
+    (tmp_path / "a" / "notes.xyz").write_text("Others.")
+    found, held = streamed_rows(task, tmp_path / "a")
+    assert len(found) == 2 and min(found.values()) > 2 and held > 2
+    assert "2 shards to train on, 1 to evaluate on, 2 not read\n" in capsys.readouterr().out
 
 
-def test_rows_to_evaluate_on_are_all_of_those_that_are_given(tmp_path):
-    """Of those that are held out task.validation_rows, of each shard as many."""
-    _, _, row = ROWS["targets"]
-    for number in range(40):
-        write_rows(tmp_path / "many" / f"part-{number}.jsonl", map(row, range(9)))
-    write_rows(tmp_path / "given.jsonl", map(row, range(1100)))
-    assert streamed_rows("seq2seq", tmp_path / "many", validation_rows=2)[1] == 2
-    assert streamed_rows("seq2seq", tmp_path / "many", validation_fraction=0.5)[1] > 60
-    given = str(tmp_path / "given.jsonl")
-    assert streamed_rows("seq2seq", tmp_path / "many", validation_data=given)[1] == 1100
-
-
-def test_small_shards_show_all_their_classes(tmp_path):
-    for number in range(60):
-        row = {"text": f"text {number}", "label": f"class {number % 10}"}
-        write_rows(tmp_path / "all" / f"part-{number}.jsonl", [row, {**row, "text": "other"}])
-    found, _ = streamed_rows("text_classification", tmp_path / "all", validation_fraction=0.05)
-    assert {*found.values()} == {2} and len(found) > 50
-
-
-def test_an_empty_shard_of_chats_is_passed_over_or_named(tmp_path):
-    _, _, row = ROWS["chats"]
+def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path):
+    _, row = ROWS["chats"]
     for number in range(4):
-        write_rows(
-            tmp_path / "all" / f"part-{number}.jsonl", map(row, range(0 if number == 2 else 30))
-        )
+        own = range(0 if number == 2 else 30)
+        write_rows(tmp_path / "all" / f"part-{number}.jsonl", map(row, own))
     given = tmp_path / "held.jsonl"
     write_rows(given, map(row, range(30)))
-    found, _ = streamed_rows(
-        "causal_lm", tmp_path / "all", context_length=64, validation_data=str(given)
-    )
-    fields = {"context_length": 64, "validation_data": str(tmp_path / "all" / "part-2.jsonl")}
-    with pytest.raises(ValueError, match="no rows in part-2.jsonl, to evaluate on: remove it, or"):
-        streamed_rows("causal_lm", tmp_path / "all", **fields)
+    found, _ = streamed_rows(task, tmp_path / "all", validation_data=str(given))
+    fields = {"validation_data": str(tmp_path / "all" / "part-2.jsonl")}
+    with pytest.raises(ValueError, match="validation_data: there are no rows in .*part-2.jsonl"):
+        streamed_rows(task, tmp_path / "all", **fields)
     assert found["part-2.jsonl"] == 0 and min(found[f"part-{n}.jsonl"] for n in (0, 1, 3)) > 5
 
 
-def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path, capsys):
+def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
-    task = load_task("text_classification")
-    _, _, row = ROWS["classes"]
+    _, row = ROWS["chats"]
     for number in range(3):
-        rows = [row(n) for n in range(60 * number, 60 * number + 60)]
-        (tmp_path / f"part-{number}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        own = range(60 * number, 60 * number + 60)
+        write_rows(tmp_path / f"part-{number}.jsonl", map(row, own))
     fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
-    fields["cache_dir"] = str(tmp_path / ".cache")
+    fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64, "rows": "chat"}
 
     def read(wrong, **more):
         cfg = task.TaskConfig(**fields, **more)
@@ -547,26 +481,23 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(tmp_path, capsys
         with open(path, "a") as file:
             file.write(wrong + "\n")
         try:
-            return [s for block in stream.blocks(path) for s in stream.samples(block)]
+            return [chat for block in stream.blocks(path) for chat in block["chat"]]
         finally:
             content = open(path).read().splitlines(keepends=True)[:60]
             open(path, "w").writelines(content)
 
     data = prepare_task(task, task.TaskConfig(**fields))
     for wrong, said in (
-        ('{"text": "x", "label": "new"}', "line 61: class 'new' is not in the beginnings of the"),
-        ('{"text": "x"', "line 61: invalid JSON"),
-        ('{"text": "", "label": "a"}', "line 61: the text is empty; --task.incomplete_rows skip"),
-        ('{"text": "x", "label": ["a"]}', "line 61: the label"),
+        ('{"conversations": [', "after line 60: Expecting value"),
+        ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
+        ('{"conversations": ["a"]}', "line 61: message 1 is 'a' but must be an object"),
     ):
         with pytest.raises(ValueError, match="task.data: .*part-.") as error:
             read(wrong)
         assert said in str(error.value)
     capsys.readouterr()
-    assert len(read('{"text": "", "label": "a"}', incomplete_rows="skip")) == 60
-    said = capsys.readouterr().out
-    assert said.startswith("left out: 1 incomplete: the text is empty (the first: ")
-    assert said.endswith("line 61)\n")
+    assert len(read('{"conversations": []}', incomplete_rows="skip")) == 60
+    assert capsys.readouterr().out == ""  # each process that reads the shard would print it
 
 
 def test_what_does_not_go_with_a_stream(streamed, tmp_path):

@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import bake, digest, load_task, status, write_table
+from samestep.core import inputs
 from samestep.data import columns
 from samestep.data.prepared import prepare
 from samestep.project import contract
@@ -258,18 +259,9 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
     given = {"validation_data": kit.rows[40:]}
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
     assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
-    assert len(contract.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
+    assert len(inputs.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
     said = capsys.readouterr().out
     assert "10 of 20 validation " in said and "are training" in said
-
-
-def test_columns_that_nothing_reads_are_named(tmp_path, capsys):
-    """Also `label` beside `text`, as a .txt file has it; and of each file its own."""
-    kit = BY_NAME["causal_lm"]
-    rows, more = ([{**row, name: 1} for row in kit.rows] for name in ("label", "other"))
-    kit.prepare(tmp_path, rows, validation_data=more)
-    said = capsys.readouterr().out
-    assert [said.count(f" (not read: {name})\n") for name in ("label", "other")] == [1, 1]
 
 
 def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):
@@ -324,8 +316,7 @@ def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, caps
     assert f"{said}; --task.incomplete_rows skip leaves such rows out" in text
     cfg, prepared, parts = kit.prepare(tmp_path, rows, incomplete_rows="skip")
     assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
-    (said,) = re.findall("^Prepared: 63 .* read, .*$", capsys.readouterr().out, re.M)
-    assert re.search("left out: 3 incomplete: [^,]* .the first: .*, line 2.", said)
+    assert re.search(r"; 3 left out \(the first: .*, line 2: .*\)\n", capsys.readouterr().out)
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
@@ -401,7 +392,7 @@ REFUSED = {  # rows or a file, settings, and what is said
     "causal_lm": [
         ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
         ([{"text": "a"}, {"body": "b"}], {}, "line 2: the text is empty; --task.inc"),
-        ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
+        ([{"text": "a"}] * 3, {}, "is left to train on: all are equal, or belong together"),
         *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
         *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
         ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
@@ -417,20 +408,19 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("a", 1), ("b", "many")], NUMBERED, "the label is 'many', not a finite number"),
         (LABELLED, {"validation_data": [("b", "bird")]}, "class 'bird' is not in the training"),
         ("stdlib", NUMBERED, "task.problem_type is 'regression' but must be"),
-        ("no.csv", {"label_columns": "a,b"}, "task.label_columns is "),
     ],
     "image_classification": [
-        ([("1.png", 1.5)], {}, "line 1: 1.png: the label is 1.5, not text or"),
-        ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),
-        ([("/dev/zero", label) for label in "ab"], {}, "line 1: /dev/zero: "),
+        ([("1.png", 1.5)], {}, "line 1: the label is 1.5, not text or"),
+        ([("no.png", label) for label in "ab" * 600], {}, "line 1: [Errno 2]"),
+        ([("/dev/zero", label) for label in "ab"], {}, "line 1: it is a folder, a pipe or a "),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
-         "dropout is 0.1, but nothing reads it unless architecture is vit or resnet"),
+         "dropout is 0.1, but nothing reads it without architecture vit or architecture resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
     ],
     "seq2seq": [
         ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
-        ([("a", "1"), ("a", "2")], {}, "all sources of"),
+        ([("a", "1"), ("a", "2")], {}, "is left to train on: all are equal"),
         ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
         ("no.csv", {"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
         ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
@@ -438,7 +428,7 @@ REFUSED = {  # rows or a file, settings, and what is said
     ],
     "preference": [
         ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
-        ([("a", "b", "c"), ("a", "d", "c")], {}, "all prompts of"),
+        ([("a", "b", "c"), ("a", "d", "c")], {}, "is left to train on: all are equal"),
         ("no.csv", {"label_smoothing": 0.7}, "task.label_smoothing is 0.7 but must be below 0.5"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],

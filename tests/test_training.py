@@ -17,7 +17,7 @@ STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every",
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
 SMALL += ["--learning_rate", 3e-3]
 SHAPE = ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.dropout", 0.1]
-SHAPE += ["--task.data", "docs", "--task.file_extensions", ".md", "--task.context_length", 64]
+SHAPE += ["--task.data", "docs", "--task.context_length", 64]
 FLAGS = [*STEPS, *SMALL, *SHAPE, "--keep_checkpoints", 0]
 
 

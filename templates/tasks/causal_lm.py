@@ -35,18 +35,17 @@ Size = Annotated[int, Field(ge=1, le=65_536)]
 
 @dataclass
 class TaskConfig(StreamConfig, LoraFields, ModelConfig):
-    data: str | list[dict[str, int | str]] = "pydoc"
-    """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of such files,
-    or a dataset on the Hub. Or bundled texts: manual (of Python and its library, 1.7 MB), pydoc (of
-    the language alone, 0.4 MB), stdlib (Python's source, 5 MB), docstrings (prompts or chats).
-    Several with their weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    data: str = "pydoc"
+    """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet, .txt or .md file, also compressed
+    (.gz), a folder of such files, or a dataset on the Hub. Or bundled texts: manual (of Python and
+    its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's source, 5 MB),
+    docstrings (prompts or chats).
+    Several with their weights: a.jsonl:2,b.jsonl:1."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
     """Dataset format. text: a document. prompt: a prompt and its completion, each a text or
     messages. chat: messages with role and content (ShareGPT: from and value), or instruction, input
     and output (Alpaca). Completions, or the assistant's messages, are in the loss. auto: the names
     of the columns decide; docstrings are prompts."""
-    file_extensions: str = ""
-    """Extensions of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -59,8 +58,6 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant in the loss. (One with weight 0 or train: false never is.)"""
-    roles: str = ""
-    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64

@@ -46,8 +46,6 @@ class TaskConfig(DataConfig, ModelConfig):
     """Table: column of paths, or of images as the Hub has them."""
     label_column: str = "label"
     """Table: column of classes."""
-    unreadable_images: Literal["refuse", "skip"] = "refuse"
-    """Images that cannot be read: end the run, or count them and leave them out."""
     background: str = "white"
     """Color behind transparent images, in training and in predictions: a name, or "#rrggbb"."""
     image_size: Side = 32

@@ -15,12 +15,12 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, ROUNDING
-from samestep.data.sources import StreamConfig
+from samestep.data.sources import DataConfig
 from samestep.models import next_token, pretrained
 from samestep.models import preferences as references
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.text import preferences
+from samestep.text import preferences, tokenizing
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -39,12 +39,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(StreamConfig, LoraFields, ModelConfig):
-    data: str | list[dict[str, int | str]] = "docstrings"
-    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of
+class TaskConfig(DataConfig, LoraFields, ModelConfig):
+    data: str = "docstrings"
+    """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a folder of
     such files, or a dataset on the Hub. Or docstrings, which are bundled: of a function's
     docstring the first line is preferred to all of it. Several with their weights:
-    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    a.jsonl:2,b.jsonl:1."""
     prompt_column: str = "prompt"
     """Column of the prompt, a text or messages. It may be missing: then it is what both answers
     begin with."""
@@ -54,8 +54,6 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Column of the other answer."""
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
-    roles: str = ""
-    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     max_length: Length = 1024
@@ -106,15 +104,17 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
         batched=True,
         batch_size=100,
-        remove_columns=pairs["train"].column_names,
+        remove_columns=["prompt", *preferences.ANSWERS, "tools", "place"],
         num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
     )
-    return preferences.keep_different(tokens, cfg.max_length)
+    lengths = {f"{name}_input_ids": cfg.max_length for name in preferences.ANSWERS}
+    tokenizing.say_lengths(tokens, lengths)
+    return tokens
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {chosen_input_ids, chosen_loss_mask, rejected_input_ids, rejected_loss_mask}."""
-    return preferences.views(cfg, data)
+    return preferences.view(data["train"], cfg), preferences.view(data["validation"], cfg)
 
 
 def collate(rows: list[dict]) -> Batch:

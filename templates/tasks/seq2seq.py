@@ -15,7 +15,7 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base.fields import MODEL, NOTHING
-from samestep.data.sources import StreamConfig
+from samestep.data.sources import DataConfig
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
 from samestep.text import pairs, tokenizing
@@ -39,12 +39,12 @@ Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 @dataclass
-class TaskConfig(StreamConfig, ModelConfig):
-    data: str | list[dict[str, int | str]] = "dates"
-    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
+class TaskConfig(DataConfig, ModelConfig):
+    data: str = "dates"
+    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a
     folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
     people write them in five languages, with their ISO form as targets. Several with their weights:
-    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    a.jsonl:2,b.jsonl:1."""
     source_column: str = "source"
     """Column of the source text."""
     target_column: str = "target"
@@ -115,7 +115,7 @@ def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[st
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels}: the token ids of a source and of its target."""
-    return pairs.views(cfg, data, tokenize)
+    return pairs.view(data["train"], cfg), pairs.view(data["validation"], cfg)
 
 
 def collate(rows: list[dict]) -> Batch:

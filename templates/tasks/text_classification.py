@@ -16,7 +16,7 @@ from pydantic import Field
 
 from samestep.base.fields import MODEL
 from samestep.data import labels
-from samestep.data.sources import StreamConfig
+from samestep.data.sources import DataConfig
 from samestep.models import classification, pretrained
 from samestep.models.pretrained import ModelConfig
 from samestep.text import labelled, tokenizing
@@ -36,12 +36,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass
-class TaskConfig(StreamConfig, ModelConfig):
-    data: str | list[dict[str, int | str]] = "stdlib"
+class TaskConfig(DataConfig, ModelConfig):
+    data: str = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
-    .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
-    .txt files in one folder for each class, or a data set on the Hub. Several with their weights:
-    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
+    .csv, .tsv or .parquet file, also compressed (.gz), a folder of such files, a folder of .txt
+    files in one folder for each class, or a data set on the Hub. Several with their weights:
+    a.jsonl:2,b.jsonl:1."""
     text_column: str = "text"
     """Column of the text."""
     text_pair_column: str = ""
@@ -49,9 +49,6 @@ class TaskConfig(StreamConfig, ModelConfig):
     empty: a row has one text."""
     label_column: str = "label"
     """Column of the label, text or number. Several labels are a list, or text with ; between."""
-    label_columns: str = ""
-    """multi_label_classification: columns of 0 and 1, one for each label, in place of label_column;
-    their names with commas between: toxic,insult,threat."""
     problem_type: Literal[
         "single_label_classification", "multi_label_classification", "regression"
     ] = "single_label_classification"
@@ -108,7 +105,7 @@ def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[st
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
     """Rows {input_ids, labels, weight}; of pairs also token_type_ids."""
-    return labelled.views(cfg, data, tokenize)
+    return labelled.view(data["train"], cfg), labelled.view(data["validation"], cfg)
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data: Any) -> dict:

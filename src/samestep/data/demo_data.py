@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 
-from samestep.data.tables import Row
+from samestep.data.readers import Row
 
 # ---- Texts for language models -------------------------------------------------------------------
 

@@ -2,12 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from samestep.base.console import one_line
 from samestep.base.fields import is_local_name
-from samestep.data.tables import Columns, Row, select_columns
 
 # datasets takes 1 s to import: the functions that need it import it.
 
@@ -63,27 +61,3 @@ def unknown_commit(name: str, revision: str) -> ValueError:
         return ValueError(f"task.data: {name} {text}: {one_line(error)}")
     text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
     return ValueError(f"task.data_revision: data sets on the Hub change; {text}")
-
-
-def read_range(dataset: Any, columns: Columns, place: str, start: int, stop: int) -> Iterator[Row]:
-    """The rows from `start` up to `stop`; class numbers become names where the data has names."""
-    place = one_line(place, 200)
-    classes = class_names({c: dataset.features[c] for c in dataset.column_names})
-    for number, row in enumerate(dataset.select(range(start, stop)), start):
-        yield select_columns(name_classes(row, classes), columns), f"{place}, row {number}"
-
-
-def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
-    """The names of the classes of each column; None: it has none."""
-    return {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
-
-
-def name_classes(row: dict[str, Any], class_names: dict[str, list[str] | None]) -> dict[str, Any]:
-    """The row with names in place of the numbers of classes; -1, no class, becomes None."""
-    for column, value in row.items():
-        names = class_names.get(column)
-        if names and isinstance(value, list):
-            row[column] = [names[i] for i in value if i >= 0]
-        elif names and isinstance(value, int):
-            row[column] = names[value] if value >= 0 else None
-    return row

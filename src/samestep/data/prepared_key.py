@@ -22,7 +22,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
-from samestep.data.folders import describe_shards, files_below, split_shards
+from samestep.data.files import describe_shards, files_below, split_shards
 from samestep.data.sources import DataConfig, split_data
 from samestep.models import pretrained
 from samestep.project.consistency import hash_functions, statements_of
@@ -48,10 +48,8 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
     if isinstance(cfg, pretrained.ModelConfig):
         fields["revision"] = pretrained.commit_of(cfg)
     if getattr(cfg, "streaming", False):
-        chosen = split_shards(cfg)
-        fields["shards"] = [describe_shards(each) for each in (chosen.train, chosen.held)]
-        local = [each.path for each in chosen.train + chosen.held if "://" not in each.path]
-        fields["times"] = [os.stat(path).st_mtime_ns for path in local]  # tags are of both ends
+        train, held, _ = split_shards(cfg)
+        fields["shards"] = [describe_shards(train), describe_shards(held)]
     code = [code_of(task), library_code()]
     return short_hash([to_jsonable_python(fields), *code, digests, identity])
 

@@ -1,399 +1,232 @@
-"""Rows of .jsonl, .json, .csv, .tsv, .parquet, .txt and .tar files, also compressed as .gz or .zst;
-and the paths of images.
+"""Rows of .jsonl, .json, .csv, .tsv, .parquet, .txt and .md files, on a disk or in a store.
 
 The loaders of `datasets` change values: dates become timestamps, NA becomes null, a CSV line with a
-field too many shifts its columns. So these files are read here, a span at a time, and `datasets`
-does all else: see rows.py.
+field too many shifts its columns. So these files are read here, one after the other, each from its
+start to its end; `datasets` does all else.
+
+A reader gets the columns that are wanted, {name: whether it must be there}, and yields a row with
+these as they stand in the file, and the number of its line (of .json and .parquet: of the row).
 """
 
-import codecs
 import csv
-import io
-import itertools
+import gzip
 import json
 import os
-import tarfile
-from collections.abc import Callable, Container, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow
-from datasets import Features
+from datasets import Dataset, Features, Image
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
-from samestep.data import tables
-from samestep.data.folders import COMPRESSIONS, IMAGES, TABLES, file_ending
-from samestep.data.hub import class_names, name_classes
-from samestep.data.tables import Columns, Row
+from samestep.data.files import IMAGES, PACKED, File, file_ending
 
-SPAN = 8_000_000  # bytes of a .jsonl or .txt file that a process reads at a time
-DOCUMENT = 1_000_000  # bytes of a document, of which a larger .txt file has several
-TAR_TEXTS = {"txt": "text", "cls": "label"}  # columns of files in a .tar by their extensions
-SEARCHED = 1 << 16  # bytes in which the end of a line is looked for where a document may be cut
+Columns = dict[str, bool]  # whether each column that is read must be there
+Row = tuple[dict[str, Any], str]  # with its place, which messages name
+Numbered = Iterator[tuple[int, Any]]
+
+DOCUMENT = 64_000  # characters of a document, of which a larger .txt or .md file has several
 
 csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
 
 
-class Span(NamedTuple):
-    """Rows that one process reads one after the other: a file, or bytes of it from a line's start.
+# ---- Files ---------------------------------------------------------------------------------------
 
-    Of .parquet the numbers are row groups. `lines`: lines before the span, of .parquet rows.
+
+def read_file(file: File, columns: Columns | None, field: str = "data") -> Iterator[Row]:
+    """The rows of a file, each with its place. What a row lacks is None; without `columns` all are
+    read. A file that is no table has the columns `text` or `image`, and `label`, its folder's name.
+
+    Raises ValueError, which names the last line that was read, for what cannot be read, and for a
+    missing column; ConnectionError for a store out of reach.
     """
-
-    path: str
-    start: int = 0
-    stop: int | None = None  # None: the end of the file
-    lines: int = 0
-    size: int = 0  # in bytes, about
-    document: int = 0  # bytes of a document at most; 0: a file is one
-
-
-# ---- Spans ---------------------------------------------------------------------------------------
-
-
-def spans_of(path: Path, held_out: float = 0, cuts: bool = True) -> list[Span]:
-    """The spans of a file. They follow from its content, and not from the number of processes.
-
-    With `cuts` a large .txt file is cut into documents; with `held_out` so finely that this part of
-    it can be held out.
-    """
-    size, ending = path.stat().st_size, file_ending(path)
-    whole = Span(str(path), size=size)
-    if ending in IMAGES:
-        return [whole]
-    is_packed = path.suffix.lower() in COMPRESSIONS
-    if cuts and ending not in TABLES:
-        document, longest = DOCUMENT, 1.5 * DOCUMENT
-        if held_out:
-            # A power of two: the documents stay the same while the text grows a little.
-            wanted = int(size * held_out)
-            document = longest = min(1 << max(wanted.bit_length() - 1, 0), DOCUMENT)
-        if is_packed or size > longest:
-            whole = whole._replace(document=document)
-    if size < 1.5 * SPAN:
-        return [whole]
-    if ending == ".parquet":
-        return _cut_parquet(whole)
-    if not is_packed and (ending == ".jsonl" or whole.document):
-        return list(_cut_at_lines(whole))
-    return [whole]
-
-
-def _cut_at_lines(whole: Span) -> Iterator[Span]:
-    """Spans of about SPAN bytes. Reads the file once, to count its lines for messages."""
-    start, lines = 0, 0
-    with open(whole.path, "rb") as file:
-        while block := _read_block(file, SPAN, whole.document):
-            stop = start + len(block)
-            yield whole._replace(start=start, stop=stop, lines=lines, size=len(block))
-            start, lines = stop, lines + block.count(b"\n")
-
-
-def _read_block(file: io.BufferedReader, size: int, is_text: int) -> bytes:
-    """About `size` bytes up to the end of a line; a long line of text is cut between characters."""
-    block = file.read(size)
-    if not block.endswith(b"\n"):
-        block += file.readline(min(size, SEARCHED) if is_text else -1)
-    for _ in range(3 if is_text else 0):  # bytes of a character that has begun
-        if file.peek(1)[:1] and file.peek(1)[0] & 0xC0 == 0x80:
-            block += file.read(1)
-    return block
-
-
-def _cut_parquet(whole: Span) -> list[Span]:
+    path, ending, number = file.path, file_ending(file.path), 0
+    unit = "row" if ending in (".json", ".parquet") else "line"
+    shown = one_line(path, 200)
+    read = READERS.get(ending, read_image if ending in IMAGES else read_text)
     try:
-        with ParquetFile(whole.path) as table:
-            groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
-            facts = [(each.total_byte_size, each.num_rows) for each in groups]
-    except (pyarrow.ArrowException, OSError):  # reading it says what is wrong
-        return [whole]
-    spans, rows = [], 0
-    for number, (size, more) in enumerate(facts):
-        spans.append(whole._replace(start=number, stop=number + 1, lines=rows, size=size))
-        rows += more
-    return spans or [whole]
-
-
-# ---- Reading -------------------------------------------------------------------------------------
-
-
-class Place:
-    """Where a reader is: the file and, once in one, the line or row. str() is for messages."""
-
-    def __init__(self, span: Span):
-        self.path = one_line(span.path, 200)
-        self.number = span.lines
-        self.unit = "line"
-        self.columns: list[str] = []  # where a file names them before its rows
-
-    def __str__(self) -> str:
-        return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
-
-
-Reader = Callable[[Span, Columns | None, Place], Iterator[Any]]
-
-
-def read_span(
-    span: Span, columns: Columns | None, optional: Container[str] = (), field: str = "data"
-) -> Iterator[Row]:
-    """Read the rows of a span, each with the values of the roles in `columns`, and its place.
-
-    Without `columns` all are read under their own names. A column of a role in `optional` may be
-    missing.
-
-    A file that is no table has its text in the role text, and the name of its folder as the label.
-    Raises ValueError with file and line for what cannot be read, and for a missing column; and
-    ConnectionError for a store out of reach.
-    """
-    place = Place(span)
-    read = READERS.get(file_ending(span.path))
-    try:
-        if read:
-            yield from _read_table(read, span, columns, optional, place)
-        elif file_ending(span.path) in IMAGES:
-            yield {"image": span.path, "label": _folder_of(span.path)}, str(place)
-        else:
-            for row in _read_text(span, columns or {"text": "text", "label": "label"}, place):
-                yield row, str(place)
+        is_first = True
+        for number, row in read(path, columns):
+            if not isinstance(row, dict):
+                raise ValueError(f"not an object: {row!r:.60}")
+            if columns is not None:
+                if is_first:  # what a later row lacks is null
+                    check_columns(row, columns)
+                    is_first = False
+                row = {name: row.get(name) for name in columns}
+                row = replace_surrogates(row) if ending in READERS else row
+            yield row, shown if ending in IMAGES else f"{shown}, {unit} {number}"
     except MemoryError:
         raise
     except Exception as error:  # each library has its own errors for what a file holds
-        text = f"task.{field}: cannot read {place}: {_describe(error)}"
-        if "://" in span.path and not isinstance(error, ValueError | csv.Error):
+        after = f" after {unit} {number}" if number else ""
+        text = f"task.{field}: cannot read {shown}{after}: {one_line(error)}"
+        if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
         raise ValueError(text) from None
 
 
-def _read_table(
-    read: Reader, span: Span, columns: Columns | None, optional: Container[str], place: Place
-) -> Iterator[Row]:
-    is_first = not span.start
-    for row in read(span, columns, place):
-        if not isinstance(row, dict):
-            raise ValueError(f"not an object: {row!r:.60}")
-        if is_first:  # what a later row lacks is null
-            tables.check_columns(place.columns or [*row], columns, optional)
-            is_first = False
-        row = tables.select_columns(row, columns)
-        yield _locate_image(row, place, span) if "image" in (columns or ()) else (row, str(place))
+def check_columns(existing: Iterable[str], columns: Columns | None) -> None:
+    """Raises ValueError for a column that is missing, or there twice; names the existing ones."""
+    names = list(existing)
+    for name, must in (columns or {}).items():
+        number = names.count(name)
+        if number > 1 or must and not number:
+            problem = "more than one column" if number else "no column"
+            shown = one_line(", ".join(names[:20]), 100)
+            hint = "name the right one with --task.*_column"
+            raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
 
 
-def _locate_image(row: dict, place: Place, span: Span) -> Row:
-    """A row of a table with the path of its image from here: it is relative to the table."""
-    image = row["image"]
-    if isinstance(image, dict) and not image.get("bytes"):
-        image = image.get("path")
-    shown = str(place)
-    if isinstance(image, str) and image.strip():
-        shown += f": {one_line(image, 100)}"
-        image = os.path.join(os.path.dirname(span.path), image)
-    return {**row, "image": image}, shown
+def replace_surrogates(value: Any) -> Any:
+    """JSON can spell half of a surrogate pair, which is not a character: `?` replaces it."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [replace_surrogates(each) for each in value]
+    if isinstance(value, dict):
+        return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
+    return value
 
 
-def _folder_of(path: str) -> str:
+def open_text(path: str) -> Any:
+    """The text of a file, decompressed, without the mark of UTF-8; lines end with \\n."""
+    how = {"encoding": "utf-8-sig", "newline": "\n"}
+    if "://" in path:
+        import fsspec
+
+        return fsspec.open(path, "rt", compression="infer", **how)
+    return (gzip.open if path.lower().endswith(PACKED) else open)(path, "rt", **how)
+
+
+# ---- Readers -------------------------------------------------------------------------------------
+
+
+def read_image(path: str, columns: Columns | None) -> Numbered:
+    yield 0, {"image": path, "label": folder_of(path)}
+
+
+def read_text(path: str, columns: Columns | None) -> Numbered:
+    """Documents of about DOCUMENT characters, cut at the ends of lines."""
+    number = 1
+    with open_text(path) as file:
+        while text := file.read(DOCUMENT):
+            text += file.readline(DOCUMENT)
+            if not text.isspace():
+                yield number, {"text": text, "label": folder_of(path)}
+            number += text.count("\n")
+
+
+def folder_of(path: str) -> str:
     """The name of a file's folder, in which bytes that are not UTF-8 are written as \\xe9."""
     return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
 
 
-def _describe(error: Exception) -> str:
-    """The problem in one line."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"invalid JSON at column {error.colno}: {error.msg}"
-    if isinstance(error, csv.Error) and "new-line" in str(error):
-        return "a line ends with \\r alone; save it with \\n line ends"
-    if "set_int_max_str_digits" in str(error):
-        return "a number has more than 4,300 digits; write it as text"
-    return one_line(error)
-
-
-def _open(span: Span) -> io.BufferedReader:
-    """The content of a file from the start of a span, decompressed, without the byte order mark
-    that some programs write."""
-    path = span.path
-    compression = COMPRESSIONS.get(os.path.splitext(path.lower())[1])
-    if "://" in path:
-        file = open_url(path)
-        if compression:
-            file = io.BufferedReader(pyarrow.CompressedInputStream(file, compression), 2**16)
-    elif not compression:
-        file = open(path, "rb")  # noqa: SIM115
-    elif not os.path.getsize(path):  # pyarrow takes it for no rows
-        raise ValueError("it has 0 bytes: it is truncated")
-    else:  # fsspec reads .zst only with a package more
-        packed: Any = pyarrow.CompressedInputStream(path, compression)
-        file = io.BufferedReader(packed, 2**16)
-    if span.start:
-        file.seek(span.start)
-    elif file.peek(3)[:3] == codecs.BOM_UTF8:
-        file.read(3)
-    return file
-
-
-def open_url(path: str) -> Any:
-    """A file of a store, by fsspec."""
-    import fsspec
-
-    return io.BufferedReader(fsspec.open(path, "rb").open(), 2**20)
-
-
-def _lines(file: io.BufferedReader, span: Span, place: Place) -> Iterator[bytes]:
-    """The lines of a span; each becomes the place."""
-    offset = 0 if span.stop is None else file.tell()
-    while (span.stop is None or offset < span.stop) and (line := file.readline()):
-        offset += len(line)
-        place.number += 1
-        yield line
-
-
-def _decode(data: bytes, place: Place) -> str:
-    """Text; an error has its line as the place."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        place.number = max(place.number, 1) + data.count(b"\n", 0, error.start)
-        raise
-
-
-def _read_jsonl(span: Span, columns: Columns | None, place: Place) -> Iterator[Any]:
-    with closing(_open(span)) as file:
-        # Split as bytes: JSON may hold characters that str.splitlines takes for line ends.
-        for line in _lines(file, span, place):
+def read_jsonl(path: str, columns: Columns | None) -> Numbered:
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
             if line.strip():
-                yield json.loads(line.decode())
+                yield number, json.loads(line)
 
 
-def _read_json(span: Span, columns: Columns | None, place: Place) -> Iterator[Any]:
-    """The objects of a list, or of lines, since many programs name .jsonl so."""
-    with closing(_open(span)) as file:
-        content = _decode(file.read(), place)
+def read_json(path: str, columns: Columns | None) -> Numbered:
+    """The objects of a list, one object, or lines of them, since many programs name .jsonl so."""
+    with open_text(path) as file:
+        text = file.read()
     try:
-        rows = json.loads(content)
+        rows = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and content.lstrip()[:1] == "{":
-            yield from _read_jsonl(span, columns, place)
-            return
-        place.number = error.lineno
-        raise
-    place.unit = "row"
-    if isinstance(rows, dict):  # one line
-        rows = [rows]
-    if not isinstance(rows, list):
-        raise ValueError("it holds no list of objects")
-    for place.number, row in enumerate(rows, 1):
-        yield row
+        if error.msg != "Extra data":
+            raise
+        return read_jsonl(path, columns)
+    return enumerate([rows] if isinstance(rows, dict) else rows, 1)
 
 
-def _read_csv(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
-    mark, names, last = tables.SEPARATORS[file_ending(span.path)], [], 0
-    with closing(_open(span)) as file:
-        rows = csv.reader(map(bytes.decode, _lines(file, span, place)), delimiter=mark, strict=True)
-        try:
-            for row in rows:
-                if mark == "\t" and place.number > last + 1 and any(mark in each for each in row):
-                    hint = 'write a text with " as "...""...", or save the rows as .jsonl'
-                    text = f'a " takes the lines to {place.number} as one text; {hint}'
-                    place.number = last + 1
-                    raise ValueError(text)
-                last = place.number
-                if row and not names:
-                    names = place.columns = row
-                elif row and len(row) != len(names):
-                    expected = f"the first line has {len(names)} fields"
-                    raise ValueError(f"{expected}, this one {len(row)}")
-                # Perhaps after a mark of UTF-8. One name alone may be a text.
-                elif row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
-                    raise ValueError("the column names stand here again: remove the line")
-                elif row:
-                    yield dict(zip(names, row, strict=True))
-        except csv.Error as error:
-            if "unexpected end of data" not in str(error):
-                raise
-            place.number = last + 1
-            raise ValueError('a " is opened and never closed') from None
-    if not names:
-        raise ValueError("it is empty: it has no column names")
+def read_csv(path: str, columns: Columns | None) -> Numbered:
+    mark = "\t" if file_ending(path) == ".tsv" else ","
+    with open_text(path) as file:
+        rows = csv.reader(file, delimiter=mark, strict=True)
+        names = next(filter(None, rows), [])
+        if not names:
+            raise ValueError("it is empty: it has no column names")
+        check_columns(names, columns)
+        last = rows.line_num
+        for row in rows:
+            number = rows.line_num
+            if mark == "\t" and number > last + 1 and any(mark in each for each in row):
+                hint = 'write a text with " as "...""...", or save the rows as .jsonl'
+                raise ValueError(f'a " takes the lines to {number} as one text; {hint}')
+            last = number
+            if row and len(row) != len(names):
+                problem = f"line {number} has {len(row)} fields"
+                raise ValueError(f"{problem}, the first line {len(names)}")
+            # Perhaps after a mark of UTF-8. One name alone may be a text.
+            if row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
+                raise ValueError(f"line {number} has the column names again: remove it")
+            if row:
+                yield number, dict(zip(names, row, strict=True))
 
 
-def _read_parquet(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
-    place.unit = "row"
+def read_parquet(path: str, columns: Columns | None) -> Numbered:
+    content: Any = path
+    if "://" in path:
+        import fsspec
+
+        content = fsspec.open(path, "rb").open()
     # Otherwise memory grows with the file, or with its largest group of rows.
-    content: Any = open_url(span.path) if "://" in span.path else span.path
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
-        names = place.columns = table.schema_arrow.names
-        wanted = tables.column_names(columns or {})
-        # datasets does not know the types of some others, such as maps.
-        fields = [each for each in table.schema_arrow if each.name in wanted]
+        names = table.schema_arrow.names
+        check_columns(names, columns)
+        # datasets does not know the types of some columns, such as maps.
+        fields = [each for each in table.schema_arrow if each.name in (columns or ())]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
         classes = class_names(Features.from_arrow_schema(schema))
-        if columns is not None:
-            names = [name for name in wanted if name in names]
-        groups = range(span.start, table.num_row_groups if span.stop is None else span.stop)
-        for batch in table.iter_batches(256, row_groups=groups, columns=names):
+        read = names if columns is None else schema.names
+        number = 0
+        for batch in table.iter_batches(256, columns=read):
             for row in batch.to_pylist():
-                place.number += 1
-                yield name_classes(row, classes)
+                number += 1
+                yield number, name_classes(row, classes)
 
 
-def _read_text(span: Span, columns: Columns, place: Place) -> Iterator[dict]:
-    if "group" in columns:
-        raise ValueError(f"a text has no column {columns['group']}; leave out task.group_column")
-    blank: dict[str, Any] = dict.fromkeys(columns)
-    if "label" in columns:
-        blank["label"] = _folder_of(span.path)
-    with closing(_open(span)) as file:
-        if not span.document:
-            yield blank | {"text": _decode(file.read(), place)}
-            return
-        place.number += 1
-        offset = 0 if span.stop is None else file.tell()
-        while span.stop is None or offset < span.stop:
-            if span.stop is not None and span.stop - offset <= span.document:
-                block = file.read(span.stop - offset)
-            else:
-                block = _read_block(file, span.document, span.document)
-            if not block:
-                return
-            text = _decode(block, place)
-            if not text.isspace():
-                yield blank | {"text": text}
-            offset += len(block)
-            place.number += block.count(b"\n")
-
-
-def _read_tar(span: Span, columns: Columns | None, place: Place) -> Iterator[dict]:
-    """The samples of a WebDataset: files whose names are equal up to the first dot. A row has the
-    keys of the .json, the .txt as `text`, and the .cls as `label`."""
-    place.unit = "sample"
-    with closing(_open(span)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-        files = (each for each in archive if each.isfile())
-        for _, own in itertools.groupby(files, lambda each: _split_name(each.name)[0]):
-            place.number += 1
-            row: dict[str, Any] = {}
-            for each in own:
-                ending = _split_name(each.name)[1].lower()
-                if ending == "json":
-                    row |= json.load(archive.extractfile(each))
-                elif ending in TAR_TEXTS:
-                    row[TAR_TEXTS[ending]] = archive.extractfile(each).read().decode()
-            yield row
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """The key of a file in a WebDataset, and its ending: what follows the first dot."""
-    folder, base = os.path.split(name)
-    key, _, ending = base.partition(".")
-    return os.path.join(folder, key), ending
-
-
-READERS: dict[str, Reader] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-    ".tar": _read_tar,  # as a shard of a stream
+READERS: dict[str, Callable[[str, Columns | None], Numbered]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
 }
+
+
+# ---- The Hub -------------------------------------------------------------------------------------
+
+
+def read_dataset(dataset: Dataset, columns: Columns, data: str) -> Iterator[Row]:
+    """The rows of a data set of the Hub, each with its place: with names in place of the numbers of
+    classes."""
+    part = dataset.select_columns([name for name in columns if name in dataset.column_names])
+    for name in part.column_names:  # decoded images would not fit into memory
+        if isinstance(part.features[name], Image):
+            part = part.cast_column(name, Image(decode=False))
+    classes = class_names(part.features)
+    for number, row in enumerate(part):
+        row = dict.fromkeys(columns) | name_classes(row, classes)
+        yield replace_surrogates(row), f"{one_line(data, 200)}, row {number}"
+
+
+def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
+    """The names of the classes of each column; None: it has none."""
+    return {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
+
+
+def name_classes(row: dict[str, Any], class_names: dict[str, list[str] | None]) -> dict[str, Any]:
+    """The row with names in place of the numbers of classes; -1, no class, becomes None."""
+    for column, value in row.items():
+        names = class_names.get(column)
+        if names and isinstance(value, list):
+            row[column] = [names[i] for i in value if i >= 0]
+        elif names and isinstance(value, int):
+            row[column] = names[value] if value >= 0 else None
+    return row

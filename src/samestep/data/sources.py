@@ -3,11 +3,10 @@
 Errors in the data are a ValueError of one line.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,10 +15,27 @@ from pydantic import Field
 from samestep.base.console import one_line
 from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields
 from samestep.base.workers import count_cores
-from samestep.core.inputs import LONGEST_PERIOD
 from samestep.data import hub
 
-HELD_OUT = "validation_fraction validation_rows group_column"  # fields that say which rows
+OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
+# Fields, and what reads them: one of these, or another field with this value. A line counts for the
+# tasks that have its fields.
+READ_BY = (
+    ("data_config data_split data_revision validation_split", HUB),
+    ("validation_fraction validation_rows group_column", HELD_OUT),
+    ("text_column text_pair_column label_column source_column target_column", OWN),
+    ("prompt_column completion_column chosen_column rejected_column", OWN),
+    ("messages_column tools_column image_column group_column", OWN),
+    ("text_column", "rows text"),
+    ("prompt_column completion_column", "rows prompt", "rows chat"),
+    ("messages_column tools_column train_on", "rows chat"),
+    ("overlong", "rows prompt", "rows chat", "packing best_fit"),
+    ("lanes", "streaming True"),
+    ("label_smoothing", "loss_type sigmoid"),
+    ("simpo_gamma", "loss_type simpo"),
+    ("dropout", "architecture vit", "architecture resnet"),
+    ("stages", "architecture resnet", "architecture resnet_batchnorm"),
+)
 ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 Lanes = Annotated[int, Field(ge=1, le=65_536)]
 
@@ -53,10 +69,10 @@ class DataConfig:
     validation_fraction: Fraction = 0.1
     """Fraction of the training rows held out for evaluation, about. A hash of each row's content
     decides: the choice is the same on every machine, equal rows stay on one side, and no row is
-    held out of more data that was trained on before, but the only one that a class had."""
+    held out of more data that was trained on before."""
     validation_rows: ValidationRows = 1000
-    """Maximum number of rows that are held out, of causal_lm of sequences (4 bytes a token): an
-    evaluation of 1,000 rows takes about a tenth of the time of 100 steps of 32 samples."""
+    """Maximum number of rows that are held out: an evaluation of 1,000 rows takes about a tenth of
+    the time of 100 steps of 32 samples."""
     group_column: str = ""
     """Column whose value says what belongs together (a patient, a conversation): rows with one
     value are all held out, or none; empty: rows that are equal."""
@@ -74,24 +90,22 @@ class DataConfig:
 
 @dataclass
 class StreamConfig(DataConfig):
-    """Fields of a task whose rows can be read from shards."""
+    """Fields of causal_lm, whose rows can be read from shards."""
 
     streaming: bool = False
     """Read rows while the model trains, and prepare only those to evaluate on: task.data is a
-    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet or .tar
-    files (WebDataset), and of texts of .txt files."""
+    folder, or a URL such as s3://bucket/folder, of .jsonl, .json, .csv, .tsv, .parquet, .txt or .md
+    files."""
     lanes: Lanes = 4
     """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
 
 
-def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: bool = False) -> None:
+def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
-    `shipped`: names of data that the task brings along. `reads_groups`: whether the task reads
-    group_column. Makes a list in `data` a text.
+    `shipped`: names of data that the task brings along.
     """
-    cfg.data = data_as_text(cfg.data)
     check_fields(cfg, [("cache_dir", cfg.cache_dir, "a folder")])
     sources = [each.data for each in split_data(cfg.data)]
     for data in sources:
@@ -102,27 +116,47 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str], reads_groups: boo
             name = "data" if given in sources else "validation_data"
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
-    if streaming is not None:
+    if streaming:
         check_streaming(cfg, shipped)
-    on_hub = any(each not in shipped and hub.is_hub_name(each) for each in sources)
-    no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
-    split = on_hub and not cfg.validation_data
-    held_out = not (cfg.validation_data or cfg.validation_split)
-    rules = [
-        ("data_config data_split data_revision validation_split", on_hub, no_hub),
-        ("validation_split", split, "beside task.validation_data"),
-        (HELD_OUT, held_out, "when validation rows are given"),
-        ("group_column", reads_groups, "with this task"),
-        ("group_column", not {*sources} & {*shipped}, f"where task.data is {cfg.data}"),
-    ]
-    check_ignored_fields(cfg, rules)
+    both = cfg.validation_split and cfg.validation_data
+    check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
+    check_read(cfg, shipped)
+
+
+def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> None:
+    """Raises ValueError for the first field that is set although nothing reads it: see READ_BY.
+
+    `rows`: their kind, where task.rows leaves it open.
+    """
+    sources = {each.data for each in split_data(cfg.data)} - {*shipped}
+    facts = {OWN} if sources else set()
+    if any(map(hub.is_hub_name, sources)):
+        facts.add(HUB)
+    if not (cfg.validation_data or cfg.validation_split):
+        facts.add(HELD_OUT)
+    own = {each.name for each in fields(cfg)}
+    for names, *readers in READ_BY:
+        known = " ".join(each for each in names.split() if each in own)
+        if readers[0] in OF_DATA:
+            is_read = readers[0] in facts
+        elif readers[0].split()[0] in own:
+            is_read = any(has_value(cfg, each, rows) for each in readers)
+        else:
+            continue
+        check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
+
+
+def has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
+    """Whether a field has the value that READ_BY names."""
+    name, wanted = reader.split()
+    value = str(getattr(cfg, name))
+    if name == "rows" and value == "auto":
+        return rows in (wanted, "auto")
+    return value == wanted
 
 
 def check_streaming(cfg: Any, bundled: Any) -> None:
     """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
-    if not cfg.streaming:
-        check_ignored_fields(cfg, [("lanes", False, "unless task.streaming is true")])
-        return
     held = "empty while task.streaming is true: whole shards are held out"
     rules = [
         ("data", "," not in cfg.data, "one folder or URL of shards"),
@@ -138,25 +172,10 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
 # ---- Several sources -----------------------------------------------------------------------------
 
 
-def data_as_text(data: str | list[dict]) -> str:
-    """`data` as text: a list of {path, weight} becomes PATH:WEIGHT,PATH:WEIGHT.
-
-    Raises ValueError for other entries.
-    """
-    if isinstance(data, str):
-        return data
-    for each in data:
-        whole = type(each.get("weight", 1)) is int and isinstance(each.get("path"), str)
-        if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
-            hint = "give a path, without a comma, and a whole weight: {path: a.jsonl, weight: 2}"
-            raise ValueError(f"task.data: an entry is {one_line(each, 100)}; {hint}")
-    return ",".join(f"{each['path']}:{each.get('weight', 1)}" for each in data)
-
-
 def split_data(data: str) -> list[WeightedData]:
     """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
 
-    Raises ValueError for weights that cannot be, and for a source that is named twice.
+    Raises ValueError for what is no whole weight, and for a source that is named twice.
     """
     if os.path.lexists(os.path.expanduser(data)) or not re.search(r",|:\d+$", data):
         return [WeightedData(data, 1, data)]
@@ -168,13 +187,9 @@ def split_data(data: str) -> list[WeightedData]:
             hint = "give each as PATH:WEIGHT, with a whole weight of at least 1"
             raise ValueError(f"task.data: one of its sources is {shown}; {hint}")
         found.append((name, int(weight or 1)))
-    paths, weights = zip(*found, strict=True)
+    paths = [path for path, _ in found]
     if len({os.path.realpath(os.path.expanduser(path)) for path in paths}) < len(paths):
         raise ValueError(f"task.data: {data} names a source twice; add its weights")
-    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
-        hint = f"give some in about the same proportion, with a sum of at most {LONGEST_PERIOD:,}"
-        fine = ", ".join(map(str, weights))
-        raise ValueError(f"task.data: the weights {fine} are too fine; {hint}")
     names = [Path(path).name or path for path in paths]
     names = names if len({*names}) == len(names) else paths
     return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
@@ -192,10 +207,6 @@ def field_of(split: str, cfg: DataConfig) -> str:
 
 class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
-
-
-class UselessRow(IncompleteRow):
-    """A row from which nothing can be learnt: it is counted and left out, whatever the config."""
 
 
 def require_value(name: str, value: Any) -> None:

@@ -20,17 +20,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, local_path
-from samestep.data import demo_data, hub, labels, readers, sources
-from samestep.data.folders import IMAGES, TABLES, check_class_folders, file_ending, files_below
-from samestep.data.rows import RowFormat, find_inputs, keep, load_rows
-from samestep.data.tables import Columns
+from samestep.base.fields import check_fields, local_path
+from samestep.data import demo_data, hub, labels, sources
+from samestep.data.files import IMAGES, TABLES, File, file_ending, files_below
+from samestep.data.rows import Input, RowFormat, find_inputs, keep, load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
 BUNDLED = "digits"
-FIELDS = "image_column label_column unreadable_images background incomplete_rows"
-SKIP = "--task.unreadable_images skip leaves"
+SKIP = "--task.incomplete_rows skip leaves"
 SHOWN = 10  # images that are named where many cannot be decoded
 COLUMNS = {
     "path": datasets.Value("binary"),  # as the file system has it: a name may be no text
@@ -63,13 +61,6 @@ def check_config(cfg: Any) -> None:
     if is_vit and is_new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
     check_fields(cfg, rules)
-    dropping = cfg.architecture in ("vit", "resnet")
-    ignored = [
-        ("dropout", dropping, "unless architecture is vit or resnet"),
-        ("stages", not is_vit, "unless architecture is resnet or resnet_batchnorm"),
-        (FIELDS, not is_bundled, "where task.data is digits"),
-    ]
-    check_ignored_fields(cfg, ignored)
     pretrained.check_unread(cfg)
 
 
@@ -103,13 +94,14 @@ def named_files(cfg: Any) -> list[str]:
     found: dict[str, None] = {}
     endings = [each for each in extensions_of(cfg) if each in TABLES]
     for field, root in local_data(cfg).items() if endings else ():
-        for path in [path for _, path in files_below(root) if file_ending(path) in endings]:
-            if holds_images(path, cfg.image_column):
-                continue
-            for span in readers.spans_of(Path(path)):
-                for row, _ in readers.read_span(span, {"image": cfg.image_column}, (), field):
-                    if isinstance(row["image"], str) and os.path.isfile(row["image"]):
-                        found[row["image"]] = None
+        paths = [path for _, path in files_below(root) if file_ending(path) in endings]
+        files = [File(path, "", 0) for path in paths if not holds_images(path, cfg.image_column)]
+        columns = {cfg.image_column: True}
+        table = Input(field, root, "", files, columns=columns, paths=cfg.image_column)
+        for row, _ in table.rows() if files else ():
+            image = row[cfg.image_column]
+            if isinstance(image, str) and os.path.isfile(image):
+                found[image] = None
     return [*found]
 
 
@@ -126,72 +118,55 @@ def holds_images(table: str, column: str) -> bool:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize(row: dict, skip: bool, background: str) -> tuple[dict[str, Any], list[str]]:
+def normalize(row: dict, cfg: Any) -> dict[str, Any]:
     """The path or the bytes of an image, a digest of its file, and the name of its class.
 
-    Raises IncompleteRow for a row without an image or a class, UselessRow for a file that is no
-    image, where `skip` says so, and otherwise ValueError.
+    Raises IncompleteRow for a row without an image or a class, and for a file that is no image.
     """
-    image = row["image"]
+    image, label = row[cfg.image_column], row[cfg.label_column]
     if isinstance(image, dict):  # as the Hub has them
         image = image.get("bytes") or image.get("path")
     sources.require_value("image", image)
-    sources.require_value("label", row["label"])
+    sources.require_value("label", label)
     if not isinstance(image, str | bytes):
         raise ValueError(f"the image is {image!r:.60}; give a path")
-    label = labels.parse_class(row["label"])
+    stored: dict[str, Any] = {"label": labels.parse_class(label)}
     try:
-        with images.open_image(image) as opened:
+        with images.open_image(image):
             content = Path(image).read_bytes() if isinstance(image, str) else image
-            is_clear = opened.has_transparency_data
-            remarks = [f"transparent parts, if any, are put on {background}"] if is_clear else []
     except Exception as error:  # each decoder has its own
-        if skip:
-            raise sources.UselessRow("unreadable") from None
-        raise ValueError(f"{one_line(error)}; {SKIP} such images out") from None
-    stored: dict[str, Any] = {"digest": hashlib.sha256(content).hexdigest(), "label": label}
-    stored |= {"path": os.fsencode(image)} if isinstance(image, str) else {"bytes": image}
-    return stored, remarks
+        raise sources.IncompleteRow(one_line(error)) from None
+    stored["digest"] = hashlib.sha256(content).hexdigest()
+    return stored | ({"path": os.fsencode(image)} if isinstance(image, str) else {"bytes": image})
 
 
 def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, Any]]:
     """The columns of COLUMNS as splits train and validation, and how `map` decodes them.
 
-    Of each class an image is held out, and one is trained on. The image processor and the names of
-    the classes are saved in `folder`; a run that resumes finds its own there.
+    The image processor and the names of the classes are saved in `folder`; a run that resumes finds
+    its own there.
     """
     image_data.prepare_processor(cfg, folder)
-    extensions = extensions_of(cfg)
-    inputs = find_inputs(cfg, {BUNDLED: demo_data.digit_rows}, extensions)
-    for each in inputs if extensions == IMAGES else ():
-        check_class_folders(each.files, each.data, each.field)
-    columns: Columns = {"image": cfg.image_column, "label": cfg.label_column}
-    skip = cfg.unreadable_images == "skip"
-    form = RowFormat(
-        partial(normalize, skip=skip, background=cfg.background),
-        COLUMNS,
-        columns,
-        key=itemgetter("digest"),
-    )
-    rows = load_rows(
-        inputs,
-        cfg,
-        form,
-        stratify="label",
-        plural="images",
-        nothing_held="no image of {data} can be held out to evaluate on, since each class has one; "
-        "add others, or give --task.validation_data PATH",
-    )
-    classes = datasets.ClassLabel(names=name_classes(rows, cfg, folder))
+    bundled = {BUNDLED: demo_data.digit_rows}
+    inputs = find_inputs(cfg, bundled, extensions_of(cfg), in_classes=True)
+    for each in inputs:
+        each.columns = {cfg.image_column: True, cfg.label_column: True}
+        each.paths = cfg.image_column
+    form = RowFormat(partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
+    rows = load_rows(inputs, cfg, form)
+    is_given = any(each.is_validation for each in inputs)
+    classes = datasets.ClassLabel(names=name_classes(rows, cfg, folder, is_given))
     return rows, decode_options(rows, classes, cfg, image_data.stored_side(cfg, folder))
 
 
-def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path) -> list[str]:
+def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) -> list[str]:
     """The names of the classes, sorted, or those in the `folder` of a run that resumes.
 
     Raises ValueError for one class alone, and for a class without training images.
     """
-    names = labels.read(folder).get("names") or sorted(rows["train"].unique("label"))
+    own = [rows["train"]] if is_given else [*rows.values()]  # also those that are held out
+    found = {name for part in own for name in part.unique("label")}
+    names = labels.read(folder).get("names") or sorted(found)
     if len(names) < 2:
         text = f"{cfg.data} has one class, {names[0]:.60}; give at least two classes"
         raise ValueError(f"task.data: {text}")
@@ -257,7 +232,7 @@ def decode(batch: dict[str, list], side: int, background: str, stored: bool) -> 
 def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
     """The rows whose images could be decoded.
 
-    Raises ValueError for the first that could not, unless cfg.unreadable_images is skip.
+    Raises ValueError for the first that could not, unless cfg.incomplete_rows is skip.
     """
     count = sum(map(len, rows.values()))
     good = {s: pc.equal(part.data.column("problem"), "").to_numpy() for s, part in rows.items()}
@@ -265,11 +240,11 @@ def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
     for split, part in rows.items():
         for i in np.flatnonzero(~good[split])[:SHOWN].tolist():
             text = f"{part[i]['place']}: {part[i]['problem']}"
-            if cfg.unreadable_images == "refuse":
+            if cfg.incomplete_rows == "refuse":
                 text += f"; of {count:,} images {number:,} cannot be decoded; {SKIP} them out"
                 raise ValueError(f"task.{sources.field_of(split, cfg)}: {text}")
             print(f"Preparing data: left out: {text}", flush=True)
         if not good[split].all():
-            part = keep(part, np.flatnonzero(good[split]))
+            part = keep(part, good[split])
         rows[split] = part.remove_columns("problem")
     return rows

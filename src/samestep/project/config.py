@@ -338,7 +338,7 @@ OTHER_NAMES = {
         "accelerator_options in train.py takes DDP's arguments"
     ),
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
-    "streaming task.streaming": "tasks of texts stream; this one prepares its rows",
+    "streaming task.streaming": "causal_lm streams; this task prepares its rows",
 }
 
 

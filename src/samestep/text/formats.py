@@ -6,7 +6,6 @@ JSON text: a column of `datasets` for JSON rounds numbers.
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,14 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 import torch
 
-from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields, local_path
+from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
-from samestep.data.folders import TABLES, file_ending
+from samestep.data.files import TABLES, TEXTS, split_shards
+from samestep.data.readers import Columns
 from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
 from samestep.data.sources import check_data_config, split_data
-from samestep.data.tables import Columns
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
 from samestep.streaming.row_streams import RowStream
@@ -31,25 +28,16 @@ from samestep.text import chats, sequences, tokenizing
 from samestep.text.sequences import Sequences
 from samestep.text.tokenizing import Tokens
 
-EXTENSIONS = (".txt", *TABLES)
-PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
-COLUMN_FIELDS = {
-    "text": "text_column",
-    "prompt": "prompt_column completion_column",
-    "chat": "messages_column tools_column",
-}
-# The columns of each kind of rows by their roles, the more structured formats first.
-KNOWN: list[tuple[str, dict[str, str]]] = [
-    ("chat", {"messages": "messages"}),
-    ("chat", {"messages": "conversations"}),  # ShareGPT
-    ("chat", {"instruction": "instruction", "output": "output"}),  # Alpaca
-    ("prompt", {"prompt": "prompt", "completion": "completion"}),
-    ("text", {"text": "text"}),
+# The columns of each kind of rows, the more structured formats first.
+KNOWN: list[tuple[str, list[str]]] = [
+    ("chat", ["messages"]),
+    ("chat", ["conversations"]),  # ShareGPT
+    ("chat", ["instruction", "output"]),  # Alpaca
+    ("prompt", ["prompt", "completion"]),
+    ("text", ["text"]),
 ]
 BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 SEQUENCES = 64  # of a block of a stream, at least
-# Roles whose column may be missing. No field names a column of Alpaca.
-OPTIONAL = ("tools", "instruction", "input", "output")
 KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
@@ -58,7 +46,7 @@ KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text":
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS, reads_groups=True)
+    check_data_config(cfg, demo_data.TEXTS)
     pretrained.check_unread(cfg)
     chats.check_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
@@ -84,7 +72,6 @@ def named_kinds(cfg: Any) -> list[str]:
 
 def check_rows(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    chats.read_names(cfg.roles)
     data = [each.data for each in split_data(cfg.data)]
     shipped = [each for each in data if each in demo_data.TEXTS]
     for each in shipped:
@@ -93,29 +80,12 @@ def check_rows(cfg: Any) -> None:
         check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
     differ = cfg.completion_column != cfg.prompt_column
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    where = f"where task.data is {one_line(cfg.data, 60)}"
-    names = " ".join(COLUMN_FIELDS.values())
-    unread = [
-        (names, len(shipped) < len(data), where),
-        ("file_extensions", not cfg.streaming, "while task.streaming is true"),
-    ]
-    check_ignored_fields(cfg, unread)
-    kind = cfg.rows
-    if kind == "auto" and named_kinds(cfg):
-        kind = named_kinds(cfg)[0]
-    check_kind(cfg, kind)
+    named = named_kinds(cfg)
+    sources.check_read(cfg, demo_data.TEXTS, named[0] if named else "auto")
+    check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
-def check_kind(cfg: Any, kind: str) -> None:
-    """Raises ValueError for fields that nothing reads where the rows are of this kind."""
-    where = f"where task.rows is {kind}"
-    ignored = []
-    for each, names in COLUMN_FIELDS.items():
-        more = " train_on roles" if each == "chat" else ""
-        ignored.append((names + more, kind in ("auto", each), where))
-    is_packed = kind in ("prompt", "chat") or cfg.packing == "best_fit"
-    ignored.append(("overlong", kind == "auto" or is_packed, "unless task.packing is best_fit"))
-    check_ignored_fields(cfg, ignored)
+def check_packing(cfg: Any, kind: str) -> None:
     stream = kind in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
 
@@ -134,40 +104,33 @@ def check_context_parallel(cfg: Any) -> None:
     check_fields(cfg, rules)
 
 
-def extensions_of(more: str) -> tuple[str, ...]:
-    """The extensions of files that are read: tables, .txt, and more as texts."""
-    own = [each.strip().lower() for each in more.split(",") if each.strip()]
-    for each in own:
-        if not re.fullmatch(r"(\.[\w+-]+)+", each) or file_ending(f"x{each}") in TABLES:
-            problem = f"{each!r:.30} cannot be read as text"
-            raise ValueError(f"task.file_extensions: {problem}; write for example .md,.py")
-    return (*EXTENSIONS, *own)
-
-
 def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
-    """The kind of a source's rows, and their columns by role: fields decide; where they leave it
-    open, the names of columns do. Bundled data has no columns.
+    """The kind of a source's rows, and the columns that are read: fields decide; where they leave
+    it open, the names of columns do.
 
     Raises ValueError for columns of no known format.
     """
-    if source.bundled:
-        return bundled_kind(source.data, cfg.rows), {}
     named = named_kinds(cfg)
     kind = named[0] if named and cfg.rows == "auto" else cfg.rows
-    if kind in ("text", "prompt", *named):
-        roles = [role for role, own in KINDS.items() if own == kind]
-        columns: Columns = {role: getattr(cfg, f"{role}_column") for role in roles}
+    if source.bundled:
+        kind = bundled_kind(source.data, cfg.rows)
+    if source.bundled or kind in ("text", "prompt", *named):
+        columns = [getattr(cfg, f"{role}_column") for role, own in KINDS.items() if own == kind]
     else:
         formats = [each for each in KNOWN if kind in ("auto", each[0])]
-        fitting = [each for each in formats if {*each[1].values()} <= {*source.names}]
+        fitting = [each for each in formats if {*each[1]} <= {*source.first}]
         if not fitting:
             raise unknown_columns(source, cfg.rows, [columns for _, columns in formats])
-        kind = fitting[0][0]
-        columns = {**fitting[0][1]}
-    more = {"input": "input"}
-    if "messages" in columns:
-        more = {"tools": cfg.tools_column} if cfg.tools_column else {}
-    return kind, columns | more if kind == "chat" else columns
+        kind, columns = fitting[0]
+    found = dict.fromkeys(columns, True)
+    prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
+    if kind == "prompt" and any(isinstance(chats.parse_messages(v), list) for v in prompt):
+        return "chat", found
+    if "instruction" in columns:
+        found["input"] = False
+    elif kind == "chat" and cfg.tools_column:
+        found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
+    return kind, found
 
 
 def bundled_kind(name: str, rows: str) -> str:
@@ -177,12 +140,12 @@ def bundled_kind(name: str, rows: str) -> str:
     return "prompt" if name == "docstrings" else "text"
 
 
-def unknown_columns(source: Input, rows: str, formats: list[dict[str, str]]) -> ValueError:
+def unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
-    if not source.names:
+    if not source.first:
         return ValueError(f"task.data: there is no text in {source.data}")
-    there = ", ".join(source.names)[:100]
-    forms = ", ".join(" + ".join(columns.values()) for columns in formats)
+    there = ", ".join(source.first)[:100]
+    forms = ", ".join(map(" + ".join, formats))
     fields = "--task.messages_column"
     if rows == "auto":
         texts = "--task.text_column, --task.prompt_column and --task.completion_column"
@@ -203,101 +166,91 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     bundled: dict[str, Any] = {}
     for name in demo_data.TEXTS:
         bundled[name] = partial(demo_data.text_rows, name, bundled_kind(name, cfg.rows))
-    inputs = find_inputs(cfg, bundled, extensions_of(cfg.file_extensions))
-    formats = {each.data: recognize_format(each, cfg) for each in inputs if not each.is_validation}
-    kinds = {kind: data for data, (kind, _) in formats.items()}
+    inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
+    kinds = {}
+    for each in inputs:
+        # Rows to evaluate on are read as those of the first source, unless they are of one.
+        same = next((own for own in inputs if own.name == each.name), inputs[0])
+        kind, each.columns = recognize_format(same, cfg)
+        kinds[kind] = same.data
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
-    check_kind(cfg, cfg.rows)
-    found = load_rows(
-        inputs,
-        cfg,
-        row_format(cfg, {name: columns for name, (_, columns) in formats.items()}),
-        group=key_of,
-        maximum_bytes=BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows,
-        plural=PLURALS[cfg.rows],
-    )
-    if cfg.tools_column not in ("", "tools") and cfg.rows == "chat" and not cfg.streaming:
-        tools = [rows.data.column("tools") for rows in found.values()]
-        if not any(pc.any(pc.not_equal(each, "[]")).as_py() for each in tools):
-            name = cfg.tools_column
-            raise ValueError(f"task.tools_column: no row has tools in a column {name:.60}")
+    sources.check_read(cfg, demo_data.TEXTS)
+    check_packing(cfg, cfg.rows)
+    found = load_rows(inputs, cfg, row_format(cfg))
     return found
 
 
-def row_format(cfg: Any, columns: dict[str, Columns] | None = None) -> RowFormat:
-    """How rows of the kind cfg.rows are read. `columns`: of sources by their names; None: each is
-    looked at."""
-    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages", "tools"]}
-    normalize: Any = {"text": normalize_text, "prompt": normalize_prompt}.get(cfg.rows)
-    if cfg.rows == "chat":
-        known = chats.read_names(cfg.roles)
-        normalize = partial(normalize_chat, train_on=cfg.train_on, names=known)
+def row_format(cfg: Any) -> RowFormat:
+    """How rows of the kind cfg.rows are read."""
+    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
+    normalize = {"text": normalize_text, "prompt": normalize_prompt, "chat": normalize_chat}
     features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    chosen = partial(choose_columns, cfg, columns)
-    return RowFormat(normalize, features, chosen, OPTIONAL, EXTENSIONS)
+    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=key_of)
 
 
-def choose_columns(cfg: Any, columns: dict[str, Columns] | None, source: Input) -> Columns:
-    """Those of a source. Rows to evaluate on have those of the first, unless they are a source."""
-    if columns is None:
-        return recognize_format(source, cfg)[1]
-    return columns.get(source.data, next(iter(columns.values())))
+def normalize_text(row: dict, cfg: Any) -> dict[str, str]:
+    """The text of a row; raises ValueError for what is none."""
+    text = row.get(cfg.text_column)
+    sources.require_text("text", text)
+    return {"text": text}
 
 
-def normalize_text(row: dict) -> tuple[dict[str, str], list[str]]:
-    """The row, whose values are texts; raises ValueError for another. A prompt may be blank."""
-    for name, value in row.items():
-        if name != "prompt" or not isinstance(value, str):
-            sources.require_text(name, value)
-    return row, []
+def normalize_prompt(row: dict, cfg: Any) -> dict[str, str]:
+    """A prompt, which may be blank, and its completion."""
+    prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
+    if not isinstance(prompt, str):
+        sources.require_text("prompt", prompt)
+    sources.require_text("completion", completion)
+    return {"prompt": prompt, "completion": completion}
 
 
-def normalize_prompt(row: dict) -> tuple[dict[str, str], list[str]]:
-    """A prompt and its completion: texts, or messages of TRL's form as JSON text."""
-    found = [chats.parse_messages(row[name], name) for name in ("prompt", "completion")]
-    if not any(isinstance(each, list) for each in found):
-        return normalize_text(row)
-    for name, each in zip(("prompt", "completion"), found, strict=True):
-        if not isinstance(each, list):
-            raise ValueError(f"the {name} is text, but the other has messages; give both as one")
-    prompt, completion = found
-    chat = {"messages": [*prompt, *completion]}
-    remarks = chats.normalize_chat(chat)
-    for number, message in enumerate(chat["messages"]):
-        if number < len(prompt):
-            message["weight"] = 0
-    messages = chat["messages"]
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"the completion ends with a message of the {messages[-1]['role']}")
-    parts = messages[: len(prompt)], messages[len(prompt) :]
-    stored = [json.dumps(each, ensure_ascii=False) for each in parts]
-    return dict(zip(("prompt", "completion"), stored, strict=True)), ["are messages", *remarks]
-
-
-def normalize_chat(row: dict, train_on: str, names: dict) -> tuple[dict[str, str], list[str]]:
+def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
     """Messages and tools as JSON text: see chats.normalize_chat."""
-    remarks = chats.normalize_chat(row, train_on, names)
+    context = 0  # messages
+    if "instruction" in row:
+        chat = {name: row.get(name) for name in ("instruction", "input", "output")}
+    elif cfg.completion_column in row:  # as TRL has them
+        prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
+        prompt, completion = map(messages_of, (prompt, completion), ("prompt", "completion"))
+        chat, context = {"messages": [*prompt, *completion]}, len(prompt)
+    else:
+        named = cfg.messages_column
+        chat = {"messages": row[named] if named in row else row.get("conversations")}
+        chat["tools"] = row.get(cfg.tools_column)
+    chats.normalize_chat(chat, cfg.train_on)
+    for message in chat["messages"][:context]:
+        message["weight"] = 0
+    if context and chat["messages"][-1]["role"] != "assistant":
+        role = chat["messages"][-1]["role"]
+        raise ValueError(f"the completion ends with a message of the {role}")
     # Parquet has dates, which JSON has not.
-    text = json.dumps(row["messages"], ensure_ascii=False, default=str)
-    tools = json.dumps(row.get("tools", []), ensure_ascii=False, default=str)
-    return {"messages": text, "tools": tools}, remarks
+    return {"chat": json.dumps(chat, ensure_ascii=False, default=str)}
+
+
+def messages_of(value: Any, name: str) -> list[dict]:
+    """The messages of a prompt or a completion; raises ValueError for a text beside messages."""
+    sources.require_value(name, value)
+    found = chats.parse_messages(value)
+    if not isinstance(found, list):
+        raise ValueError(f"the {name} is text; give messages as both prompt and completion")
+    return found
 
 
 def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     """Texts of rows, evenly spread, to train a tokenizer on."""
     names = [name for name in rows.column_names if name not in ("source", "place")]
     for row in tokenizing.spread_rows(rows, names):
-        yield from chats.chat_texts(chats.as_chat(row)) if chats.is_chat(row) else row.values()
+        yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
 
 
 def key_of(row: dict) -> str:
-    """Text that decides whether a row is held out."""
+    """Text that equal rows have in common."""
     if "text" in row:
         return row["text"]
-    return json.dumps(chats.as_chat(row) if chats.is_chat(row) else row)
+    return json.dumps(chats.as_chat(row) if "chat" in row else row)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -306,17 +259,12 @@ def key_of(row: dict) -> str:
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     template = chats.read_template(cfg.chat_template)
-    is_chat_task = cfg.rows == "chat" or (cfg.rows == "prompt" and chats.is_chat(rows[0]))
-    default = chats.CHAT_TEMPLATE if is_chat_task else ""
+    default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
     options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
     if not is_packed(cfg):
         options["lengths"] = ["context_length"]
     texts = texts_of(rows)
-    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
-    if is_chat_task:
-        found = filter(chats.is_chat, tokenizing.spread_rows(rows, rows.column_names))
-        chats.say_unread_keys(map(chats.as_chat, found), tokenizer)
-    return tokenizer
+    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
@@ -341,11 +289,10 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
             tokens = np.concatenate([begin, ids, end]).astype(np.int32)
             found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
     else:
-        shown: set = set()  # kinds of chats that the template was found to show
         places = batch.get("place") or ["a row"] * len(rows)
         for row, source, place in zip(rows, sources_of_rows, places, strict=True):
-            if chats.is_chat(row):
-                texts = chats.render_chat(chats.as_chat(row), place, tokenizer, shown)
+            if "chat" in row:
+                texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
                 found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), source))
@@ -366,7 +313,8 @@ def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     make = partial(make_sequences, cfg=cfg, folder=data.folder, longest=longest)
     size = SEQUENCES * cfg.context_length * BYTES_A_TOKEN
-    return RowStream(cfg, row_format(cfg), make, size), validation
+    columns = recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
+    return RowStream(cfg, row_format(cfg), columns, make, size), validation
 
 
 def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:

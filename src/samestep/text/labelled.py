@@ -1,22 +1,20 @@
 """Texts, or pairs of texts, with labels: read, held out, tokenized, and shown as rows."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from samestep.base.fields import check_fields, check_ignored_fields
+from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
-from samestep.data.folders import TABLES, check_class_folders, file_ending
+from samestep.data.files import TABLES
+from samestep.data.files import TEXTS as TEXT_FILES
 from samestep.data.labels import MULTI, NUMBER, SINGLE
 from samestep.data.rows import RowFormat, find_inputs, load_rows
-from samestep.data.tables import Columns
 from samestep.data.views import Rows
 from samestep.models import classification, next_token, pretrained
-from samestep.streaming.row_streams import RowStream
 from samestep.text import tokenizing
 
 TEXTS = ("text", "text_pair")
@@ -32,81 +30,56 @@ TRAINED: dict[str, Any] = {"first": [*SPECIAL.values()], "begin": "[CLS]", "end"
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields of the data and the model that do not fit each other."""
-    sources.check_data_config(cfg, ["stdlib"], reads_groups=True)
+    sources.check_data_config(cfg, ["stdlib"])
     data = {each.data for each in sources.split_data(cfg.data)}
     single = cfg.problem_type == SINGLE
-    columns = labels.split_names(cfg.label_columns)
-    distinct = len({*columns} - {""}) == len(columns) > 1
     shortest = 6 if cfg.text_pair_column else 3
     other_column = not cfg.text_pair_column or cfg.text_pair_column != cfg.text_column
     unless = "unless task.problem_type is"
     rules = [
         ("problem_type", single or "stdlib" not in data, f"{SINGLE} for task.data stdlib"),
         ("class_weights", single or cfg.class_weights == "none", f"none, {unless} {SINGLE}"),
-        ("class_weights", not cfg.streaming or cfg.class_weights == "none", "none for a stream"),
-        ("label_columns", cfg.problem_type == MULTI or not columns, f"empty, {unless} {MULTI}"),
-        ("label_columns", distinct or not columns, "names with commas between them, two or more"),
         ("max_length", cfg.max_length >= shortest, f"at least {shortest}, with special tokens"),
         ("text_pair_column", other_column, "another column than task.text_column"),
         pretrained.width_rule(cfg),
     ]
     check_fields(cfg, rules)
-    names = "text_column text_pair_column label_column"
-    fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
-    beside = ("label_column", not columns, "beside task.label_columns")
-    check_ignored_fields(cfg, [fixed, beside])
     pretrained.check_unread(cfg)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize(row: dict, label_columns: list[str], problem_type: str) -> tuple[dict, list[str]]:
-    """The row with its label parsed; raises ValueError for one without a text or a label."""
-    for role, name in zip(TEXTS, ("text", "second text"), strict=True):
-        if role in row:
-            sources.require_text(name, row[role])
-    labels.parse_row_label(row, label_columns, problem_type)
-    return row, []
-
-
-def row_format(cfg: Any) -> RowFormat:
-    """How rows are read: `text`, `text_pair` of pairs, and the parsed label are stored."""
-    kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
-    kinds[MULTI] = datasets.List(datasets.Value("string"))
-    several = labels.split_names(cfg.label_columns)
-    columns: Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
+def normalize(row: dict, cfg: Any) -> dict[str, Any]:
+    """The texts of a row and its label, parsed; raises ValueError for one without them."""
+    found = {"text": row[cfg.text_column]}
+    sources.require_text("text", found["text"])
     if cfg.text_pair_column:
-        columns["text_pair"] = cfg.text_pair_column
-    names = [name for name in TEXTS if name in columns]
-    return RowFormat(
-        partial(normalize, label_columns=several, problem_type=cfg.problem_type),
-        {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
-        columns,
-    )
+        found["text_pair"] = row[cfg.text_pair_column]
+        sources.require_text("second text", found["text_pair"])
+    found["label"] = labels.read_label(row, cfg)
+    return found
 
 
 def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
-    labels.encode makes of the label. Of each class a row is held out, and one is trained on."""
+    labels.encode makes of the label."""
     tokenizing.check_lengths(cfg, "max_length")
-    more = () if cfg.streaming else (".txt",)  # a file is a row
-    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, (*more, *TABLES))
-    for each in inputs:
-        texts = [path for path in each.files if file_ending(path) == ".txt"]
-        check_class_folders(texts, each.data, each.field)
-    form = row_format(cfg)
-    names = [name for name in TEXTS if name in form.features]
-    rows = load_rows(
-        inputs,
-        cfg,
-        form,
+    kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
+    kinds[MULTI] = datasets.List(datasets.Value("string"))
+    names = TEXTS if cfg.text_pair_column else TEXTS[:1]
+    form = RowFormat(
+        partial(normalize, cfg=cfg),
+        {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         group=lambda row: "\0".join(row[name] for name in names),
-        stratify="label" if cfg.problem_type == SINGLE else "",
-        nothing_held="no row of {data} can be held out: there is no second text, or each is a "
-        "class of its own (is task.label_column right?); add rows",
     )
-    return labels.encode(rows, cfg, folder)
+    endings = (*TABLES, *TEXT_FILES)
+    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, endings, in_classes=True)
+    columns = [cfg.text_column, cfg.text_pair_column, cfg.label_column]
+    for each in inputs:
+        each.columns = dict.fromkeys(filter(None, columns), True)
+    is_given = any(each.is_validation for each in inputs)
+    return labels.encode(load_rows(inputs, cfg, form), cfg, folder, is_given)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -143,26 +116,6 @@ def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized rows: their tokens, labels and weights."""
     names = [name for name in dataset.column_names if name not in ("source", "place")]
     return Rows(dataset, names, ["input_ids"], cfg)
-
-
-def views(cfg: Any, data: Any, tokenize: Callable) -> tuple[Any, Rows]:
-    """Rows to train on, of a stream as `tokenize` makes them while they are read, and to evaluate
-    on."""
-    if not cfg.streaming:
-        return view(data["train"], cfg), view(data["validation"], cfg)
-    make = partial(make_samples, cfg=cfg, folder=data.folder, tokenize=tokenize)
-    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
-
-
-def make_samples(
-    block: dict[str, list], cfg: Any, folder: Path, tokenize: Callable
-) -> dict[str, Any]:
-    """The columns of a block of a stream: its tokens, and those of labels.encode."""
-    features = {"label": row_format(cfg).features["label"], "place": datasets.Value("string")}
-    given = {name: block[name] for name in features}
-    rows = datasets.Dataset.from_dict(given, datasets.Features(features))
-    encoded = labels.encode_split(rows, labels.read(folder), cfg, "train")
-    return tokenize(block, cfg, tokenizing.load_tokenizer(folder)) | encoded
 
 
 # ---- Scores, model and export --------------------------------------------------------------------

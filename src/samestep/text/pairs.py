@@ -1,7 +1,7 @@
 """Pairs of a source and a target text: read, tokenized, shown as rows; targets are generated."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,13 @@ from typing import Any
 import datasets
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, check_ignored_fields
+from samestep.base.fields import check_fields
 from samestep.data import demo_data
-from samestep.data.folders import TABLES
+from samestep.data.files import TABLES
 from samestep.data.rows import RowFormat, find_inputs, load_rows
-from samestep.data.sources import check_data_config, require_text, split_data
-from samestep.data.tables import Columns
+from samestep.data.sources import check_data_config, require_text
 from samestep.data.views import Rows
 from samestep.models import pretrained
-from samestep.streaming.row_streams import RowStream
 from samestep.text import tokenizing
 
 # Special tokens of a new tokenizer, which puts the second after a text; T5 starts targets with PAD.
@@ -28,28 +26,19 @@ TEXTS = ("text", "text_target")
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields of the data and the model that do not fit each other."""
-    check_data_config(cfg, ["dates"], reads_groups=True)
+    check_data_config(cfg, ["dates"])
     two_columns = cfg.source_column != cfg.target_column
     rules = [("target_column", two_columns, "another column than task.source_column")]
     check_fields(cfg, [*rules, pretrained.width_rule(cfg, 1)])
-    dates = {each.data for each in split_data(cfg.data)} == {"dates"}
-    check_ignored_fields(
-        cfg, [("source_column target_column", not dates, "where task.data is dates")]
-    )
     pretrained.check_unread(cfg)
 
 
-def normalize(row: dict) -> tuple[dict[str, str], list[str]]:
+def normalize(row: dict, cfg: Any) -> dict[str, str]:
     """A row as it is stored; raises ValueError for one without two texts."""
-    for name in ("source", "target"):
-        require_text(name, row[name])
-    return {"text": row["source"], "text_target": row["target"]}, []
-
-
-def row_format(cfg: Any) -> RowFormat:
-    """How pairs are read: `text` and `text_target` are stored."""
-    columns: Columns = {"source": cfg.source_column, "target": cfg.target_column}
-    return RowFormat(normalize, {name: datasets.Value("string") for name in TEXTS}, columns)
+    texts = {"source": row[cfg.source_column], "target": row[cfg.target_column]}
+    for name, text in texts.items():
+        require_text(name, text)
+    return {"text": texts["source"], "text_target": texts["target"]}
 
 
 def read_rows(cfg: Any) -> datasets.DatasetDict:
@@ -63,13 +52,12 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     if config and not getattr(config, "is_encoder_decoder", False):
         text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
         raise ValueError(f"task.model_name_or_path: {text}")
-    return load_rows(
-        find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES),
-        cfg,
-        row_format(cfg),
-        group=lambda row: row["text"],
-        nothing_held="all sources of {data} are equal; add others",
-    )
+    inputs = find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES)
+    for each in inputs:
+        each.columns = {cfg.source_column: True, cfg.target_column: True}
+    features = {name: datasets.Value("string") for name in TEXTS}
+    form = RowFormat(partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
+    return load_rows(inputs, cfg, form)
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
@@ -135,15 +123,6 @@ def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized pairs: dicts of input_ids and labels, each (T,)."""
     names = ["input_ids", "labels"]
     return Rows(dataset, names, names, cfg)
-
-
-def views(cfg: Any, data: Any, tokenize: Callable) -> tuple[Any, Rows]:
-    """Pairs to train on, of a stream as `tokenize` makes them while they are read, and to evaluate
-    on."""
-    if not cfg.streaming:
-        return view(data["train"], cfg), view(data["validation"], cfg)
-    make = partial(tokenize, cfg=cfg, tokenizer=tokenizing.load_tokenizer(data.folder))
-    return RowStream(cfg, row_format(cfg), make), view(data["validation"], cfg)
 
 
 # ---- Generation and export -----------------------------------------------------------------------

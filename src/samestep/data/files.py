@@ -1,0 +1,233 @@
+"""The files below a folder, or in a store: by their endings, and by the split that their names say.
+
+A word of WORDS counts with a space, a dash, a dot, an underscore or a digit beside it, or nothing:
+train.jsonl, wiki_test-00001.txt, dev/. The outermost folder decides, then the file.
+"""
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from samestep.base.console import one_line, print_on_main
+
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+TEXTS = (".txt", ".md")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+SHARDS = (*TEXTS, *TABLES)  # of a stream
+PACKED = ".gz"  # may follow the ending of all but .parquet, which compresses itself
+WORDS = {
+    "test": "test|testing|eval|evaluation",
+    "validation": "validation|valid|dev|val",
+    "train": "train|training",
+}
+# Names that stores give a digest of a file, or else a time.
+TAGS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "LastModified", "last_modified", "updated")
+TAGS += ("created", "mtime")
+ENDS = 65_536  # bytes from both ends of a local shard that are compared
+
+
+class File(NamedTuple):
+    """A file with rows, on a disk or in a store."""
+
+    path: str
+    name: str  # below the folder or URL
+    size: int  # in bytes
+    tag: str = ""  # what a store says of the content
+
+
+def file_ending(path: str) -> str:
+    """A file's ending in lower case. A compressed file has the inner one: .csv for rows.CSV.GZ."""
+    stem, ending = os.path.splitext(path.lower())
+    return os.path.splitext(stem)[1] if ending == PACKED else ending
+
+
+def files_below(root: str) -> Iterator[tuple[str, str]]:
+    """A file itself, or all files below a folder, each with its path there; no hidden ones, and
+    none of a run whose folder lies there.
+
+    Raises OSError for a folder that cannot be read: its rows would be missing unnoticed.
+    """
+    if not os.path.isdir(root):
+        yield "", root
+        return
+    seen = set()  # links may lead back
+    for folder, names, files in os.walk(root, onerror=raise_error, followlinks=True):
+        status = os.stat(folder)
+        new = (status.st_dev, status.st_ino) not in seen
+        seen.add((status.st_dev, status.st_ino))
+        if folder != root and {"status.json", "hardware.yaml"} <= {*files}:
+            skip_run(folder)
+            new = False
+        names[:] = sorted(name for name in names if new and not name.startswith("."))
+        for name in sorted(files) if new else ():
+            if not name.startswith("."):
+                path = os.path.join(folder, name)
+                yield os.path.relpath(path, root) if folder != root else name, path
+
+
+@functools.cache
+def skip_run(folder: str) -> None:
+    """Prints, once in a start, that the files of a run are no data."""
+    print_on_main(f"Preparing data: {one_line(folder, 100)} is the folder of a run: not read")
+
+
+def raise_error(error: OSError) -> None:
+    raise error
+
+
+# ---- Listing -------------------------------------------------------------------------------------
+
+
+def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[File], int]:
+    """The files with these endings, sorted by their names, and the number of others.
+
+    An .md beside tables describes them, and is no text. Raises ValueError if there are none.
+    """
+    every = list_store(data, field) if "://" in data else list_folder(data)
+    found = [each for each in every if file_ending(each.path) in endings]
+    if any(file_ending(each.path) in TABLES for each in found):
+        found = [each for each in found if file_ending(each.path) != ".md"]
+    if not found:
+        if not every and os.path.islink(os.path.expanduser(data)):
+            raise ValueError(f"task.{field}: {data} is a broken link: fix or remove it")
+        others = f", but {len(every):,} other files" if every else ""
+        where = f"nothing to read at {data or 'an empty path'}{others}"
+        hint = f"a file or folder of {', '.join(endings)} (also {PACKED})"
+        raise ValueError(f"task.{field}: {where}; pass --task.{field} PATH, {hint}")
+    return sorted(found, key=lambda each: each.name.split("/")), len(every) - len(found)
+
+
+def list_folder(data: str) -> list[File]:
+    """All files below a folder, or a file itself."""
+    root = os.path.expanduser(data)
+    found = []
+    for name, path in files_below(root) if os.path.exists(root) else ():
+        size = os.stat(path).st_size if os.path.exists(path) else 0  # the key refuses dead links
+        found.append(File(path, name or os.path.basename(root), size))
+    return found
+
+
+def list_store(url: str, field: str) -> list[File]:
+    """All files below a URL, by fsspec."""
+    import fsspec
+
+    try:
+        store, root = fsspec.core.url_to_fs(url)
+        files = store.find(root, detail=True)
+    except Exception as error:  # each store has its own
+        text = f"task.{field}: cannot list {one_line(url)}: {one_line(error)}"
+        if isinstance(error, ValueError | ImportError | FileNotFoundError):
+            raise ValueError(text) from None
+        raise ConnectionError(text) from None  # it may pass
+    found = []
+    for path, about in files.items():
+        name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
+        tag = next((str(about[each]) for each in TAGS if each in about), "")
+        found.append(File(store.unstrip_protocol(path), name, about["size"], tag))
+    return found
+
+
+# ---- Splits --------------------------------------------------------------------------------------
+
+
+def split_of(name: str, in_classes: bool = False) -> str:
+    """The split that a name says, the outermost folder before the file; empty: none. Where folders
+    are classes one has to be called exactly so: `test tube` is a class."""
+    *parts, file = name.split("/")
+    is_exact = in_classes and file_ending(file) not in TABLES
+    if not is_exact:
+        parts.append(file)
+    return next(filter(None, (split_in(part, is_exact) for part in parts)), "")
+
+
+@functools.lru_cache(10_000)  # many files lie in one folder
+def split_in(part: str, is_exact: bool) -> str:
+    """The split that one name of a path says."""
+    beside = "[^-._ 0-9]"
+    for split, words in WORDS.items():
+        pattern = f"^({words})$" if is_exact else f"(?<!{beside})({words})(?!{beside})"
+        if re.search(pattern, part, re.IGNORECASE):
+            return split
+    return ""
+
+
+def choose(
+    files: list[File], split: str, in_classes: bool = False, others: str = "train"
+) -> list[File]:
+    """The files to train or to evaluate on. Names count if they divide the files: where none says
+    train, those that say nothing are trained on. Else all are of the split `others`.
+
+    "train" beside names that say nothing is no split: it may be the title of a text.
+    """
+    splits = {each: split_of(each.name, in_classes) for each in files}
+    named = {*splits.values()}
+    if len(named) == 1 or named == {"train", ""}:
+        return files if split == others else []
+    wanted = "" if split == "train" and "train" not in named else split
+    return [each for each in files if splits[each] == wanted]
+
+
+def check_class_folders(files: list[File], field: str) -> None:
+    """Raises ValueError for a file that is not in the folder of its class: CLASS/x or
+    SPLIT/CLASS/x, where SPLIT says train, validation or test. Tables have their labels inside."""
+    for each in files:
+        *folders, file = each.name.split("/")
+        is_split = [bool(split_of(f"{folder}/", True)) for folder in folders]
+        if file_ending(file) not in TABLES and is_split not in ([False], [True, False]):
+            problem = f"{one_line(each.path, 200)} is not in the folder of its class"
+            hint = f"it should be CLASS/{file} or, for example, train/CLASS/{file}"
+            raise ValueError(f"task.{field}: {problem}; {hint}")
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+
+
+@functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
+def list_shards(data: str, field: str) -> tuple[list[File], int]:
+    return list_files(data, field, SHARDS)
+
+
+def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
+    """The shards of a stream to train on, those to evaluate on, and the number of other files.
+
+    To evaluate on are those of cfg.validation_data, or those that are named so; or one is held
+    out, that with the smallest hash of its name without the endings.
+    """
+    files, others = list_shards(cfg.data, "data")
+    train, held = choose(files, "train"), choose(files, "validation")
+    if cfg.validation_data:
+        given, _ = list_shards(cfg.validation_data, "validation_data")
+        held = choose(given, "validation", others="validation")
+    held = held or [min(train, key=lambda each: hash_name(each.name))]
+    paths = {each.path for each in held}
+    train = [each for each in train if each.path not in paths]
+    if not train:
+        hint = "cut it, or give --task.validation_data PATH"
+        raise ValueError(f"task.data: {cfg.data} is one shard, which is evaluated on; {hint}")
+    return train, held, others
+
+
+def hash_name(name: str) -> str:
+    """A digest of a shard's name, the same in each format."""
+    stem = os.path.splitext(name.removesuffix(PACKED))[0]
+    return hashlib.sha256(stem.encode()).hexdigest()
+
+
+def describe_shards(shards: list[File]) -> str:
+    """A digest of names, sizes and tags; that of a local shard is a digest of both ends."""
+    lines = ""
+    for each in shards:
+        tag = each.tag if "://" in each.path else digest_ends(each.path)
+        lines += f"{each.name} {each.size} {tag}\n"
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def digest_ends(path: str) -> str:
+    """A digest of the first and the last bytes of a file."""
+    with open(path, "rb") as file:
+        content = file.read(ENDS)
+        file.seek(max(os.stat(path).st_size - ENDS, 0))
+        return hashlib.sha256(content + file.read()).hexdigest()[:16]
