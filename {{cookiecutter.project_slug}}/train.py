@@ -9,9 +9,9 @@
 
 The YAML after --config_file owns the hardware: processes, devices, precision. The recipe after
 --config owns the mathematics, and flags override it. The hardware never changes the result. The
-samples of a step and its learning rate are functions of the step; random numbers are functions of
-the step and the micro-batch. The gradient is that of the summed losses of the step, divided by its
-number of items in the loss. So the loop has no state but the step: the same command resumes.
+samples of a step and its learning rate are functions of the step; random numbers, of the step and
+the micro-batch. The gradient is that of the summed losses of the step, divided by its items in the
+loss. So the loop has no state but the step: the same command resumes.
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
@@ -26,10 +26,9 @@ from accelerate.utils import send_to_device
 import task
 from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from samestep.core.batches import seed_micro_batch
-from samestep.core.exact import step_gradients
+from samestep.core.exact import StepGradients, step_gradients
 from samestep.core.monitor import skip_unless_finite
 from samestep.core.ranks import Ranks
-from samestep.core.sums import EvaluationSums
 from samestep.project import device, shutdown
 from samestep.project.config import BatchSize, DecayRate, Interval
 from samestep.project.dtypes import split_by_decay
@@ -165,19 +164,30 @@ def due(step: int, every: int | str, last: bool, run: Run) -> bool:
 
 @torch.no_grad()
 def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
-    """The scores of all rows, each counted once, and the task's sums of these rows; None and None
-    if the run is asked to stop meanwhile."""
-    totals = EvaluationSums(loader.sampler.plans, run.accelerator.device)
-    with run.meter.paused():
-        for batch in loader.batches(model, run.stop.requested):  # as many on every rank: FSDP
-            totals.add(model(run.task.eval_sums, batch))
-            loader.keep_outputs(model, batch)  # if task.py has eval_outputs
-        if loader.stopped:
-            return None, None
-        return loader.score(totals)
+    """The scores of all rows, each counted once, and their sums; None, None if asked to stop."""
+    for batch in loader.batches(model):  # as many on every rank: FSDP
+        loader.add_sums(model(run.task.eval_sums, batch))
+        loader.keep_outputs(model, batch)  # if task.py has eval_outputs
+    return loader.score()
 
 
 # ---- Training ------------------------------------------------------------------------------------
+
+
+def compute_step(
+    run: Run, model: torch.nn.Module, gradients: StepGradients, step: int, batches: list, items: int
+) -> list[torch.Tensor]:
+    """Adds up the gradients of sum(losses) / items, on any number of processes; the losses."""
+    gradients.start_step(run.plan)
+    accelerator, losses, scale = run.accelerator, [], gradients.divisor / max(items, 1)
+    for number, batch in batches:
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        seed_micro_batch(run.cfg.seed, step, number)  # dropout, by micro-batch, not by process
+        with accelerator.accumulate(model), gradients.micro_batch(number, batch):
+            loss = model(run.task.loss_sum, batch)
+            accelerator.backward(gradients.nan_if_not_finite(loss) * scale)
+        losses.append(loss.detach())
+    return losses
 
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
@@ -244,22 +254,12 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         step, scores, sums = step + 1, None, None
         log.start_step(step)
         micro_batches, num_items = train_loader.next_step()
-        gradients.start_step(run.plan)
         lr = lr_at(step, cfg, run.last_step)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # Add up the gradients of sum(losses) / num_items, on any number of processes.
-        losses, scale = [], gradients.divisor / max(num_items, 1)
-        for number, batch in micro_batches:
-            batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            seed_micro_batch(cfg.seed, step, number)  # dropout, by micro-batch and not by process
-            with accelerator.accumulate(model), gradients.micro_batch(number, batch):
-                loss = model(run.task.loss_sum, batch)
-                accelerator.backward(gradients.nan_if_not_finite(loss) * scale)
-            losses.append(loss.detach())
-
-        # Prefetch the next step while the device computes this one.
+        # Add up the gradients, and prefetch the next step while the device computes this one.
+        losses = compute_step(run, model, gradients, step, micro_batches, num_items)
         train_loader.prefetch()
 
         # Update the weights, unless the gradient is not finite, or no item was in the loss.

@@ -1,5 +1,6 @@
 """The data of train.py's loop: what streams, the speed meter and scores add to core's loaders."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,18 +65,28 @@ class EvalLoader(loader.EvalLoader):
         super().__init__(data, run.task, run.plan, run.ranks, workers, run.accelerator)
         self.outputs = EvaluationOutputs(run.ranks)  # if the task has them
 
+    def batches(self, model: torch.nn.Module) -> Iterator[Batch]:
+        """The batches of this process on its device, until the run is asked to stop."""
+        self.totals = EvaluationSums(self.sampler.plans, self.accelerator.device)
+        with self.run.meter.paused():
+            yield from super().batches(model, self.run.stop.requested)
+
+    def add_sums(self, sums: Batch) -> None:
+        """Adds what the task's eval_sums returns for a batch."""
+        self.totals.add(sums)
+
     def keep_outputs(self, model: torch.nn.Module, batch: Batch) -> None:
         """Keeps what the task's eval_outputs returns for a batch, if the task has it."""
         if hasattr(self.run.task, "eval_outputs"):
             self.outputs.add(model(self.run.task.eval_outputs, batch), self.ids)
             self.problem = self.outputs.problem
 
-    def score(self, totals: EvaluationSums) -> tuple[dict[str, float], Batch]:
-        """The scores of an evaluation, and the task's sums over all rows.
-
-        Outputs are on the main process alone, which then computes the scores.
-        """
-        task, ranks, sums = self.run.task, self.ranks, totals.total(self.ranks)
+    def score(self) -> tuple[dict[str, float], Batch] | tuple[None, None]:
+        """The scores of an evaluation, and the task's sums over all rows; None and None if it was
+        stopped. Outputs are on the main process alone, which then computes the scores."""
+        if self.stopped:
+            return None, None
+        task, ranks, sums = self.run.task, self.ranks, self.totals.total(self.ranks)
         if not hasattr(task, "eval_outputs"):
             with as_user_error():
                 return contract.score(task, sums, self.rows.sources)
