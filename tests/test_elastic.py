@@ -49,7 +49,7 @@ class Machines:
         """Whether so many processes have saved a step after that one."""
         found = [json.loads(f.read_text()) for f in self.output.glob("checkpoints/step-*/man*")]
         newest = max(found, key=lambda each: each["step"], default={"step": 0})
-        return newest["step"] > after and newest["processes"] == processes
+        return newest["step"] > after and newest["hardware"]["processes"] == processes
 
     def wait(self, condition):
         """Waits until this is so, while the newest launcher lives."""

@@ -34,7 +34,7 @@ def metrics(output):
     """metrics.jsonl as texts, without times, and without the shares that follow from times."""
     found = []
     for line in lines(output, "step"):
-        if "shares" in line:
+        if {"shares", "started"} & line.keys():
             continue
         kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
         found += [json.dumps(kept)] if len(kept) > 1 else []

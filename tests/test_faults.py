@@ -103,23 +103,29 @@ def feed(watch, *losses, norm=1.0):
         watch.add(step, 2, range(len(losses)), losses, torch.tensor(norm))
     return watch.read()
 noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
-loss, norm, notes, reason = feed(watch, *noise)
-assert abs(loss - sum(noise) / 60) < 1e-6 and norm == 1.0 and notes == [] and reason == ""
-_, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
+numbers, notes, reason = feed(watch, *noise)
+assert abs(numbers["loss"] - sum(noise) / 60) < 1e-6 and numbers["items"] == 120
+assert numbers["grad_norm"] == 1.0 and notes == [] and reason == ""
+worst = max(range(60), key=noise.__getitem__)
+assert numbers["worst"]["step"] == worst + 1 and numbers["worst"]["grad_norm"] == 1.0
+assert abs(numbers["worst"]["loss"] - noise[worst]) < 1e-6
+assert "worst" not in feed(watch, 2.5)[0]  # of one step the line says it all
+numbers, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.5)
+assert numbers["worst"]["step"] == 5 and numbers["items"] == 4 and numbers["loss"] == 3.25
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
 scaled = monitor.StepMonitor(types.SimpleNamespace(scaler=scaler), ranks, 2, 2)
 scaler.get_scale = lambda: 256.0
-loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
-assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, not the loss
-_, _, notes, reason = feed(scaled, math.nan, math.nan)
+numbers, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
+assert notes == [] and reason == "" and numbers["loss"] == 3.0  # the scale was too large
+_, notes, reason = feed(scaled, math.nan, math.nan)
 assert len(notes) == 2 and reason
 scaled.skipped = 0
-_, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)  # the scaler saw no infinity
+_, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)  # the scaler saw no infinity
 assert len(notes) == 2 and reason
 scaler.get_scale = lambda: 0.5  # no scale makes these finite
 scaled.skipped = 0
-_, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)
+_, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)
 assert len(notes) == 2 and reason
 """
     tiny.run("python", "-c", program)

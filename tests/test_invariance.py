@@ -23,7 +23,7 @@ def curve(output):
     {step: {name: number}}, of each step the last."""
     found = {}
     for line in lines(output, "step"):
-        if "shares" in line:
+        if {"shares", "started"} & line.keys():
             continue
         kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
         found.setdefault(line["step"], {}).update(kept)

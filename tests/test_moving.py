@@ -97,8 +97,8 @@ def test_changes_of_settings(tmp_path):
         defaults = {"task.train_on": "all"}
         return checkpoints.check_settings(tmp_path, saved, now, {}, accept, defaults)
 
-    assert compare({}) == [] and compare({"classes": ""}) == ["task.classes:  -> None"]
-    assert compare({}, "last") == ["task.train_on: None -> last"]
+    assert compare({}) == {} and compare({"classes": ""}) == {"task.classes": ["", None]}
+    assert compare({}, "last") == {"task.train_on": [None, "last"]}
     with pytest.raises(ValueError, match="task.train_on: None -> last.* or accept_changes to"):
         compare({}, "last", accept=False)
     # The places of the lanes of a stream are those of a list of shards, in an order by the seed.

@@ -9,23 +9,24 @@ import pytest
 from conftest import status
 from samestep.base import run_folder
 
-# Killed at step 215, with a checkpoint of step 200; the first line of the next start is of 210.
+# Killed at step 215, with a checkpoint of step 200, which is evaluated again: 200, 210 and 220.
 KILLED = [
+    {"step": 0, "started": {}},
     {"step": 200, "loss": 2.0},
     {"step": 200, "eval_loss": 2.5},
     {"step": 210, "loss": 1.9},
     {"step": 210, "save_seconds": 0.1},
     {"step": 213, "event": "skipped"},
 ]
-RESUMED = [{"step": 210, "loss": 1.8}, {"step": 220, "loss": 1.7}]
+RESUMED = [{"step": 200, "started": {}}, {"step": 200, "eval_loss": 2.4}]
+RESUMED += [{"step": 210, "loss": 1.8}, {"step": 220, "loss": 1.7}]
 
 
-@pytest.mark.parametrize("first", [210, 205])
-def test_lines_of_steps_that_were_trained_again_do_not_count(tmp_path, first):
-    resumed = [{"step": first, "loss": 1.8}, *RESUMED[1:]]
-    text = "".join(json.dumps(line) + "\n" for line in [*KILLED, *resumed])
+def test_lines_of_steps_that_were_trained_again_do_not_count(tmp_path):
+    background = {"step": 204, "committed_step": 200}
+    text = "".join(json.dumps(line) + "\n" for line in [*KILLED, background, *RESUMED])
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert run_folder.read_metrics(tmp_path) == [*KILLED[:2], *resumed]
+    assert run_folder.read_metrics(tmp_path) == [*KILLED[:2], background, *RESUMED]
 
 
 def test_a_status_keeps_what_was_saved_and_fits_a_full_disk(tmp_path, monkeypatch):

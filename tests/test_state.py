@@ -120,7 +120,7 @@ def train(state, steps):
 def manifest_of(state):
     digest = weights.frozen_digest(state.module.model)
     settings = weights.settings_as_text(state.settings)
-    manifest = {"optimizer": settings, "frozen_weights": digest, "processes": 1}
+    manifest = {"optimizer": settings, "frozen_weights": digest, "hardware": {"processes": 1}}
     return json.loads(json.dumps(manifest | {"others": state.collect()[1]}))
 
 

@@ -114,7 +114,7 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     assert status(output)["exit_code"] == 75
     flags = [*LONG, *constant, "--max_steps", step + 4]
     tiny.train(1, "--output_dir", output, *flags, "--accept_changes")
-    changes = f"max_steps: 100000 -> {step + 4}"
+    changes = {"max_steps": [100000, step + 4]}
     assert lines(output, "event") == [{"step": step, "event": "changed", "changes": changes}]
     tiny.train(1, "--output_dir", unbroken, *flags)
     assert status(output)["state"] == "finished"

@@ -41,7 +41,7 @@ def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(one
     assert training[-1]["loss"] < training[0]["loss"]
     assert set(training[0]) == {
         "step", "samples", "epoch", "loss", "lr", "grad_norm", "tokens_per_second", "data_wait",
-        "compute", "peak_memory_gb", "batch_hash", "computed_tokens_per_second",
+        "compute", "peak_memory_gb", "batch_hash", "computed_tokens_per_second", "items",
     }  # fmt: skip
     assert [line["step"] for line in lines(output, "eval_loss")] == [6, 12]
     names = [p.name for p in sorted((output / "checkpoints").iterdir())]

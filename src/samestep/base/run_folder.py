@@ -132,22 +132,25 @@ def write_final_status(output: Path, state: str, reason: str, exit_code: int) ->
 def read_metrics(output: Path) -> list[dict]:
     """The lines of metrics.jsonl, without those of steps that a resumed run has trained again.
 
-    Lines that are incomplete, or have no step, are left out. Empty if the file is missing.
+    A line `started` names the step where a start has begun: earlier lines of later steps do not
+    count. Of the losses and the scores of a step the last count. Lines that are incomplete, or have
+    no step, are left out. Empty if the file is missing.
     """
-    file, lines, last = output / "metrics.jsonl", [], 0
+    file = output / "metrics.jsonl"
+    lines: dict[tuple, dict] = {}
     texts = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    for text in texts.split("\n"):
+    for number, text in enumerate(texts.split("\n")):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):  # killed, or still writing
             continue
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             continue
-        if "loss" in line:
-            if line["step"] <= last:
-                # What was saved in the background is noted some steps later.
-                steps = [each.get("committed_step", each["step"]) for each in lines]
-                lines = [each for each, n in zip(lines, steps, strict=True) if n < line["step"]]
-            last = line["step"]
-        lines.append(line)
-    return lines
+        if "started" in line:
+            # What was saved in the background is noted some steps later.
+            step_of = {key: each.get("committed_step", each["step"]) for key, each in lines.items()}
+            lines = {key: lines[key] for key, step in step_of.items() if step <= line["step"]}
+        kind = next((name for name in ("loss", "eval_loss") if name in line), number)
+        lines.pop((line["step"], kind), None)
+        lines[line["step"], kind] = line
+    return [*lines.values()]

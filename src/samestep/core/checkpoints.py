@@ -383,16 +383,21 @@ def result_settings(manifest: dict, effects: dict) -> dict:
     return found | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
 
 
-def differences(before: dict, after: dict) -> dict[str, str]:
-    """`name: before -> now` of each entry that differs, by its name."""
-    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-    return {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
+def differences(before: dict, after: dict) -> dict[str, list]:
+    """The values before and now of each entry that differs."""
+    pairs = {name: [before.get(name), after.get(name)] for name in {**before, **after}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def as_lines(changes: dict[str, list]) -> list[str]:
+    """`name: before -> now` of each of these differences."""
+    return [f"{name}: {before} -> {now}" for name, (before, now) in changes.items()]
 
 
 def check_settings(
     path: Path, saved: dict, current: dict, effects: dict, accept: bool, defaults: dict
-) -> list[str]:
-    """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
+) -> dict[str, list]:
+    """Compares a checkpoint's manifest with the current one; returns the differences.
 
     `defaults`: of fields; a field that is new in the code changes nothing where it has its own.
     Raises ValueError if the result would change and `accept` is false. For `effects` see
@@ -413,10 +418,10 @@ def check_settings(
     rows = {"data fingerprint", "data validation"}
     if changed and {*changed} <= rows and saved.get("prepared") == current["prepared"] != "":
         made = f"task.views gives other rows of the same data than at an earlier start: {made}"
-    made = f"{made} other settings ({'; '.join(changed.values())})"
+    made = f"{made} other settings ({'; '.join(as_lines(changed))})"
     for name in changed:
         if "lanes" in saved and name in ("seed", "data fingerprint"):
             raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
     if changed and not accept:
         raise ValueError(f"{made}; {other}, or accept_changes to continue with the new ones")
-    return list(changed.values())
+    return changed

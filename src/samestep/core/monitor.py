@@ -91,18 +91,21 @@ class StepMonitor:
         summed losses; these and the norm are scalars on the device."""
         self.steps.append((step, num_items, run, losses, norm))
 
-    def read(self) -> tuple[float, float, list[dict], str]:
-        """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
+    def read(self) -> tuple[dict[str, Any], list[dict], str]:
+        """(numbers, notes, reason to stop) since the last line.
 
-        The mean is over the items in the loss of steps with a finite loss; NaN without any. A note
-        holds a skipped step and its numbers. The reason is empty unless the run should stop. All
-        processes call it and get the same; it waits for the device.
+        The numbers are the mean `loss` over the `items` in the loss of steps with a finite loss,
+        NaN without any; `grad_norm` of the last step; and of several steps the `worst`: the number,
+        loss and norm of that with the largest loss. A note holds a skipped step and its numbers.
+        The reason is empty unless the run should stop. All processes call it and get the same; it
+        waits for the device.
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
         sums, norms = read_steps(self.ranks, self.micro_batches, runs, losses, norms)
         notes: list[dict] = []
         reason, total, total_items = "", 0.0, 0
+        worst: dict[str, Any] = {"loss": -math.inf}
         before, self.scale = self.scale, self.loss_scale()
         # fp16's scale is tried now and then. At 1 or below the gradients themselves are not finite.
         lowered = 1 < self.scale < before
@@ -111,6 +114,8 @@ class StepMonitor:
                 total, total_items = total + loss, total_items + num_items
             if num_items and math.isfinite(loss + norm):
                 self.skipped = 0
+                if loss / num_items > worst["loss"]:
+                    worst = {"step": step, "loss": loss / num_items, "grad_norm": norm}
             elif not (num_items and math.isfinite(loss) and lowered):
                 numbers = {"skipped_loss": loss / max(num_items, 1), "skipped_norm": norm}
                 numbers["items"] = num_items
@@ -123,7 +128,11 @@ class StepMonitor:
                         "did not change the weights. metrics.jsonl names their samples: check the "
                         "data, or continue with accept_changes and another learning rate"
                     )
-        return total / total_items if total_items else math.nan, norm, notes, reason
+        mean = total / total_items if total_items else math.nan
+        numbers = {"loss": mean, "items": total_items, "grad_norm": norm}
+        if len(steps) > 1 and "step" in worst:
+            numbers["worst"] = worst
+        return numbers, notes, reason
 
     def loss_scale(self) -> float:
         """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""

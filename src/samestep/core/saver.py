@@ -31,7 +31,7 @@ class Saver:
 
     def about(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint of this step."""
-        return {**self.manifest, "step": step, "processes": self.ranks.layout.processes}
+        return {**self.manifest, "step": step}
 
     def restore(self, path: Path, saved: dict) -> None:
         """Restores a checkpoint, which has the manifest `saved`."""

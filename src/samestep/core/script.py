@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError
-from samestep.core import batches, checks, weights
+from samestep.core import batches, checks, provenance, weights
 from samestep.core.loader import MicroBatch
 
 if TYPE_CHECKING:
@@ -87,11 +87,16 @@ def describe(run: "Training", settings: dict) -> dict:
     data = {"samples": len(run.rows), "fingerprint": found[0]}
     check_same(run, config, data, drawn)
     settings_of_optimizer = weights.optimizer_settings(run.optimizer.optimizer)
+    device = run.accelerator.device
+    numbers = provenance.versions(run.accelerator.mixed_precision, device.type == "cuda")
     return {
         "config": config,
         "data": data,
         "identity": "",
         "prepared": "",
+        "code": provenance.script_code(),
+        "library": provenance.library_digest(),
+        "hardware": provenance.describe_hardware(run.ranks, device.type, numbers),
         "optimizer": weights.settings_as_text(settings_of_optimizer),
         "frozen_weights": weights.frozen_digest(weights.bare_model(run.accelerator, run.model)),
     }

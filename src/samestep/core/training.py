@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.launching import STOPPED
-from samestep.core import checkpoints, script
+from samestep.core import checkpoints, provenance, script
 from samestep.core.batches import SampleDataset, plan_step, seed_micro_batch
 from samestep.core.gradient import StepGradients
 from samestep.core.loader import EvalLoader, StepLoader
@@ -114,6 +114,9 @@ class Training:
         if path:
             self.saver.restore(path, saved)
             self.step = self.saver.step
+        samples = self.step * self.plan.samples
+        history = provenance.extend_history(saved, self.manifest, self.step, samples)
+        self.manifest["history"] = history
         return self.step
 
     def find_checkpoint(self) -> tuple:
@@ -126,7 +129,11 @@ class Training:
             changed = checkpoints.check_settings(
                 path, saved, self.manifest, {}, self.accept_changes, {}
             )
-            lines += [f"changed: {each}" for each in changed]
+            changed |= provenance.changed_code(saved, self.manifest)
+            found = provenance.describe_changes(changed)
+            lines += [f"changed since the checkpoint: {each}" for each in found]
+            if line := provenance.hardware_line(saved["hardware"], self.manifest["hardware"]):
+                lines.append(line)
             lines.append(f"continues from {path}")
         run_folder.write_status(self.folder, "running", saved=saved.get("step", 0))
         return lock, path, saved, lines

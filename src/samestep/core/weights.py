@@ -507,12 +507,13 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout
     wanted, written = 0, deepspeed.stage_in(path)
     if layout.deepspeed:
         wanted = deepspeed.stage_of(accelerator)
-    if wanted == written and (not wanted or saved["processes"] == accelerator.num_processes):
+    processes = saved["hardware"]["processes"]
+    if wanted == written and (not wanted or processes == accelerator.num_processes):
         return
     kind, remedy = "a run without DeepSpeed", "continue with a YAML of that kind"
     if written:
         kind = f"DeepSpeed with zero_stage {written}"
-        remedy += f", set num_processes to {saved['processes']}"
+        remedy += f", set num_processes to {processes}"
     raise ValueError(f"{path} is of {kind}; {remedy}, or give another folder")
 
 

@@ -5,7 +5,6 @@ would train something else.
 """
 
 import ast
-import hashlib
 import os
 import socket
 import sys
@@ -16,9 +15,9 @@ from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
 from samestep.base.files import read_json_object
 from samestep.core.checkpoints import flatten
+from samestep.core.provenance import LIBRARY, short_hash
 from samestep.core.ranks import Ranks
 
-LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
@@ -45,8 +44,7 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
             facts |= {f"code {name}": digest for name, digest in functions.items()}
         else:
             facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
-    for path in sorted(LIBRARY.rglob("*.py")):
-        facts[f"code {path.relative_to(LIBRARY.parent)}"] = short_hash(path.read_bytes())
+    facts["library samestep"] = manifest["library"]
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
     facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
@@ -116,20 +114,6 @@ def hash_project(project: Path) -> dict[str, dict[str, str]]:
     program among them. `project`: the folder of train.py and task.py."""
     files = loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
-
-
-def changed_code(before: dict, now: dict) -> list[str]:
-    """The names whose code differs in the files that both results of hash_project have."""
-    changed = []
-    for file in before.keys() & now.keys():
-        for name in before[file].keys() | now[file].keys():
-            if before[file].get(name) != now[file].get(name):
-                changed.append(name)
-    return sorted(changed)
-
-
-def short_hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_same(processes: Ranks, facts: dict[str, str]) -> None:

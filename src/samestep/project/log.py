@@ -1,11 +1,12 @@
 """The log of a run: means of losses, notes of unusual steps, scores, times."""
 
+import json
 from typing import Any
 
 import torch
 
 from samestep.base.errors import UserError
-from samestep.core import monitor
+from samestep.core import monitor, provenance
 from samestep.project.loading import TrainLoader
 from samestep.project.run import Run
 from samestep.report import speed, tracking
@@ -24,8 +25,12 @@ class RunLog:
             run.accelerator, run.ranks, micro_batches, run.cfg.max_skipped_steps
         )
         self.profiler = speed.Profiler(run.meter, run.cfg.profile_steps, run.output)
+        manifest = run.start.manifest
+        parts = ("config", "data", "code", "library")
+        digests = {n: provenance.short_hash(json.dumps(manifest[n]).encode()) for n in parts}
+        self.note(started=manifest["hardware"] | digests)
         if run.resume_point.changed:
-            self.note(event="changed", changes="; ".join(run.resume_point.changed))
+            self.note(event="changed", changes=run.resume_point.changed)
         if run.shares:
             self.note(event="shares", shares=run.shares)
 
@@ -57,7 +62,7 @@ class RunLog:
         Raises UserError if too many steps in a row were skipped.
         """
         run, rows = self.run, self.loader.rows
-        loss, grad_norm, notes, reason = self.monitor.read()
+        numbers, notes, reason = self.monitor.read()
         for note in notes:
             end = run.samples(note["step"])
             if not rows.is_stream:
@@ -68,8 +73,7 @@ class RunLog:
         line: dict[str, float] = {"samples": samples, **rows.count_samples(samples)}
         if not rows.is_stream:
             line["epoch"] = samples / len(rows)
-        line |= {"loss": loss, "lr": self.lr, "grad_norm": grad_norm}
-        self.note(**line, **run.meter.read())
+        self.note(**line, **numbers, lr=self.lr, **run.meter.read())
         if run.meter.straggler:
             self.note(**run.meter.straggler)
         if reason:

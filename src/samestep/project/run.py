@@ -11,8 +11,17 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base import files, run_folder
-from samestep.base.console import one_line, print_on_main
-from samestep.core import batches, checkpoints, deepspeed, exact, sharding, shares, weights
+from samestep.base.console import print_on_main
+from samestep.core import (
+    batches,
+    checkpoints,
+    deepspeed,
+    exact,
+    provenance,
+    sharding,
+    shares,
+    weights,
+)
 from samestep.core.ranks import Ranks
 from samestep.project import contract, device, dtypes, hardware_file, shutdown
 from samestep.project.startup import IDENTITY, RunStart, agree_on_start
@@ -103,24 +112,22 @@ class Run:
         print_on_main(f"{self.output}: {self.hardware}")
         for remark in self.resume_point.remarks:
             print_on_main(remark)
-        self.describe_hardware()
+        self.complete_manifest()
         if self.ranks.layout.deepspeed:
             deepspeed.configure(accelerator, self.plan, cfg.max_grad_norm)
         self.unit = getattr(self.task, "UNIT", "samples")
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 
-    def describe_hardware(self) -> None:
-        """Completes the hardware in manifests; prints what changed since that of the checkpoint."""
-        manifest, device_type = self.start.manifest, self.accelerator.device.type
-        versions = manifest["hardware"]
-        name = {"cpu": versions["cpu"], "cuda": versions.get("gpu")}.get(device_type, device_type)
-        devices = self.ranks.gather(name)
-        now = hardware_file.describe_hardware(self.ranks.layout, devices, versions)
-        before = self.resume_point.saved.get("hardware", now)
-        if changed := checkpoints.differences(before, now):
-            text = one_line("; ".join(changed.values()), 500)
-            print_on_main(f"the hardware or a version changed, rounding may differ: {text}")
+    def complete_manifest(self) -> None:
+        """Adds hardware and history to manifests; prints what changed since the checkpoint's."""
+        manifest, saved = self.start.manifest, self.resume_point.saved
+        device_type = self.accelerator.device.type
+        now = provenance.describe_hardware(self.ranks, device_type, manifest["hardware"])
+        if line := provenance.hardware_line(saved.get("hardware", now), now):
+            print_on_main(line)
         manifest["hardware"] = now
+        about = self.first_step, self.first_sample
+        manifest["history"] = provenance.extend_history(saved, manifest, *about)
 
     def start_logging(self) -> None:
         """Writes config.yaml, hardware.yaml and the status, and starts the tracker.

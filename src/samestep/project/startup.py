@@ -4,18 +4,15 @@ Each process does this alone, since preparing data may take longer than the time
 group. `--check` runs only this part.
 """
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
 import inspect
 import math
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,9 +24,9 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
 from samestep.base.console import escaped, is_main, one_line
-from samestep.base.errors import UserError, some
+from samestep.base.errors import UserError
 from samestep.base.files import read_json_object, read_text
-from samestep.core import batches, checkpoints
+from samestep.core import batches, checkpoints, provenance
 from samestep.core.inputs import Stream, list_sources
 from samestep.core.mesh import Layout
 from samestep.core.order import first_mixture, next_mixture
@@ -41,7 +38,6 @@ from samestep.report import tracking
 
 PATHS = ("output_dir", "resume")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
 @dataclass
@@ -54,7 +50,8 @@ class ResumePoint:
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     remarks: list[str] = field(default_factory=list)  # lines to print
-    changed: list[str] = field(default_factory=list)  # accepted changes of settings, and of code
+    # Accepted changes of settings, and of code: what was before, and is now.
+    changed: dict[str, list] = field(default_factory=dict)
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
 
@@ -107,10 +104,9 @@ class ResumePoint:
             self.changed = checkpoints.check_settings(
                 self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
             )
-            if code := consistency.changed_code(self.saved.get("code", {}), manifest["code"]):
-                self.changed.append(f"code of {some(code, 10)}")
-            if self.changed:
-                self.remarks.append(f"changed since the checkpoint: {'; '.join(self.changed)}")
+            self.changed |= provenance.changed_code(self.saved, manifest)
+            for line in provenance.describe_changes(self.changed):
+                self.remarks.append(f"changed since the checkpoint: {line}")
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -132,7 +128,7 @@ class ResumePoint:
             if not path:
                 self.remarks.append(f"warning: {lost}")
                 self.best = None
-            if any(line.startswith(("task.", "code of ")) for line in self.changed):
+            if any(name.startswith(("task.", "code ", "library")) for name in self.changed):
                 self.remarks.append(
                     "warning: the best evaluation may be one from before the change of task "
                     "settings or code; if they change the loss, give --export last"
@@ -172,7 +168,8 @@ class ResumePoint:
                 return
             self.finished = f"{step} steps, and model/ is that of step {exported}"
             if self.changed:
-                self.finished += f"; no step is left for {'; '.join(self.changed)}"
+                changes = "; ".join(provenance.describe_changes(self.changed))
+                self.finished += f"; no step is left for {changes}"
             self.finished += "; to export again delete model/"
             return
         before = {"config": read_settings(output / "config.yaml")}
@@ -431,23 +428,6 @@ def digest_view(view: Any) -> str:
     return columns.digest(view, names or ())
 
 
-def versions() -> dict[str, str]:
-    """What rounding depends on: versions of Python and libraries, the kind of device, precision."""
-    numbers = {"python": platform.python_version()}
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    numbers["precision"] = precision.replace("no", "fp32")
-    numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    # On a CPU there may be more processes than GPUs.
-    if torch.cuda.is_available() and not use_cpu():
-        numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
-        if torch.distributed.is_nccl_available():
-            numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            numbers[package] = metadata.version(package)
-    return numbers
-
-
 def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions.
 
@@ -466,6 +446,8 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         from samestep.data import prepared
 
         identity = prepared.identity_of(data.folder)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    on_gpu = torch.cuda.is_available() and not use_cpu()  # more processes on a CPU than GPUs
     return {
         "config": resolved_config(cfg),
         "code": consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
@@ -473,7 +455,8 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         "identity": identity,
         "prepared": getattr(getattr(data, "folder", None), "name", ""),
         "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
-        "hardware": versions(),  # completed when the processes have met
+        "library": provenance.library_digest(),
+        "hardware": provenance.versions(precision, on_gpu),  # completed when the processes have met
     }
 
 

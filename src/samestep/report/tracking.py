@@ -49,10 +49,11 @@ class Log:
     """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
 
     # In the file, not in the tracker.
-    untracked = ("batch_hash", "sample_ids", "in_background", "state")
+    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     # In the file, not on the screen.
-    unshown = ("step", "samples", "epoch", "computed_tokens_per_second", *shares, *untracked)
+    unshown = ("step", "samples", "epoch", "items", "computed_tokens_per_second")
+    unshown += (*shares, *untracked)
 
     def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
         self.accelerator, self.max_steps = accelerator, max_steps
@@ -92,6 +93,8 @@ class Log:
             self.file.flush()
         if "save_seconds" in line:  # a checkpoint must not be on the disk without its metrics
             os.fsync(self.file.fileno())
+        if "started" in line:
+            return
         self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
         self.show_line(line)
 
@@ -102,7 +105,7 @@ class Log:
         known = newest_values(run) if run.offline else dict(run.summary)
         for line in run_folder.read_metrics(Path(self.file.name).parent):
             values = {n: v for n, v in line.items() if n not in self.untracked}
-            is_known = values.items() <= known.items()
+            is_known = "started" in line or values.items() <= known.items()
             if known.get("step", 0) <= line["step"] <= last and not is_known:
                 self.track(values, line["step"])
 
@@ -131,7 +134,8 @@ class Log:
         print_on_main("  ".join(words))
 
     def track(self, values: dict, step: int) -> None:
-        """Sends values to the tracker."""
+        """Sends values to the tracker: dicts as texts."""
+        values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
         if self.passes_step:
             values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
