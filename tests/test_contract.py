@@ -55,6 +55,7 @@ def test_what_a_function_gives_wrongly_is_one_line():
 OLD = "import task, torch; task.old = {{}}; old = task.{0}; task.{0} = lambda *a: "
 
 
+OWN = torch.Generator()  # what nobody seeds
 CHANGING = {"y": torch.ones(4), "counted": torch.ones(4), "poison": 0.0}
 CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("views", None, "task.py has no function prepare_data or views"),
@@ -65,23 +66,23 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("TaskConfig", type("TaskConfig", (), {}), "is not a dataclass"),
     (
         "Numbers.__getitem__",
-        lambda *_: CHANGING | {"x": torch.rand(8)},
+        lambda *_: CHANGING | {"x": torch.rand(8, generator=OWN)},
         "the same samples are another batch the second time",
     ),
-    (  # of a few rows, and each but sometimes, as a crop of long images and a flip do
-        "Numbers.__getitem__",
-        lambda _, i: CHANGING | {"x": torch.rand(8) > 0.5 if i % 9 == 8 else torch.ones(8)},
-        "the same samples are another batch",
+    (  # those of the global generators are not seeded there
+        "Numbers.__getitems__",
+        lambda _, ids: [CHANGING | {"x": torch.rand(8)} for _ in ids],
+        "what reads many rows at once (__getitems__) must draw none",
     ),
     (  # one row alone stays the same
         "collate",
-        lambda rows: {"x": torch.randperm(len(rows)), "counted": torch.ones(len(rows))},
+        lambda rows: {"x": torch.rand(len(rows), generator=OWN), "counted": torch.ones(len(rows))},
         "collate or augment draws anew",
     ),
     (
         "augment",
         lambda row, _: row | {"x": row["x"] + torch.rand(8)},
-        "Draw random numbers in augment, from its generator alone",
+        "in augment, from its generator",
     ),
 ]
 

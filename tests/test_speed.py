@@ -207,12 +207,13 @@ for step in range(1, 12):
 def test_a_step_makes_few_calls_beside_a_plain_loop(tiny, tmp_path):
     """What a small step costs on a CPU is the number of calls, which depends on no clock.
 
-    Left out are about 250 calls in which accelerate searches sys.path for the package lomo_optim,
-    twice in `optimizer.step`: their number depends on sys.path.
+    Each of the 8 rows of a step is seeded, which is about 125 of them. Left out are about 250 calls
+    in which accelerate searches sys.path for the package lomo_optim, twice in `optimizer.step`:
+    their number depends on sys.path.
     """
     flags = ["--micro_batch_size", 4, "--eval_every", 0, "--save_every", 0, "--log_every", 100]
     printed = tiny.train(1, "--output_dir", tmp_path / "run", *flags, before=CALLS + TRAINED)
     trained = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     plain = json.loads(tiny.run("python", "-c", CALLS + PLAIN).stdout)
     above = (sum(trained.values()) - sum(plain.values())) / 8
-    assert 0 < above < 750 and 0 < trained["ours"] / 8 < 200, (above, trained["ours"] / 8)
+    assert 0 < above < 900 and 0 < trained["ours"] / 8 < 200, (above, trained["ours"] / 8)

@@ -306,21 +306,47 @@ class SampleDataset(torch.utils.data.Dataset):
         return np.asarray(positions)[order].tolist()
 
     def __getitems__(self, positions: list[int]) -> list[tuple]:
-        ids = [] if self.is_stream else self.ids(positions)
-        places = [max(i, 0) for i in ids]
         with as_user_error():
             if self.is_stream:
                 ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
-            elif hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
-                rows = self.dataset.__getitems__(places)
+                seeds = self.seeds(positions, ids)
             else:
-                rows = [self.dataset[i] for i in places]
+                ids = self.ids(positions)
+                seeds = self.seeds(positions, ids)
+                rows = self.read([max(i, 0) for i in ids], seeds.tolist())
         if self.augment:
-            passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
-            seeds = hash64(self.seed, passes, ids).view(np.int64).tolist()
-            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            numbers = seeds.view(np.int64).tolist()
+            generators = [torch.Generator().manual_seed(number) for number in numbers]
             rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
+        seed_host(int(seeds.sum()))  # collate is next: it may draw, by the micro-batch
         return list(zip(ids, rows, strict=True))
+
+    def seeds(self, positions: list[int], ids: Sequence[int]) -> np.ndarray:
+        """What random numbers of the rows begin with, uint64: of a row of the validation by its id,
+        in training also by the seed of the run and the pass over the data."""
+        if self.seed is None:
+            return hash64(0, ids)
+        passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
+        return hash64(self.seed, passes, ids)
+
+    def read(self, places: list[int], seeds: list[int]) -> Sequence[Any]:
+        """The rows at these places, each alone, so that a transform of others may draw from the
+        global generators. Those that a dataset reads many at once draw nothing."""
+        if hasattr(self.dataset, "__getitems__") and not has_transform(self.dataset):
+            return self.dataset.__getitems__(places)
+        rows = []
+        for place, seed in zip(places, seeds, strict=True):
+            seed_host(seed)
+            rows.append(self.dataset[place])
+        return rows
+
+
+def has_transform(dataset: Any) -> bool:
+    """Whether a datasets.Dataset, or one inside Subset, has a transform (`with_transform`)."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type") == "custom"
 
 
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
@@ -379,6 +405,7 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.nda
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
     digest = hashlib.sha256(str(len(dataset)).encode())
+    seed_host(0)  # collate may draw
     for values in inputs.entries_of(collate(task, samples)[0]):
         if isinstance(values, str):
             digest.update(values.encode())
@@ -388,14 +415,19 @@ def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_samples(dataset: Any, task: Any) -> list[tuple]:
-    """64 evenly spread samples of a view; a stream gives the first ones."""
+def read_samples(dataset: Any, task: Any, cuts: int = 1) -> list[tuple]:
+    """64 evenly spread samples of a view, read in one or two cuts: what reads many rows at once and
+    draws gives others then. A stream gives the first ones."""
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     last = FINGERPRINT_ROWS - 1
     if not rows.is_stream:
         last = len(dataset) - 1
     ids = {i * last // (FINGERPRINT_ROWS - 1) for i in range(FINGERPRINT_ROWS)}
-    return rows.__getitems__(sorted(ids))
+    places = sorted(ids)
+    if cuts == 1 or rows.is_stream or len(places) < 2:
+        return rows.__getitems__(places)
+    middle = len(places) // 2
+    return rows.__getitems__(places[:middle]) + rows.__getitems__(places[middle:])
 
 
 def augmented(samples: list[tuple], task: Any) -> list[tuple]:
@@ -406,7 +438,7 @@ def augmented(samples: list[tuple], task: Any) -> list[tuple]:
 
 
 def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
-    """Samples to try the task on: the shortest of these with items in the loss, two others, and the
+    """Samples to try the task on: of these with items in the loss the seven shortest, and the
     longest."""
     sized = []
     for sample in samples:
@@ -414,4 +446,4 @@ def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
         if items:
             sized.append((inputs.size_of(batch), sample))
     sized.sort(key=lambda each: each[0])
-    return [sample for _, sample in [*sized[:3], *sized[3:][-1:]]] or samples[:1]
+    return [sample for _, sample in [*sized[:7], *sized[7:][-1:]]] or samples[:1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -105,6 +106,25 @@ def no_gradient(names: list[str]) -> str:
         f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
         "weight in each step: set find_unused_parameters to true, or freeze what no row uses"
     )
+
+
+# ---- Is the loss a sum over rows? ----------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> str:
+    """Where the global generators stand."""
+    states = [random.getstate(), np.random.get_state()[1:3], torch.get_rng_state().tolist()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state().tolist())
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def is_mean(together: tuple[float, int], alone: list[tuple[float, int]]) -> bool:
+    """Whether the loss is a mean, where random numbers are drawn, so that sums cannot be compared:
+    the loss per item of eight rows is then an eighth of that of each. Each is (loss, items)."""
+    counted = [(loss, items) for loss, items in alone if items and math.isfinite(loss)]
+    per_item = sum(loss for loss, _ in counted) / max(sum(items for _, items in counted), 1)
+    return abs(together[0]) / max(together[1], 1) < abs(per_item) / 2
 
 
 # ---- Are the processes alike? --------------------------------------------------------------------

@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -72,15 +70,15 @@ def describe(run: "Training", settings: dict) -> dict:
     with run.ranks.fail_together():
         config = json.loads(json.dumps(settings, default=str))  # as it will be read
         found = []
-        for _ in range(2):
-            batches.seed_everything(0)
-            samples = batches.read_samples(run.rows.dataset, run.task)
+        for number in range(2):
+            batches.seed_everything(number)
+            samples = batches.read_samples(run.rows.dataset, run.task, 1 + number)
             found.append(batches.hash_batch(run.rows.dataset, run.task, samples))
         if found[0] != found[1]:
             raise UserError(
                 f"the same {len(samples)} rows are another batch the second time: a row or collate "
                 "has a generator of its own; draw from torch, np.random or random, which are "
-                "seeded, or in augment(row, generator)"
+                "seeded for a row that is read alone and for collate, or in augment(row, generator)"
             )
         batches.seed_everything(0)
         run.few = batches.choose_probes(samples, run.task)
@@ -173,35 +171,36 @@ def try_loop(step: "Step") -> Iterator[Any]:
             rows = run.few
             together = yield from try_batch(step, rows)
         if not run.rows_depend:
-            for row in rows:
-                alone.append((yield from try_batch(step, [row])))
+            for number, row in enumerate(rows):
+                alone.append((yield from try_batch(step, [row], number)))
     run.model.train()
     step.losses = []
     if alone:
         compare(run, together, alone)
 
 
-def try_batch(step: "Step", samples: list[tuple]) -> Iterator[Any]:
-    """Gives these samples to the body of the loop as one batch; returns a Tried."""
+def try_batch(step: "Step", samples: list[tuple], number: int = 0) -> Iterator[Any]:
+    """Gives these samples to the body of the loop as one batch; returns a Tried. `number`: that of
+    its random numbers."""
     run, accelerator = step.training, step.training.accelerator
-    batches.seed_micro_batch(run.seed, 1, 0)
-    before = random_state(accelerator.device)
+    batches.seed_micro_batch(run.seed, 1, number)
+    before = checks.random_state(accelerator.device)
     batch, (num_items, ids_hash), ids = batches.collate(run.task, samples)
     micro_batch = MicroBatch(0, batch, num_items, ids_hash, ids)
     accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
     step.losses = []
     yield from step.compute(micro_batch, send_to_device(batch, accelerator.device))
     checks.check_reduced(run.model)
-    draws = random_state(accelerator.device) != before
+    draws = checks.random_state(accelerator.device) != before
     return Tried(float(step.losses[0]), num_items, draws)
 
 
 def compare(run: "Training", together: Tried, alone: list[Tried]) -> None:
     """Raises UserError unless the loss of rows together is the sum of the loss of each."""
     total = sum(each.loss for each in alone)
-    if together.draws:  # other numbers for each batch: a mean of eight rows is an eighth
-        per_item = total / max(sum(each.num_items for each in alone), 1)
-        same = together.loss / max(together.num_items, 1) > per_item / 2
+    if together.draws:  # other numbers for each batch
+        pairs = [(each.loss, each.num_items) for each in (together, *alone)]
+        same = not checks.is_mean(pairs[0], pairs[1:])
     else:
         tolerance = 1e-4 if run.accelerator.mixed_precision == "no" else 5e-2
         same = abs(together.loss - total) <= tolerance * sum(abs(each.loss) for each in alone)
@@ -213,14 +212,6 @@ def compare(run: "Training", together: Tried, alone: list[Tried]) -> None:
             "mean=True with the count of that mean); padding must not count; if rows depend on "
             "each other by intent, give rows_depend=True"
         )
-
-
-def random_state(device: torch.device) -> str:
-    """Where the global generators stand."""
-    states = [random.getstate(), np.random.get_state()[1:3], torch.get_rng_state().tolist()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state().tolist())
-    return digest(repr(states).encode())
 
 
 # ---- In the loop ---------------------------------------------------------------------------------

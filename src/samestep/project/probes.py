@@ -7,7 +7,7 @@ are found. A language model must not see the token that it predicts.
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,16 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     model.train()
 
 
+class Computed(NamedTuple):
+    """What a function of the task has computed of some samples."""
+
+    batch: Batch
+    items: int  # in the loss
+    sums: dict[str, torch.Tensor]
+    collate_draws: bool  # random numbers
+    draws: bool  # in collate or in the model
+
+
 class Probe:
     """A prepared model and the functions of its task."""
 
@@ -71,18 +81,16 @@ class Probe:
     def check(self, name: str, samples: list[tuple]) -> Batch:
         """Checks the sums of a function on samples; the batch of as many as a device takes."""
         chosen = self.choose(samples)
-        before = random_state(self.run.accelerator.device)
-        sums = self.sums(name, self.batch(chosen))
-        if not all(map(torch.equal, before, random_state(self.run.accelerator.device))):
-            remark = "it is not checked that rows are independent"
-            print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
+        found = self.compute(name, chosen)
+        sums = found.sums
+        if found.draws:
+            self.check_drawn(name, samples, found)
         elif not self.dependent:
-            alone = [self.sums(name, self.batch([each])) for each in chosen]
-            self.compare(name, sums, alone)
+            self.compare(name, sums, [self.compute(name, [each]).sums for each in chosen])
             if name == "loss_sum" and self.run.ranks.layout.cp == 1:
                 self.check_labels(chosen[-1])
         if name == "loss_sum":
-            self.loss, self.rows = float(sums[""]), chosen
+            self.loss, self.rows, self.items = float(sums[""]), len(chosen), found.items
         if name == "eval_sums":
             totals = {key: value.cpu().double() for key, value in sums.items()}
             metrics: Any = {"loss": 0.0}
@@ -92,11 +100,45 @@ class Probe:
                     given.append(self.outputs)
                 metrics = self.task.metrics(*given)
             contract.check_metrics(metrics)
-        return self.batch(chosen)
+        return found.batch
+
+    def compute(self, name: str, samples: list[tuple], number: int = 0) -> Computed:
+        """What the function gives for these samples. `number`: that of its random numbers."""
+        device = self.run.accelerator.device
+        batches.seed_micro_batch(self.run.cfg.seed, 1, number)
+        states = [checks.random_state(device)]
+        batch, (items, _), _ = batches.collate(self.task, samples)
+        states.append(checks.random_state(device))
+        batch = send_to_device(batch, device)
+        sums = self.sums(name, batch)
+        states.append(checks.random_state(device))
+        return Computed(batch, items, sums, states[1] != states[0], states[2] != states[0])
+
+    def check_drawn(self, name: str, samples: list[tuple], found: Computed) -> None:
+        """Says what random numbers depend on; compares the loss per item of eight rows together
+        with that of each alone."""
+        if found.collate_draws and name == "loss_sum":
+            print_on_main(
+                "task.collate draws random numbers, by the micro-batch: micro_batch_size changes "
+                "the result"
+            )
+        remark = "it is not checked that rows are independent"
+        print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
+        if name == "eval_sums" or self.dependent or self.run.ranks.layout.cp > 1:
+            return
+        groups = [samples, *([each] for each in samples)]
+        computed = [self.compute(name, each, number) for number, each in enumerate(groups)]
+        pairs = [(float(each.sums[""]), each.items) for each in computed]
+        if len(samples) > 2 and checks.is_mean(pairs[0], pairs[1:]):
+            self.complain(
+                f"task.{name} is {pairs[0][0]:.6g} for {len(samples)} rows together, but "
+                f"{sum(loss for loss, _ in pairs[1:]):.6g} as the sum of each alone; give a sum "
+                "over rows, not a mean, or write rows_depend = True"
+            )
 
     def choose(self, samples: list[tuple]) -> list[tuple]:
-        """As many of these as a device takes, with the last one."""
-        maximum = max(2, self.run.plan.largest)
+        """As many of these as a device takes, at most four, with the last one."""
+        maximum = min(max(2, self.run.plan.largest), 4)
         return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
 
     def check_outputs(self, samples: list[tuple]) -> None:
@@ -105,13 +147,13 @@ class Probe:
         if not hasattr(self.task, "eval_outputs"):
             return
         chosen = self.choose(samples)
-        before = random_state(self.run.accelerator.device)
+        before = checks.random_state(self.run.accelerator.device)
         self.outputs = self.rows_of([chosen])
         size, rows = outputs.bytes_per_row(self.outputs), len(self.run.start.views[1])
         print_on_main(
             f"eval_outputs: {size:,} bytes a row, {size * rows / 1e6:,.1f} MB for {rows:,} rows"
         )
-        drawn = not all(map(torch.equal, before, random_state(self.run.accelerator.device)))
+        drawn = before != checks.random_state(self.run.accelerator.device)
         if drawn or self.dependent:
             return
         alone = self.rows_of([[each] for each in chosen])
@@ -160,8 +202,7 @@ class Probe:
             own = np.array([loss * layout.adds, layout.leads], np.float64)
             total, replicas = self.run.ranks.sum_arrays(own)
             loss = total / replicas
-        _, (items, _), _ = batches.collate(self.task, self.rows)
-        line = f"loss per item {loss / max(items, 1):.3g} ({len(self.rows)} rows)"
+        line = f"loss per item {loss / max(self.items, 1):.3g} ({self.rows} rows)"
         if self.dependent:
             line += (
                 "; rows_depend: it is not checked that rows are independent, and the result "
@@ -276,11 +317,3 @@ class Probe:
         if self.exact:
             raise ValueError(problem)
         print_on_main(f"warning: {problem}")
-
-
-def random_state(where: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a model draws from without being given one."""
-    states = [torch.get_rng_state()]
-    if where.type == "cuda":
-        states.append(torch.cuda.get_rng_state(where))
-    return states

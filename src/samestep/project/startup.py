@@ -380,8 +380,8 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         views = contract.read_views(bound, given)
         if isinstance(views[0], Stream):
             views[0].begin(cfg.seed, cfg.global_batch_size)
-        batches.seed_everything(1 + number)  # a row that draws by itself is another one
-        train, validation = (batches.read_samples(each, bound) for each in views)
+        batches.seed_everything(1 + number)
+        train, validation = (batches.read_samples(each, bound, 1 + number) for each in views)
         train = batches.augmented(train, bound)
         fingerprints = [batches.hash_batch(views[0], bound, train)]
         fingerprints += [batches.hash_batch(views[1], bound, validation)]
@@ -389,9 +389,9 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
     if built[0] != built[1]:
         raise ValueError(
             "the same samples are another batch the second time: task.views, a row, collate or "
-            "augment draws anew. Draw random numbers in augment, from its generator alone; in "
-            "views from torch, np.random or random, which are seeded for it; or make the rows in "
-            "prepare_data, which runs once"
+            "augment draws anew. Draw random numbers from torch, np.random or random, which are "
+            "seeded for views, for a row that is read alone and for collate; or in augment, from "
+            "its generator; what reads many rows at once (__getitems__) must draw none"
         )
     probes = [batches.choose_probes(each, bound) for each in (train, validation)]
     return data, bound, views, Samples(fingerprints, probes)
