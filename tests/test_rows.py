@@ -240,7 +240,22 @@ def test_what_is_read_and_left_out_is_three_lines(tmp_path, capsys):
         "21: the text is empty)",
         f"Prepared: {len(train)} rows to train on, {len(validation)} to evaluate on",
     ]
-    assert len(train) + len(validation) == 22 and train.column_names == ["text", "source", "place"]
+    assert len(train) + len(validation) == 22 and {*train.column_names} == {"text", *rows.NOTES}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_a_row_keeps_its_file_and_line_as_numbers(tmp_path, ending, monkeypatch):
+    for name in "ab":
+        write(tmp_path / f"{name}{ending}", [f"{name} {i}" for i in range(20)])
+    for split in load(tmp_path):
+        for row in split:
+            name, number = row["text"].split()
+            path = split.features["file"].int2str(row["file"])
+            assert path == f"{tmp_path}/{name}{ending}"
+            assert row["line"] == int(number) + (2 if ending == ".csv" else 1)
+            assert row["place"] == f"{path}, {'row' if 'parq' in ending else 'line'} {row['line']}"
+    monkeypatch.setattr(rows, "MOST_NAMES", 1)  # they would be read at each start
+    assert load(tmp_path)[0].features["file"] == Value("int64")
 
 
 # ---- Splits --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 from datasets import Dataset, Features, Image
@@ -24,12 +24,25 @@ from samestep.base.console import one_line
 from samestep.data.files import IMAGES, PACKED, File, file_ending
 
 Columns = dict[str, bool]  # whether each column that is read must be there
-Row = tuple[dict[str, Any], str]  # with its place, which messages name
 Numbered = Iterator[tuple[int, Any]]
 
 DOCUMENT = 64_000  # characters of a document, of which a larger .txt or .md file has several
 
 csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
+
+
+class Place(NamedTuple):
+    """Where a row stands; str() is for messages."""
+
+    path: str
+    line: int = 0  # of .json, .parquet and the Hub the row; 0: it is the file
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.unit} {self.line}" if self.line else self.path
+
+
+Row = tuple[dict[str, Any], Place]
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -57,7 +70,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
                     is_first = False
                 row = {name: row.get(name) for name in columns}
                 row = replace_surrogates(row) if ending in READERS else row
-            yield row, shown if ending in IMAGES else f"{shown}, {unit} {number}"
+            yield row, Place(shown, number, unit)
     except MemoryError:
         raise
     except Exception as error:  # each library has its own errors for what a file holds
@@ -211,9 +224,9 @@ def read_dataset(dataset: Dataset, columns: Columns, data: str) -> Iterator[Row]
         if isinstance(part.features[name], Image):
             part = part.cast_column(name, Image(decode=False))
     classes = class_names(part.features)
-    for number, row in enumerate(part):
+    for number, row in enumerate(part, 1):
         row = dict.fromkeys(columns) | name_classes(row, classes)
-        yield replace_surrogates(row), f"{one_line(data, 200)}, row {number}"
+        yield replace_surrogates(row), Place(one_line(data, 200), number, "row")
 
 
 def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:

@@ -25,11 +25,13 @@ from datasets.arrow_writer import ArrowWriter
 from samestep.base.console import one_line
 from samestep.data import files, hub, readers, sources
 from samestep.data.files import File
-from samestep.data.readers import Columns, Row
+from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
 
 Bundled = dict[str, Callable[[], Iterable[Row]]]
 TABLE = 2_000_000  # bytes of content that are written at a time
+MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
+NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
 HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 LEAST_HEADS, MOST_HEADS = 16, 1000  # shards of these
 
@@ -76,7 +78,8 @@ class Input:
         except ValueError as error:
             raise ValueError(f"task.{self.field}: {self.data}: {error}") from None
         if self.bundled:
-            yield from self.bundled()
+            for number, (row, _) in enumerate(self.bundled(), 1):
+                yield row, Place(one_line(self.data, 200), number, "row")
         else:
             yield from readers.read_dataset(self.dataset, self.columns, self.data)
 
@@ -241,7 +244,7 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
 
     Of a stream the rows to train on are the beginnings of some shards: what tokenizers are made
     from. Columns that are added to those of `form` are "source", a ClassLabel of the names of the
-    sources, and "place", file and line.
+    sources, and the place as "place", a text, and as "file" and "line", numbers.
 
     Raises ValueError for the first row that cannot be used, and where there is none to train on or
     to hold out.
@@ -249,6 +252,9 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     names = [*dict.fromkeys(each.name for each in inputs)]
     hashes, sides, counts = array("Q"), array("Q"), []
     left_out: list[str] = []
+    paths = [one_line(file.path, 200) for each in inputs for file in each.files]
+    paths += [one_line(each.data, 200) for each in inputs if not each.files]
+    numbers = {path: number for number, path in enumerate(dict.fromkeys(paths))}
 
     def read() -> Iterator[dict[str, Any]]:
         for source in inputs:
@@ -261,14 +267,17 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
                     group = form.group(stored) if form.group else key
                 hashes.append(hash_of(key))
                 sides.append(hashes[-1] if group == key else hash_of(group))
-                yield {**stored, "source": names.index(source.name), "place": place}
+                number = {"source": names.index(source.name), "file": numbers[place.path]}
+                yield {**stored, **number, "place": str(place), "line": place.line}
             counts.append(len(hashes) - before)
             if not counts[-1]:
                 shown = ", ".join(each.name for each in source.files[:3])
                 text = f"there are no rows in {source.data}" + (f" ({shown})" if shown else "")
                 raise ValueError(f"task.{source.field}: {one_line(text, 300)}")
 
-    notes = {"source": ClassLabel(names=names), "place": Value("string")}
+    notes = {"source": ClassLabel(names=names), "place": Value("string"), "line": Value("int64")}
+    few = len(numbers) <= MOST_NAMES
+    notes["file"] = ClassLabel(names=[*numbers]) if few else Value("int64")
     rows = write(read(), {**form.features, **notes})
     columns = ", ".join(dict.fromkeys(name for each in inputs for name in each.columns))
     text = f"{len(rows):,} rows of {', '.join(names)}" + (f", from {columns}" if columns else "")

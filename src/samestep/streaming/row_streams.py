@@ -48,7 +48,7 @@ class RowStream(ShardStream):
         for stored, _, place in stored_rows(source, self.form, self.cfg, []):
             for row in pieces_of(stored):
                 for name in names:
-                    block[name].append(row.get(name, place))
+                    block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
                 if size >= self.size or len(block["place"]) >= MAXIMUM_ROWS:
                     yield block

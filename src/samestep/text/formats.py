@@ -19,7 +19,7 @@ from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS, split_shards
 from samestep.data.readers import Columns
-from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, Input, RowFormat, find_inputs, load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
@@ -241,7 +241,7 @@ def messages_of(value: Any, name: str) -> list[dict]:
 
 def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     """Texts of rows, evenly spread, to train a tokenizer on."""
-    names = [name for name in rows.column_names if name not in ("source", "place")]
+    names = [name for name in rows.column_names if name not in NOTES]
     for row in tokenizing.spread_rows(rows, names):
         yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
 
@@ -275,7 +275,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     the assistant, are in the loss. A chat gives several documents where the template changes a turn
     when others follow. Raises ValueError for a template that fails or leaves out a part.
     """
-    names = [name for name in batch if name not in ("source", "place")]
+    names = [name for name in batch if name not in NOTES]
     columns = [batch[name] for name in names]
     rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
     sources_of_rows = batch.get("source") or [0] * len(rows)

@@ -12,7 +12,7 @@ from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
 from samestep.data.files import TEXTS as TEXT_FILES
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, RowFormat, find_inputs, load_rows
 from samestep.data.views import Rows
 from samestep.models import classification, next_token, pretrained
 from samestep.text import tokenizing
@@ -114,7 +114,7 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
     """A map-style view of tokenized rows: their tokens, labels and weights."""
-    names = [name for name in dataset.column_names if name not in ("source", "place")]
+    names = [name for name in dataset.column_names if name not in NOTES]
     return Rows(dataset, names, ["input_ids"], cfg)
 
 
