@@ -9,7 +9,6 @@ library, images with a class the digits of scikit-learn.
 
 import ast
 import io
-import re
 import sysconfig
 import textwrap
 import tokenize
@@ -172,7 +171,7 @@ def cardinal(number: int) -> str:
 
 # Packages and modules of Python's library, 3.11 and later, by purpose.
 AREAS = {
-    **{name: name for name in "asyncio email encodings importlib multiprocessing xml".split()},
+    **{name: name for name in "asyncio email importlib multiprocessing xml".split()},
     "testing": "unittest doctest",
     "numbers": "_pydecimal colorsys fractions numbers random statistics",
     "debugging": "bdb cProfile dis inspect pdb profile pstats trace traceback",
@@ -180,46 +179,27 @@ AREAS = {
 }
 
 
-def area_files() -> list[tuple[str, str, Path]]:
-    """The files of each area, without tests: the area, the path in the library, the file."""
-    library, files = Path(sysconfig.get_path("stdlib")), []
+def area_files() -> Iterator[tuple[str, Path]]:
+    """The files of each area, without tests."""
+    library = Path(sysconfig.get_path("stdlib"))
     for area, names in AREAS.items():
         for name in names.split():
-            paths = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
-            parts = [(path.relative_to(library).parts, path) for path in paths if path.is_file()]
-            files += [(area, "/".join(p), f) for p, f in parts if not {"test", "tests"} & {*p}]
-    return files
+            for file in [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]:
+                inside = file.relative_to(library).parts
+                if file.is_file() and not {"test", "tests"} & {*inside}:
+                    yield area, file
 
 
 def area_rows() -> Iterator[Row]:
-    """Functions of three lines and more, each below the first line of its class.
-
-    The group is the file: its functions are alike, and so all are held out, or none.
-
-    A function that several files hold, up to strings and numbers, counts once; if the files are of
-    different areas, it is left out. encodings hold the same functions a hundred times over.
-    """
-    groups: dict[str, list[Row]] = {}
-    for area, place, file in area_files():
+    """The functions of three lines and more in these areas."""
+    for area, file in area_files():
         text = read_source(file)
-        for function, owner in functions_in(ast.parse(text), text.split("\n")):
-            row = {"text": f"{owner}\n{function}".lstrip(), "label": area, "group": place}
-            same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)
-            groups.setdefault(same, []).append((row, place))
-    for rows in groups.values():
-        if len({row["label"] for row, _ in rows}) == 1:
-            yield rows[0]
-
-
-def functions_in(node: ast.AST, lines: list[str], owner: str = "") -> Iterator[tuple[str, str]]:
-    """The source of each function below a node, and the first line of its class."""
-    for child in ast.iter_child_nodes(node):
-        line = lines[child.lineno - 1].strip() if isinstance(child, ast.ClassDef) else owner
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            own = lines[child.lineno - 1 : child.end_lineno]
-            if len(own) >= 3:
-                yield textwrap.dedent("\n".join(own)), owner
-        yield from functions_in(child, lines, line)
+        lines = text.split("\n")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own = lines[node.lineno - 1 : node.end_lineno]
+                if len(own) >= 3:
+                    yield {"text": textwrap.dedent("\n".join(own)), "label": area}, str(file)
 
 
 # ---- Images with a class -------------------------------------------------------------------------

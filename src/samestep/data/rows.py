@@ -214,11 +214,7 @@ def stored_rows(
     """
     for row, place in source.rows():
         try:
-            group = None
-            if source.bundled:
-                group = row.pop("group", None)
-            elif cfg.group_column:
-                group = group_of(row[cfg.group_column])
+            group = group_of(row[cfg.group_column]) if cfg.group_column else None
             stored = form.normalize(row)
         except sources.IncompleteRow as error:
             if cfg.incomplete_rows == "refuse":
