@@ -52,11 +52,10 @@ class Input:
     columns: Columns = dataclasses.field(default_factory=dict)  # that are read
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
-    is_held: bool = False  # shards to evaluate on
 
     @property
     def is_validation(self) -> bool:
-        return self.is_held or self.field.startswith("validation")
+        return self.field.startswith("validation")
 
     @cached_property
     def first(self) -> dict:
@@ -169,10 +168,10 @@ def find_shards(cfg: DataConfig) -> list[Input]:
     mean = sum(each.size for each in train) // len(train) + 1
     count = min(len(train), max(LEAST_HEADS, HEAD // mean), MOST_HEADS)
     heads = [train[i * len(train) // count] for i in range(count)]
-    field, most = ("validation_data", math.inf) if cfg.validation_data else ("data", HEAD)
+    most = math.inf if cfg.validation_data else HEAD
     return [
         Input("data", cfg.data, "stream", heads, most=HEAD / len(heads)),
-        Input(field, cfg.data, "stream", held, most=most, is_held=True),
+        Input("validation_data", cfg.data, "stream", held, most=most),
     ]
 
 
