@@ -87,6 +87,15 @@ def test_a_folder_of_splits_is_known_by_its_names(prepare, tmp_path, capsys):
     assert digests(parts) == digests(named)
 
 
+def test_a_folder_may_be_evaluated_on_a_table(prepare, tmp_path):
+    root = folders(tmp_path / "photos", 6)
+    (root / "notes.json").write_text("{}")
+    (tmp_path / "more").mkdir()
+    given = table(tmp_path / "more", "csv", 2)
+    _, known, parts = prepare(root, validation_data=str(given))
+    assert names_of(known) == sorted(COLORS) and [*map(len, parts)] == [18, 6]
+
+
 def test_a_dataset_of_the_hub(prepare, monkeypatch):
     import datasets
 

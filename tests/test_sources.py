@@ -252,9 +252,10 @@ TREES = {  # of files: those to train on, and those to evaluate on
     ),
     "contest.txt trainer.txt latest.txt": ("contest.txt latest.txt trainer.txt", ""),
     "test.txt": ("test.txt", ""),  # who names its folder means it
+    "train/1.png val/2.png other/3.png train/notes.json": ("train/1.png", "val/2.png"),
     "train/1.png val/2.png rows/3.png rows/train.csv rows/val.csv": (
-        "rows/train.csv train/1.png",
-        "rows/val.csv val/2.png",
+        "rows/train.csv",
+        "rows/val.csv",
     ),
 }
 

@@ -84,12 +84,15 @@ def raise_error(error: OSError) -> None:
 def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[File], int]:
     """The files with these endings, sorted by their names, and the number of others.
 
-    An .md beside tables describes them, and is no text. Raises ValueError if there are none.
+    What lies beside others is no row: a .json beside images, and beside tables an .md and images,
+    which they name. Raises ValueError if there are none.
     """
     every = list_store(data, field) if "://" in data else list_folder(data)
     found = [each for each in every if file_ending(each.path) in endings]
+    if any(file_ending(each.path) in IMAGES for each in found):
+        found = [each for each in found if file_ending(each.path) != ".json"]
     if any(file_ending(each.path) in TABLES for each in found):
-        found = [each for each in found if file_ending(each.path) != ".md"]
+        found = [each for each in found if file_ending(each.path) not in (".md", *IMAGES)]
     if not found:
         if not every and os.path.islink(os.path.expanduser(data)):
             raise ValueError(f"task.{field}: {data} is a broken link: fix or remove it")

@@ -22,12 +22,13 @@ import pyarrow.parquet
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, hub, labels, sources
-from samestep.data.files import IMAGES, TABLES, File, file_ending, files_below
+from samestep.data.files import IMAGES, TABLES, file_ending, list_files
 from samestep.data.rows import Input, RowFormat, find_inputs, keep, load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
 BUNDLED = "digits"
+ENDINGS = (*TABLES, *IMAGES)
 SKIP = "--task.incomplete_rows skip leaves"
 SHOWN = 10  # images that are named where many cannot be decoded
 COLUMNS = {
@@ -76,26 +77,13 @@ def local_data(cfg: Any) -> dict[str, str]:
     return {field: path for field, path in found.items() if os.path.exists(path)}
 
 
-def extensions_of(cfg: Any) -> tuple[str, ...]:
-    """Extensions of the files that have the rows: of tables; in a folder without one, of images.
-
-    In a folder .json is none: tools keep notes in such files beside images.
-    """
-    for root in local_data(cfg).values():
-        if os.path.isdir(root):
-            found = tuple(each for each in TABLES if each != ".json")
-            has_table = any(file_ending(path) in found for _, path in files_below(root))
-            return found if has_table else IMAGES
-    return (*TABLES, *IMAGES)
-
-
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
-    endings = [each for each in extensions_of(cfg) if each in TABLES]
-    for field, root in local_data(cfg).items() if endings else ():
-        paths = [path for _, path in files_below(root) if file_ending(path) in endings]
-        files = [File(path, "", 0) for path in paths if not holds_images(path, cfg.image_column)]
+    for field, root in local_data(cfg).items():
+        listed, _ = list_files(root, field, ENDINGS)
+        tables = [each for each in listed if file_ending(each.path) in TABLES]
+        files = [each for each in tables if not holds_images(each.path, cfg.image_column)]
         columns = {cfg.image_column: True}
         table = Input(field, root, "", files, columns=columns, paths=cfg.image_column)
         for row, _ in table.rows() if files else ():
@@ -148,7 +136,7 @@ def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, A
     """
     image_data.prepare_processor(cfg, folder)
     bundled = {BUNDLED: demo_data.digit_rows}
-    inputs = find_inputs(cfg, bundled, extensions_of(cfg), in_classes=True)
+    inputs = find_inputs(cfg, bundled, ENDINGS, in_classes=True)
     for each in inputs:
         each.columns = {cfg.image_column: True, cfg.label_column: True}
         each.paths = cfg.image_column
