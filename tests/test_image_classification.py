@@ -355,7 +355,7 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
     score = lines(output, "eval_loss")[-1]
     assert score["accuracy"] > 0.93 and score["macro_f1"] > 0.93
     assert "precision" in printed and "BatchNorm" not in printed
-    for name in ("confusion.png", "samples.png"):
+    for name in ("confusion.png",):
         assert (output / name).stat().st_size > 10_000
     logging.set_verbosity_error()
     monkeypatch.chdir(baked.path)
@@ -371,7 +371,7 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
     assert right / len(rows) == pytest.approx(score["accuracy"])
     inputs = answer.image_processor([Image.open(files[0])], return_tensors="pt")["pixel_values"]
     assert torch.allclose(inputs, bound.collate([rows[0]])["pixel_values"], atol=1e-5)
-    command = ["python", "-m", "samestep", "predict", "--model", output / "model", "--json"]
+    command = ["python", "-m", "samestep", "predict", "--model", output / "model"]
     found = map(json.loads, baked.run(*command, *files[:3]).stdout.splitlines())
     assert [each["classes"][0]["label"] for each in found] == guesses[:3]
 
@@ -413,7 +413,7 @@ def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, 
     baked.train(1, *SHORT, *flags, "--output_dir", output, env=env)
     if tracker == "tensorboard":
         written = b"".join(path.read_bytes() for path in output.rglob("events.*"))
-        assert all(name in written for name in (b"confusion", b"samples", b"classes"))
+        assert all(name in written for name in (b"confusion", b"classes"))
     else:
         media = [path.read_bytes() for path in (output / "wandb").rglob("confusion_*.png")]
         assert media == [(output / "confusion.png").read_bytes()]

@@ -69,7 +69,7 @@ def test_the_picture_shows_the_data_and_nothing_else_is_left(tmp_path):
         for name, last in zip("xyz", (2, 2.2, 2), strict=True)
     ]
     shown = [curves.draw([run], run / "curves.png").read_bytes() for run in runs]
-    assert {size(run / "curves.png") for run in runs} == {(1920, 720)}
+    assert {size(run / "curves.png") for run in runs} == {(1200, 990)}
     assert shown[0] != shown[1] and shown[0] == shown[2]
     assert sorted(path.name for path in runs[0].iterdir()) == ["curves.png", "metrics.jsonl"]
 
@@ -83,25 +83,18 @@ def figures(monkeypatch):
     return found
 
 
-def words_of(figure):
-    """All the words in a picture."""
-    return {text.get_text() for text in figure.findobj(lambda part: hasattr(part, "get_text"))}
-
-
-def test_the_words_of_one_run(tmp_path, figures):
-    """Means are told from what was logged, and only evaluations have dots."""
+def test_the_curves_are_those_of_the_lines(tmp_path, figures):
+    """Panels of the loss, the learning rate, the rate, and of four scores at most."""
     lines = curve(last=2.0)
-    lines[-1] |= {"unigram_loss": 2.8}
+    lines[-1] |= {"unigram_loss": 2.8, **{f"score_{name}": 1 for name in "abcdef"}}
     curves.draw([write(tmp_path / "a", lines)], tmp_path / "a.png")
-    words = words_of(figures[0])
-    said = ["training, as logged", "training, smoothed", "validation 2.000"]
-    said += ["unigram loss 2.800"]
-    assert {"a", "loss", "learning rate", "tokens / s", "optimizer step", *said} <= words
-    drawn = figures[0].axes[0].get_lines()
-    assert [line.get_label() for line in drawn] == said
-    assert [line.get_marker() for line in drawn] == ["None", "None", "o", "None"]
-    losses = [line["loss"] for line in lines[:60]]
-    assert [list(line.get_ydata()) for line in drawn[:2]] == [losses, curves.smooth(losses)]
+    panels = figures[0].axes
+    scores = [f"score {name}" for name in "abcd"]
+    assert [each.get_ylabel() for each in panels] == ["loss", "lr", "tokens / s", *scores]
+    drawn = panels[0].get_lines()
+    assert [line.get_label() for line in drawn] == ["a", "a, validation"]
+    assert [*drawn[0].get_ydata()] == [line["loss"] for line in lines[:60]]
+    assert [*drawn[1].get_ydata()] == [2.5, 2.0]
 
 
 @pytest.mark.filterwarnings("error")
@@ -111,7 +104,7 @@ def test_odd_data_are_drawn(tmp_path):
     lines += [{"step": 60, "eval_loss": math.nan, "$\\frac_{\ud800\u4e2d\n_baseline": 1.5}]
     run = write(tmp_path / "_a$\\b$c", lines)
     compared = [run, write(tmp_path / "b", curve())]
-    assert size(curves.draw(compared, tmp_path / "both.png"))[0] == 1920
+    assert size(curves.draw(compared, tmp_path / "both.png"))[0] == 1200
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -133,7 +126,7 @@ def test_the_path_is_printed(folder):
     ):
         result = command(folder, *arguments)
         assert (result.returncode, result.stdout, result.stderr) == (0, picture + "\n", "")
-        assert size(folder / picture)[0] == 1920
+        assert size(folder / picture)[0] == 1200
 
 
 @pytest.mark.parametrize(

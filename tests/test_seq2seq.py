@@ -196,7 +196,7 @@ def test_a_pretrained_model_trains_and_answers(kit, baked, bart, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     tokens = model.generate(**tokenizer(["read: one two three"], return_tensors="pt"))
     (answer,) = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    given = ["-m", "samestep", "predict", "--json", "--model", output / "model", "one two three"]
+    given = ["-m", "samestep", "predict", "--model", output / "model", "one two three"]
     assert json.loads(baked.run("python", *given).stdout)["text"] == answer
     # The example of the card says the same.
     card = (output / "model" / "README.md").read_text()

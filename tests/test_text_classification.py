@@ -377,7 +377,7 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     flags += ["--save_every", 0, "--eval_every", 0, "--task.data", data, "--task.max_length", 32]
     flags += ["--task.model_name_or_path", "runs/learnt/model", "--output_dir", "runs/numbers"]
     printed = baked.train(1, *flags)
-    command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/numbers/model"]
+    command = ["python", "-m", "samestep", "predict", "--model", "runs/numbers/model"]
     assert "new weights for classifier" in printed
     given = ["the oak\tand the elm", "the carp\tand the eel"]
     said = baked.run(*command, *given).stdout.splitlines()

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.base.errors import attempt
 from samestep.data import columns
 from samestep.images.images import resize, square
 from samestep.models import classification, pretrained
@@ -192,26 +191,10 @@ def pixel_values(rows: list[Row], cfg: Any, data: Any) -> torch.Tensor:
 # ---- What the trained model is asked -------------------------------------------------------------
 
 
-def report(model: Any, sums: dict, output: Path, cfg: Any, data: Any) -> dict[str, Any]:
-    """The scores of each class, a figure of the confusion, and some images with their answers."""
+def report(sums: dict, output: Path, data: Any) -> dict[str, Any]:
+    """The scores of each class, and a picture of the confusion."""
     names = data["train"].features["label"].names
-    shown = classification.report_table(sums["table"], names, output)
-    drawn = attempt("no picture", draw_samples, model, names, cfg, data, output / "samples.png")
-    return shown | {"samples": drawn}
-
-
-def draw_samples(model: Any, names: list[str], cfg: Any, data: Any, path: Path) -> Path:
-    """Sixteen of 256 validation images with the model's answers, wrong ones first."""
-    rows = Images(data["validation"], cfg, data.folder)
-    chosen = np.random.default_rng(0).permutation(len(rows))[:256]  # rows may be sorted by class
-    answers = []
-    for start in range(0, len(chosen), 16):
-        part = [rows[i] for i in chosen[start : start + 16].tolist()]
-        pixels = pixel_values(part, cfg, data).to(model.device)
-        guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
-        pairs = zip(part, guesses, strict=True)
-        answers += [(row["image"], row["label"], guess) for row, guess in pairs]
-    return classification.draw_images(answers, names, len(rows), path)
+    return classification.report_table(sums["table"], names, output)
 
 
 def test_inputs(rows: list[Row], cfg: Any, data: Any) -> list[tuple[Any, dict]]:

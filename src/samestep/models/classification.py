@@ -18,7 +18,7 @@ from samestep.base.errors import attempt
 # scikit-learn and matplotlib take 1 s to import: they wait for the functions that need them.
 
 Sums = dict[str, torch.Tensor]
-SHOWN = 30  # most classes in a text or a picture: those with the most mistakes
+SHOWN = 30  # most classes in a picture
 
 
 # ---- Classes -------------------------------------------------------------------------------------
@@ -64,84 +64,34 @@ def score_table(table: torch.Tensor) -> dict[str, float]:
 
 
 def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any]:
-    """The scores of each class as text, and, where a row has one class, confusion.png."""
+    """The scores of each class as text, and, where a row has one class of a few, confusion.png."""
     from sklearn.metrics import classification_report
 
-    if table.ndim == 3:
-        mistakes = table[:, 0, 1] + table[:, 1, 0]
-    else:
-        mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
-    shown = sorted(sorted(range(len(names)), key=lambda i: -mistakes[i])[:SHOWN])
-    note = ""
-    if len(names) > SHOWN:
-        note = f"the {SHOWN} of {len(names)} classes with the most mistakes"
-    short = [one_line(names[i], 24) for i in shown]
-    if len({*short}) < len(short):  # they differ in the middle
-        short = [one_line(names[i], 60) for i in shown]
     true, predicted, weight = weighted_answers(table)
-    options: dict[str, Any] = {"labels": shown, "target_names": short, "zero_division": 0}
-    text = classification_report(true, predicted, sample_weight=weight, digits=3, **options)
+    shown = [one_line(name, 24) for name in names]
+    options: dict[str, Any] = {"labels": range(len(names)), "target_names": shown}
+    options |= {"sample_weight": weight, "digits": 3, "zero_division": 0}
+    text = classification_report(true, predicted, **options)
     lines = [each for each in text.rstrip().split("\n") if "samples avg" not in each]  # of entries
-    report: dict[str, Any] = {"classes": "\n".join([note, *lines])}
-    if table.ndim == 2:
-        title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
-        title += f"; {note}" if note else ""
+    report: dict[str, Any] = {"classes": "\n".join(["", *lines])}
+    if table.ndim == 2 and len(names) <= SHOWN:
         path = folder / "confusion.png"
-        report["confusion"] = attempt(
-            "no picture", draw_confusion, table.numpy(), shown, short, title, path
-        )
+        report["confusion"] = attempt("no picture", draw_confusion, table.numpy(), shown, path)
     return report
 
 
-def draw_confusion(
-    table: np.ndarray, shown: list[int], names: list[str], title: str, path: Path
-) -> Path:
-    """The counts of true (down) and predicted (across) classes.
-
-    Classes that are not shown are one row and one column, "other".
-    """
+def draw_confusion(table: np.ndarray, names: list[str], path: Path) -> Path:
+    """The counts of true (down) and predicted (across) classes."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 
     from samestep.base.pictures import save_figure
 
-    parts = [[i] for i in shown]
-    if others := [i for i in range(len(table)) if i not in shown]:
-        parts, names = [*parts, others], [*names, "other"]
-    counts = np.array([[table[np.ix_(a, b)].sum() for b in parts] for a in parts])
-    side = max(2.2 + 0.45 * len(parts), 4)
+    side = max(2.2 + 0.45 * len(names), 4)
     figure = Figure(figsize=(side + 1.5, side), dpi=150, layout="constrained")
-    axes = figure.subplots()
     labels = [name.replace("$", r"\$") for name in names]  # no formulas
     options: dict[str, Any] = {"cmap": "Blues", "xticks_rotation": 45, "values_format": ",.0f"}
-    ConfusionMatrixDisplay(counts, display_labels=labels).plot(ax=axes, **options)
-    axes.set_title(title, fontsize=10)
-    return save_figure(figure, path)
-
-
-def draw_images(
-    answers: list[tuple[np.ndarray, int, int]], names: list[str], total: int, path: Path
-) -> Path:
-    """Sixteen of the answers (image, true class, predicted class), wrong ones first and in orange.
-    `total`: the number of validation images."""
-    from matplotlib.figure import Figure
-
-    from samestep.base.pictures import save_figure
-
-    shown = sorted(answers, key=lambda answer: answer[1] == answer[2])[:16]
-    wrong = sum(label != guess for _, label, guess in answers)
-    figure = Figure((8, 9), dpi=150, layout="constrained")
-    figure.suptitle(
-        f"{wrong} of {len(answers)} predictions are wrong (of {total:,} validation images)"
-    )
-    for axes in figure.subplots(4, 4).flat:
-        axes.set_axis_off()
-    for axes, (image, label, guess) in zip(figure.axes, shown, strict=False):
-        axes.imshow(image)
-        text, color = one_line(names[label], 20), "black"
-        if guess != label:
-            text, color = f"predicted {one_line(names[guess], 20)}\ntrue {text}", "#D55E00"
-        axes.set_title(text, fontsize=9, color=color, parse_math=False)
+    ConfusionMatrixDisplay(table, display_labels=labels).plot(ax=figure.subplots(), **options)
     return save_figure(figure, path)
 
 
@@ -168,11 +118,3 @@ def spread_of(sums: Sums) -> float:
     squares = float(sums["squares"])
     spread = squares - float(sums["numbers"]) ** 2 / float(sums["rows"])
     return spread if spread > 1e-6 * squares else 0.0
-
-
-def describe_errors(sums: Sums, deviation: float) -> str:
-    """The errors in words, beside those of a model that always answers the mean."""
-    scores = score_errors(sums, deviation)
-    spread = math.sqrt(spread_of(sums) / sums["rows"]) * deviation
-    line = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
-    return f"{line}; of always saying the mean: {spread:,.5g} root mean square"

@@ -1,32 +1,28 @@
-"""Answers from a trained model.
+"""Answers from a trained model, a line of JSON for each input.
 
     python -m samestep predict "When a function is called,"       continues or classifies a text
     python -m samestep predict photo.jpg more/*.png               classifies images
-    cat texts.txt | python -m samestep predict --json             a line each: a JSON object a line
-    printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
+    cat texts.txt | python -m samestep predict                    takes a line for an input
 
-Line n of the output answers line n of the input. A blank line stays blank. So does one without an
-answer: its error is named, and the exit code is 2. For a chat: pip install "transformers[serving]",
-`transformers serve runs/NAME/model`, and in another shell `transformers chat runs/NAME/model`.
+Where a model takes two texts, a tab stands between them. The first error ends it. For a chat:
+pip install "transformers[serving]", `transformers serve runs/NAME/model`, and in another shell
+`transformers chat runs/NAME/model`.
 """
 
 import argparse
 import json
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep.base.console import escaped, one_line, protect_output
+from samestep.base.console import one_line
 from samestep.images.images import flatten, open_image, upright
 from samestep.programs import make_parser
 from samestep.project.export_check import load
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
-
-KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
 
 def load_pipeline(folder: Path, task: str) -> Any:
@@ -69,10 +65,7 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     asked: Any = given
     if pipe.task == "image-classification":  # given a path, it would fetch URLs
         with open_image(given) as image:
-            asked, problem = upright(image)
-        if problem:
-            told = f"{one_line(given, 100)} is not turned: broken EXIF block: {problem}"
-            print(f"samestep predict: {told}", file=sys.stderr)
+            asked, _ = upright(image)
         if getattr(config, "background", None):  # as in training
             asked = flatten(asked, config.background)
     elif getattr(config, "text_pair", False):
@@ -87,8 +80,8 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"classes": classes}
 
 
-def predict(arguments: argparse.Namespace) -> int:
-    """Read the inputs, load the model, print the answers; gives the exit code."""
+def predict(arguments: argparse.Namespace) -> None:
+    """Reads the inputs, loads the model, and prints the answers."""
     trained = sorted(Path("runs").glob("*/model"), key=os.path.getmtime)
     folder = arguments.model or [Path("runs/default/model"), *trained][-1]
     task = pipeline_task(folder)
@@ -97,54 +90,33 @@ def predict(arguments: argparse.Namespace) -> int:
     inputs = arguments.inputs
     if not inputs:  # utf-8-sig: without a byte order mark
         inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
-    if not any(map(str.strip, inputs)):
-        raise ValueError("there is no input; give texts or paths, or standard input")
     try:
         pipe = load_pipeline(folder, task)
     except Exception as error:  # each of the many libraries below has errors of its own
         raise ValueError(f"cannot load {folder}: {error}") from None
-    code = 0
     for given in inputs:
         try:
-            answer = ask(given, pipe, arguments) if given.strip() else {}
-            json.dumps(answer, allow_nan=False)  # raises for a score that is NaN
+            # A score that is NaN raises ValueError.
+            line = json.dumps({"input": given, **ask(given, pipe, arguments)}, allow_nan=False)
         except Exception as error:
-            answer = {}
-            code = 2
-            told = f"no answer to {one_line(given, 100)}: {type(error).__name__}: {one_line(error)}"
-            print(f"samestep predict: {told}", file=sys.stderr)
-        if arguments.json:
-            print(json.dumps({"input": given, **answer}), flush=True)
-        elif task == "text-generation" and answer:
-            print(escaped(given + answer["text"], KEPT), flush=True)
-        else:
-            print(f"{one_line(given, 100)}: {show(**answer)}" if answer else "", flush=True)
-    return code
+            name = type(error).__name__
+            raise ValueError(f"no answer to {one_line(given, 100)}: {name}: {error}") from None
+        print(line, flush=True)
 
 
-def show(text: str = "", value: float | None = None, classes: list | tuple = ()) -> str:
-    """The answer as one line."""
-    if value is not None:
-        return f"{value:.6g}"
-    words = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in classes]
-    return one_line(text or "  ".join(words), 100_000)
-
-
-def main() -> int:
+def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    protect_output()
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)
     add = parser.add_argument
     add("inputs", nargs="*", help="texts or paths of images; default: standard input")
     add("--model", type=Path, help="folder; default: the newest runs/*/model")
-    add("--json", action="store_true", help="print a JSON object a line")
     add("--top", type=int, default=3, help="classes to name (default: 3)")
     add("--tokens", type=int, help="maximum tokens of an answer (default: the model's own, or 50)")
     arguments = parser.parse_args()
     try:
-        return predict(arguments)
+        predict(arguments)
     except (ValueError, OSError) as error:
         parser.error(str(error))

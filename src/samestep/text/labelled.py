@@ -132,8 +132,7 @@ def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, A
     """The same for people: the scores of each class and a picture of the confusion."""
     if "table" in sums:
         return classification.report_table(sums["table"], names, output)
-    std = labels.read(data.folder)["std"]
-    return {"errors": classification.describe_errors(sums, std)}
+    return {}
 
 
 def check_padding(model: Any, tokenizer: Any) -> None:
