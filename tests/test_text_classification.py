@@ -76,6 +76,7 @@ def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):
     said = refusal(kit, kit.config(tmp_path, tmp_path / "a"))
     assert f"task.data: {tmp_path}/a/test/0.txt is not in the folder of its class; it " in said
     (tmp_path / "a" / "test").rename(tmp_path / "a" / "tests")
+    (tmp_path / "a" / "README.md").write_text("no class")
     _, prepared, parts = prepare(tmp_path / "a")
     names = ["billing", "sales", "test tube", "tests"]
     assert labels.read(prepared.folder)["names"] == names and sum(map(len, parts)) == 12

@@ -10,7 +10,6 @@ import datasets
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
-from samestep.data.files import TEXTS as TEXT_FILES
 from samestep.data.labels import MULTI, NUMBER, SINGLE
 from samestep.data.rows import NOTES, RowFormat, find_inputs, load_rows
 from samestep.data.views import Rows
@@ -73,8 +72,8 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         group=lambda row: "\0".join(row[name] for name in names),
     )
-    endings = (*TABLES, *TEXT_FILES)
-    inputs = find_inputs(cfg, {"stdlib": demo_data.area_rows}, endings, in_classes=True)
+    bundled = {"stdlib": demo_data.area_rows}
+    inputs = find_inputs(cfg, bundled, (*TABLES, ".txt"), in_classes=True)
     columns = [cfg.text_column, cfg.text_pair_column, cfg.label_column]
     for each in inputs:
         each.columns = dict.fromkeys(filter(None, columns), True)
