@@ -44,6 +44,7 @@ FLAGS = {  # what is written, and what the line says
     "--config none.yaml": "none.yaml: No such file or directory",
     "--seed one": "seed: Input should be a valid integer, unable to",
     "--learning_rate nan": "learning_rate: Input should be a finite number; got 'nan'",
+    "--keep_every 30 --save_every 20": "give save_every in steps, and a multiple of it as",
     "--profile_steps [5,3]": "give the first and the last of at most 100 steps",
     "--lr_schedule spy.Spy": "lr_schedule: Input should be 'cosine', 'linear', 'con",
     "--task.validation_fraction 1": "validation_fraction: Input should be less than 1",

@@ -28,11 +28,11 @@ def write(folder, step, **facts):
     return partial, {"step": step, **facts}
 
 
-def save(folder, step, keep=0, best=None, **facts):
+def save(folder, step, keep=0, best=None, keep_every=0, **facts):
     """A committed checkpoint."""
     partial, manifest = write(folder, step, **facts)
     path = checkpoints.commit(partial, manifest, checkpoints.hash_files(partial))
-    checkpoints.prune(path, keep, best)
+    checkpoints.prune(path, keep, best, keep_every)
     return path
 
 
@@ -216,6 +216,12 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     save(tmp_path, 6, keep=0)
     assert len(names(tmp_path)) == 4
+
+
+def test_checkpoints_of_each_so_many_steps_stay_for_good(tmp_path):
+    for step in range(2, 24, 2):
+        save(tmp_path, step, 1, best=14, keep_every=6)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (6, 12, 14, 18, 22)]
 
 
 def test_pruning_reads_no_bytes_of_other_checkpoints(tmp_path, monkeypatch):

@@ -328,8 +328,9 @@ def find_checkpoint(
         ) from None
 
 
-def prune(newest: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints but the `keep` newest and that of step `best`; 0 keeps all.
+def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> None:
+    """Deletes all checkpoints but the `keep` newest, that of step `best`, and those whose step is a
+    multiple of `keep_every`; keep 0 keeps all.
 
     `newest` is the checkpoint just committed. Those of later steps stay, and so do broken ones,
     which do not count among the newest. Only the sizes of files are compared.
@@ -339,7 +340,8 @@ def prune(newest: Path, keep: int, best: int | None) -> None:
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
     intact = [path for path in older if has_right_sizes(path)]
     for path in intact[keep:]:
-        if step_of(path) != best:
+        step = step_of(path)
+        if step != best and not (keep_every and step % keep_every == 0):
             remove(path)
 
 

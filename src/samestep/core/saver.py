@@ -25,6 +25,7 @@ class Saver:
         self.output, self.folder, self.ranks = output, output / "checkpoints", ranks
         self.state, self.manifest, self.keep, self.lock = state, manifest, keep, lock
         self.main = ranks.layout.rank == 0
+        self.keep_every = 0  # steps between checkpoints that are kept for good
         self.step = 0  # of the newest checkpoint
         self.previous = ""  # its entry in the chain: see state_hash.chain_hash
         self.hashed: dict[str, Any] = {}  # the hash of its state, and the seconds that it took
@@ -84,7 +85,7 @@ class Saver:
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)
                     best = manifest.get("best") or [None]
-                    checkpoints.prune(committed, self.keep, best[0])
+                    checkpoints.prune(committed, self.keep, best[0], self.keep_every)
             self.previous = state_hash.chain_hash(manifest)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint

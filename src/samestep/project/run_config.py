@@ -55,6 +55,9 @@ class RunConfig:
     # Evaluation and checkpoints
     keep_checkpoints: NonNegativeInt = field(default=2, metadata=NOTHING)
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
+    keep_every: NonNegativeInt = field(default=0, metadata=NOTHING)
+    """Keep each checkpoint whose step is a multiple of this for good; give a multiple of
+    save_every. 0: none."""
     async_save: bool = field(default=False, metadata=NOTHING)
     """Write checkpoints in the background: training waits only for a copy to host memory, which
     takes as much memory as the checkpoint. Not with DeepSpeed."""

@@ -26,7 +26,7 @@ class Saver(saver.Saver):
         state = TrainingState(*prepared, run.ranks.layout, run.optimizer_settings)
         start, keep = run.start, run.cfg.keep_checkpoints
         super().__init__(run.output, run.ranks, state, start.manifest, keep, start.lock)
-        self.run = run
+        self.run, self.keep_every = run, run.cfg.keep_every
         self.takes_scores = False  # whether the newest is one of this run, and has no scores yet
         self.best = run.resume_point.best  # the step and the eval_loss of the best checkpoint
         self.scores: dict = {}  # entries that the manifest of the newest is yet to get

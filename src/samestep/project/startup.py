@@ -257,6 +257,12 @@ def read_config(config_class: type, about: str | None) -> Any:
         raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
     if escaped(output) != output:
         raise ValueError(f"{shown}, which a terminal cannot show; give another")
+    every = cfg.save_every
+    if cfg.keep_every and (every in ("epoch", 0) or cfg.keep_every % every):
+        raise ValueError(
+            f"keep_every is {cfg.keep_every}, and save_every {every}; only steps that are saved "
+            "can be kept: give save_every in steps, and a multiple of it as keep_every"
+        )
     steps = cfg.profile_steps or [1, 1]
     if len(steps) not in (2, 3) or not 0 <= steps[1] - steps[0] < min([100, *steps[2:]]):
         raise ValueError(
