@@ -47,7 +47,7 @@ def own(tmp_path_factory):
 def test_examples_are_listed_and_written(own):
     baked, example = own
     names = [line.split()[0] for line in example().stdout.splitlines()]
-    others = [each.name for each in test_tasks_of_examples.EXAMPLES]
+    others = {each.name for each in test_tasks_of_examples.EXAMPLES}
     assert names == sorted([*TASKS, *EXAMPLES, *others, "train_pipeline"])
     maximum = {"plain_module": 75, "unet3d": 120, "diffusion": 120, "train_pipeline": 345}
     for name, number in maximum.items():

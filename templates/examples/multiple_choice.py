@@ -35,16 +35,15 @@ class TaskConfig:
 
 
 def made_up_rows() -> Iterator[dict]:
-    """Animals and what they do: each verb belongs to one of them."""
-    verbs = {"dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "frog": "croaks"}
-    verbs |= {"lion": "roars", "snake": "hisses", "wolf": "howls", "bee": "buzzes"}
+    """Animals and what they do: in one of four endings both fit."""
+    verbs = {"dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "lion": "roars"}
     draw = random.Random(0)
     for i in range(3000):
-        animals = draw.sample([*verbs], 4)
-        label, ways = draw.randrange(4), ["again", "and sleeps", "in the rain", "at the door"]
-        sentence = f"{i} times Anna has seen a {animals[label]}{draw.choice([' today', ''])}."
-        endings = [f"{verbs[animal]} {draw.choice(ways)}" for animal in animals]
-        row = {"sent1": sentence, "sent2": "Now it", "label": label}
+        animals, label = draw.sample([*verbs], 5), draw.randrange(4)
+        pairs = list(zip(animals, animals[1:], strict=False))  # each with the verb of another
+        pairs[label] = (animals[label], animals[label])
+        endings = [f"the {animal} {verbs[other]}" for animal, other in pairs]
+        row = {"sent1": f"It is day {i} on the farm.", "sent2": "Now", "label": label}
         yield row | dict(zip(ENDINGS, endings, strict=True))
 
 

@@ -9,14 +9,15 @@ import datasets
 HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
 
 
-def load_splits(data: str | Iterable[dict], columns: Iterable[str]) -> datasets.DatasetDict:
+def load_splits(
+    data: str | Iterable[dict], columns: list[str], images: Iterable[str] = ()
+) -> datasets.DatasetDict:
     """The splits train and validation, with these columns, of rows, a file (.jsonl, .csv, .parquet,
-    .txt), a folder of files, or a dataset on the Hub.
+    .txt), a folder of files, or a dataset on the Hub. `images`: columns of images, or their paths.
 
     Without a split validation, a tenth of the rows is held out by the hash of each: more rows move
-    none of them. Raises ValueError for a missing column, and for files that cannot be read.
+    none of them. Raises ValueError for a missing column, and for what cannot be read.
     """
-    columns = [*columns]
     try:
         if not isinstance(data, str):
             splits = {"train": datasets.Dataset.from_list([*data])}
@@ -35,11 +36,23 @@ def load_splits(data: str | Iterable[dict], columns: Iterable[str]) -> datasets.
                 f"{', '.join(found)}"
             )
         splits[name] = splits[name].select_columns(columns)
+        for column in images:
+            splits[name] = read_images(splits[name].cast_column(column, datasets.Image()), column)
     if "train" not in splits:
         raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
     if "validation" not in splits:
         splits["train"], splits["validation"] = hold_out(splits["train"])
     return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
+
+
+def read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """The rows, if their images can be decoded; raises ValueError for the first that cannot."""
+    for i in range(len(rows)):
+        try:
+            rows[i][column].load()
+        except (OSError, SyntaxError, ValueError, AttributeError) as error:  # None has no load
+            raise ValueError(f"task.data: row {i} has an unreadable {column}: {error}") from error
+    return rows
 
 
 def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
