@@ -4,7 +4,7 @@ make train ARGS="--max_steps 300 --learning_rate 2e-3"
 make train ARGS="--task.data recordings --task.model_name_or_path facebook/wav2vec2-large-lv60"
 
 Layers are not dropped, and SpecAugment is replaced by `augment`, whose silence belongs to the
-sample: so each weight has a gradient in each step, and --find_unused_parameters may be false.
+sample: so each weight has a gradient in each step, and needs no --find_unused_parameters true.
 """
 
 import json
