@@ -287,6 +287,9 @@ def test_an_example_has_the_loss_of_transformers(example, tmp_path):
         )
         alone = [loaded.task.loss_sum(loaded.model, loaded.batch(i, i + 1)) for i in range(6)]
     assert float(sum(alone)) == pytest.approx(loss, rel=2e-6)
+    loaded.task.loss_sum(loaded.model, batch).backward()
+    trained = [each for each in loaded.model.parameters() if each.requires_grad]
+    assert any(each.grad is None for each in trained) == bool(example.flags)
 
 
 def train_plainly(example, loaded):

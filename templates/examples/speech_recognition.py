@@ -45,7 +45,7 @@ class TaskConfig:
 def tone_rows() -> Iterator[dict]:
     """Each digit is a tone of its own, of 80 to 140 ms at 8 kHz, in noise."""
     draw = np.random.default_rng(0)
-    for _ in range(1500):
+    for _ in range(1000):
         digits, parts = draw.integers(0, 10, draw.integers(2, 7)), []
         for digit in digits:
             time = np.arange(draw.integers(640, 1120)) / 8000

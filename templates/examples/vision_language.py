@@ -52,7 +52,7 @@ class TaskConfig:
 
 def drawn_rows() -> Iterator[dict]:
     draw = random.Random(0)
-    for _ in range(1500):
+    for _ in range(800):
         color, shape = draw.choice(["red", "green", "blue"]), draw.choice(["ellipse", "rectangle"])
         image, x, y = Image.new("RGB", (32, 32)), draw.randrange(12), draw.randrange(12)
         getattr(ImageDraw.Draw(image), shape)([x, y, x + 18, y + 18], color)
