@@ -333,7 +333,8 @@ def test_an_example_keeps_the_promises(project, tmp_path, example):
     losses = {run: [line["loss"] for line in lines(tmp_path / run, "loss")] for run in runs}
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-6)
     one, two = (lines(tmp_path / run, "eval_loss")[-1] for run in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+    assert two.pop("eval_loss") == pytest.approx(one.pop("eval_loss"), rel=1e-5)
+    assert two == pytest.approx(one, abs=1e-3)  # of likeliest classes some are as likely as others
     last, middle = "checkpoints/step-00000004", "checkpoints/step-00000002"
     assert len({digest(tmp_path / f"exact-{n}" / last) for n in (1, 2, 3)}) == 1
 

@@ -1,6 +1,6 @@
 """Masked autoencoder (ViT-MAE): pixels of hidden patches; what is hidden belongs to the sample.
 
-make train ARGS="--max_steps 400 --learning_rate 1e-3"
+make train ARGS="--max_steps 150 --learning_rate 2e-3"
 make train ARGS="--task.data images --task.model_name_or_path facebook/vit-mae-base"
 """
 

@@ -1,6 +1,6 @@
 """Masked language model (BERT, RoBERTa, ModernBERT): masks belong to the sample and the epoch.
 
-make train ARGS="--max_steps 300"
+make train ARGS="--max_steps 150 --learning_rate 2e-3"
 make train ARGS="--task.data texts.jsonl --task.model_name_or_path FacebookAI/roberta-base"
 """
 

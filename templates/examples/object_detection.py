@@ -1,6 +1,6 @@
 """Object detection (Conditional DETR): boxes and their classes; average precision at IoU 0.5.
 
-make train ARGS="--max_steps 600 --learning_rate 1e-3"
+make train ARGS="--max_steps 200 --learning_rate 1e-3"
 make train ARGS="--task.data photos --task.model_name_or_path microsoft/conditional-detr-resnet-50"
 """
 

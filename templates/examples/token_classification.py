@@ -1,6 +1,6 @@
 """Token classification (NER, tagging): the first token of a word has its label; F1 of entities.
 
-make train ARGS="--max_steps 300"
+make train ARGS="--max_steps 200 --learning_rate 2e-3"
 make train ARGS="--task.data conll.jsonl --task.model_name_or_path google-bert/bert-base-cased"
 """
 
