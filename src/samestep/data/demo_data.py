@@ -15,8 +15,9 @@ import tokenize
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
-from samestep.data.readers import Row
+Row = tuple[dict[str, Any], str]  # with where it comes from
 
 # ---- Texts for language models -------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def replace_surrogates(value: Any) -> Any:
 
 def open_text(path: str) -> Any:
     """The text of a file, decompressed, without the mark of UTF-8; lines end with \\n."""
-    how = {"encoding": "utf-8-sig", "newline": "\n"}
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n"}
     if "://" in path:
         import fsspec
 
