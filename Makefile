@@ -43,7 +43,7 @@ endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
 .PHONY: help demo test test-all test-zero schema torture faults bench bench-short bench-steps bench-scaling \
-	bench-ddp bench-scale figure gpu
+	bench-scale figure gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,9 +97,6 @@ bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain:
 
 bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/scaling.py $(ARGS)
-
-bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
-	@$(SOURCES) $(VENV)/bin/python benchmarks/ddp.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 15 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)

@@ -14,7 +14,6 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 import checklist  # noqa: E402
 import compare  # noqa: E402
-import ddp  # noqa: E402, F401
 import gpu  # noqa: E402, F401
 import scaling  # noqa: E402
 import steps  # noqa: E402, F401
