@@ -42,7 +42,7 @@ define fit_python
 endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
-.PHONY: help demo test test-all test-zero schema torture faults bench bench-short bench-steps bench-scaling \
+.PHONY: help demo test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
 	bench-scale figure gpu
 
 help:  ## list these targets
@@ -75,9 +75,6 @@ test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, 
 
 test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-all does
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
-
-schema: $(TESTS)  ## write templates/schemas/ anew, after an edit of the fields of train.py or a task
-	@UPDATE_SCHEMAS=1 $(PYTEST) -n 0 -q tests/test_schema.py -k committed
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../$(VENV)/bin/python torture.py
