@@ -61,24 +61,36 @@ def try_backward(ranks: Ranks, model: torch.nn.Module, loss_of: Callable[[], tor
     Then DDP chooses its buckets, as it does after its first backward pass. In the steps after that
     sums round in another way: a run that resumes would differ from an uninterrupted one.
     """
-    layout = ranks.layout
-    if layout.sharded or getattr(model, "find_unused_parameters", False):
+    if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
         return
-    if not getattr(model, "static_graph", False):
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if needs_all_weights(ranks, model):
         with nothing_changes(model):
             with ranks.fail_together(), without_exchange(model):
                 loss_of().backward()
-            used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
-        pairs = zip(trained, used, strict=True)
-        names = [own_name(name) for (name, _), count in pairs if count < layout.processes]
-        if names and layout.processes > 1:
-            raise UserError(no_gradient(names))
-        if names:
-            print_on_main(no_gradient(names))
+            check_all_used(ranks, model)
     if isinstance(model, DistributedDataParallel):
         with nothing_changes(model):
             loss_of().backward()
+
+
+def needs_all_weights(ranks: Ranks, model: torch.nn.Module) -> bool:
+    """Whether DDP waits for a gradient of every weight in each step, or would on several
+    processes."""
+    searches = ("find_unused_parameters", "static_graph")
+    return not (ranks.layout.sharded or any(getattr(model, each, False) for each in searches))
+
+
+def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
+    """Raises UserError unless a backward pass has given each weight a gradient, on all processes; a
+    process alone remarks it."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
+    pairs = zip(trained, used, strict=True)
+    names = [own_name(name) for (name, _), count in pairs if count < ranks.layout.processes]
+    if names and ranks.layout.processes > 1:
+        raise UserError(no_gradient(names))
+    if names:
+        print_on_main(no_gradient(names))
 
 
 def check_reduced(model: torch.nn.Module) -> None:

@@ -163,8 +163,13 @@ def try_loop(step: "Step") -> Iterator[Any]:
     run = step.training
     rows = [run.few[0], run.few[-1]]
     print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
-    run.model.eval()
     with weights.eager(run.model):
+        if checks.needs_all_weights(run.ranks, run.model):  # in train mode, as in a step
+            with checks.nothing_changes(run.model):
+                with checks.without_exchange(run.model):
+                    yield from try_batch(step, rows)
+                checks.check_all_used(run.ranks, run.model)
+        run.model.eval()
         together = yield from try_batch(step, rows)
         alone = []
         if together.draws:

@@ -19,7 +19,7 @@ from samestep.core.batches import StepPlan
 from samestep.core.mesh import Layout
 from samestep.core.optimizers import check_weights, restore
 from samestep.core.ranks import Ranks
-from samestep.core.sharding import full_groups, is_dtensor
+from samestep.core.sharding import full_groups, full_tensor, is_dtensor
 from samestep.core.tensor_files import TensorReader
 
 
@@ -288,9 +288,11 @@ def frozen_digest(model: torch.nn.Module) -> str:
 
 
 def bit_sums(values: torch.Tensor) -> torch.Tensor:
-    """Integer sums of the bits of 64 slices, which are the same on any device, in any order."""
+    """Integer sums of the bits of 64 slices, which are the same on any device, in any order.
+    Processes that share a tensor must call it together."""
+    values = full_tensor(values.detach())
     numbers = torch.view_as_real(values) if values.is_complex() else values
-    bits = numbers.detach().flatten().view(BITS[numbers.element_size()])
+    bits = numbers.flatten().view(BITS[numbers.element_size()])
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
 
 
