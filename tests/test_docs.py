@@ -106,7 +106,9 @@ def test_first_pages_are_short_and_that_of_the_template_shows_the_loop(baked):
     assert len(page.split()) <= 1300
     (shown,) = [code for language, code in FENCE.findall(page) if language == "python"]
     train = (ROOT / SOURCE / "train.py").read_text(encoding="utf-8")
-    assert textwrap.indent(shown, 8 * " ") in train and shown.count("\n") <= 20
+    middle, loop = shown.split("\n\n", 1)  # compute_step, and what calls it
+    assert textwrap.indent(middle, 4 * " ") in train and textwrap.indent(loop, 8 * " ") in train
+    assert shown.count("\n") <= 20
     for project in baked.values():
         assert (project.path / "README.md").read_text(encoding="utf-8").count("\n") <= 150
 
