@@ -1,6 +1,6 @@
 """Masked autoencoder (ViT-MAE): pixels of hidden patches; what is hidden belongs to the sample.
 
-make train ARGS="--max_steps 150 --learning_rate 2e-3"
+make train ARGS="--max_steps 300 --learning_rate 4e-3"
 make train ARGS="--task.data images --task.model_name_or_path facebook/vit-mae-base"
 """
 
@@ -51,7 +51,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         own = {f"decoder_{name}": value for name, value in sizes.items()}
         layers = {"num_hidden_layers": 4, "decoder_num_hidden_layers": 2}
-        config = ViTMAEConfig(image_size=32, patch_size=4, **sizes, **own, **layers)
+        config = ViTMAEConfig(image_size=32, patch_size=8, **sizes, **own, **layers)
         processor = ViTImageProcessorPil(size={"height": 32, "width": 32})
     config.save_pretrained(folder)
     processor.save_pretrained(folder)
