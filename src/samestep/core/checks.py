@@ -151,6 +151,16 @@ def kind_of_device(device: torch.device) -> str:
     return f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
+def say_kinds(ranks: Ranks, model: torch.nn.Module) -> None:
+    """Says at the start how weights will be compared, if devices are of several kinds."""
+    kinds = {*ranks.gather(kind_of_device(next(model.parameters()).device))}
+    if len(kinds) > 1 and not ranks.layout.sharded:
+        print_on_main(
+            f"{len(kinds)} kinds of devices ({'; '.join(sorted(kinds))}): their weights are "
+            f"compared by their sums, to {ALIKE}"
+        )
+
+
 def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
     """Raises UserError unless all processes have the same trained weights, where each has all of
     them: a checkpoint takes a part from each. `when`: for its line.

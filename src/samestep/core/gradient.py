@@ -29,6 +29,7 @@ class StepGradients:
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.checking = True  # the first step
         self.guarded, self.compared = False, False
+        checks.say_kinds(ranks, model)
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
