@@ -127,17 +127,17 @@ def find_inputs(
                     rows = hub.load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
-            found = list_data(data, "data", endings, in_classes)
-            inputs.append(Input("data", data, name, found["train"]))
-            if not found["train"]:
+            chosen = list_data(data, "data", endings, in_classes)
+            inputs.append(Input("data", data, name, chosen["train"]))
+            if not chosen["train"]:
                 text = f"{one_line(data, 100)} has no file to train on, by the names"
                 raise ValueError(f"task.data: {text}; name the right one")
-            if found["validation"] and not cfg.validation_data:
-                given.append(Input("validation_data", data, name, found["validation"]))
+            if chosen["validation"] and not cfg.validation_data:
+                given.append(Input("validation_data", data, name, chosen["validation"]))
     if data := cfg.validation_data:
-        found = list_data(data, "validation_data", endings, in_classes)
+        chosen = list_data(data, "validation_data", endings, in_classes)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
-        given.append(Input("validation_data", data, name, found["validation"]))
+        given.append(Input("validation_data", data, name, chosen["validation"]))
     return [*inputs, *given]
 
 
@@ -206,7 +206,7 @@ class RowFormat:
 
 def stored_rows(
     source: Input, form: RowFormat, cfg: DataConfig, left_out: list[str]
-) -> Iterator[tuple[dict, str | None, str]]:
+) -> Iterator[tuple[dict, str | None, Place]]:
     """What is stored of each row, its group, and its place; `left_out` gets those of others.
 
     Raises ValueError for the first row that cannot be used.
@@ -279,7 +279,7 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     if left_out:
         text += f"; {len(left_out):,} left out (the first: {left_out[0]})"
     print(f"Preparing data: {one_line(text, 500)}", flush=True)
-    is_held = hold_out_rows(inputs, counts, *map(np.array, (hashes, sides)), cfg)
+    is_held = hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
     text = f"{(~is_held).sum():,} rows to train on, {is_held.sum():,} to evaluate on"
     print(f"Prepared: {text}", flush=True)
     return DatasetDict({"train": keep(rows, ~is_held), "validation": keep(rows, is_held)})

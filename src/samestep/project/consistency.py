@@ -80,7 +80,7 @@ def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
         name = getattr(node, "name", "")
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
             name = targets[0].id
-        if name == "TaskConfig":
+        if isinstance(node, ast.ClassDef) and name == "TaskConfig":
             kept = [each for each in node.body if not is_field(each)]
             node.body = kept or ast.parse("pass").body
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

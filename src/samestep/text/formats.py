@@ -191,14 +191,14 @@ def row_format(cfg: Any) -> RowFormat:
     return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=key_of)
 
 
-def normalize_text(row: dict, cfg: Any) -> dict[str, str]:
+def normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
     """The text of a row; raises ValueError for what is none."""
     text = row.get(cfg.text_column)
     sources.require_text("text", text)
     return {"text": text}
 
 
-def normalize_prompt(row: dict, cfg: Any) -> dict[str, str]:
+def normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     """A prompt, which may be blank, and its completion."""
     prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
     if not isinstance(prompt, str):
