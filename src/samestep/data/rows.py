@@ -9,7 +9,7 @@ import math
 import os
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -28,7 +28,7 @@ from samestep.data.files import File
 from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
 
-Bundled = dict[str, Callable[[], Iterable[tuple[dict, str]]]]
+Bundled = Mapping[str, Callable[[], Iterable[tuple[dict, str]]]]
 TABLE = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
