@@ -14,6 +14,7 @@ from PIL import Image
 
 from conftest import ROOT, bake, digest, kill_after, lines, prepare_task, read_weights, write_table
 from samestep.core import batches
+from samestep.data.plain import load_splits
 from samestep.project import contract
 
 FOLDER = ROOT / "templates" / "examples"
@@ -271,6 +272,21 @@ def load(example, folder):
     train, _ = contract.read_views(bound, data)
     batches.seed_everything(0)
     return Loaded(bound, batches.SampleDataset(train, bound, 0), bound.build_model())
+
+
+def test_held_out_rows_stay_held_out_when_data_grows(tmp_path):
+    """Equal rows are on one side; a file and rows give the same splits, other columns are left."""
+    rows = [{"text": f"row {i % 150}", "other": i} for i in range(200)]
+    few, many = (load_splits(rows[:number], ["text"]) for number in (100, 200))
+    first, last = ({*splits["validation"]["text"]} for splits in (few, many))
+    assert first <= last and 5 <= len(first) < len(last) <= 30
+    assert not last & {*many["train"]["text"]}
+    assert len(many["train"]) + len(many["validation"]) == 200
+    assert many["train"].column_names == ["text"]
+    read = load_splits(str(write_table(tmp_path, rows, "jsonl")), ["text"])
+    assert [[*read[name]["text"]] for name in read] == [[*many[name]["text"]] for name in many]
+    with pytest.raises(ValueError, match="task.data has no column label in its split train"):
+        load_splits(rows, ["text", "label"])
 
 
 @pytest.mark.slow
