@@ -1,6 +1,6 @@
 """Masked autoencoder (ViT-MAE): pixels of hidden patches; what is hidden belongs to the sample.
 
-make train ARGS="--max_steps 300 --learning_rate 4e-3"
+make train ARGS="--max_steps 200 --learning_rate 3e-3"
 make train ARGS="--task.data images --task.model_name_or_path facebook/vit-mae-base"
 """
 
@@ -86,7 +86,12 @@ def count(batch: dict) -> int:
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     if cfg.model_name_or_path:
         return ViTMAEForPreTraining.from_pretrained(cfg.model_name_or_path, dtype=torch.float32)
-    return ViTMAEForPreTraining(load_config(data.folder))
+    model = ViTMAEForPreTraining(load_config(data.folder))
+    # transformers 5.24 leaves the fixed embeddings of the positions at zero.
+    model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False
+    model.vit.embeddings.initialize_weights()
+    model.decoder.initialize_weights(model.vit.embeddings.patch_embeddings.num_patches)
+    return model
 
 
 def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Speech recognition (CTC, Wav2Vec2): characters from sound; character error rate.
 
-make train ARGS="--max_steps 100 --learning_rate 2e-3"
+make train ARGS="--max_steps 300 --learning_rate 2e-3"
 make train ARGS="--task.data recordings --task.model_name_or_path facebook/wav2vec2-large-lv60"
 
 Layers are not dropped, and SpecAugment is replaced by `augment`, whose silence belongs to the
