@@ -178,10 +178,11 @@ class Place:
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
     def train(self, name: str, size: work.Size = MIDDLE, **settings: object) -> list[dict]:
-        """The lines of metrics.jsonl of a run."""
+        """The lines of metrics.jsonl of a run, but that of its start."""
         output = self.project / "runs" / name
         self.launch("train.py", *work.flags(self.size(size), output_dir=output, **settings))
-        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "started" not in line]
 
 
 # ---- Checks: each yields rows --------------------------------------------------------------------
