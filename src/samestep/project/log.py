@@ -74,7 +74,5 @@ class RunLog:
         if not rows.is_stream:
             line["epoch"] = samples / len(rows)
         self.note(**line, **numbers, lr=self.lr, **run.meter.read())
-        if run.meter.straggler:
-            self.note(**run.meter.straggler)
         if reason:
             raise UserError(reason)

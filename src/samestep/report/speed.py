@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import math
 import resource
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -29,10 +28,6 @@ from samestep.core.ranks import Ranks
 from samestep.core.stopwatch import Stopwatch
 from samestep.report.peaks import peaks_of
 
-BEHIND = 1.15  # times the median of the other processes: a straggler
-NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
-MIN_STEPS = 20  # in a row, until it is named
-
 
 class SpeedMeter:
     """Throughput, and where the time goes, since the last line of metrics.jsonl."""
@@ -42,10 +37,6 @@ class SpeedMeter:
         self.stopwatch = Stopwatch(accelerator.device)
         self.unit = unit  # plural name of the items in the loss
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
-        # The process that was behind in the last steps, -1: none; how many these are.
-        self.slowest, self.steps = -1, 0
-        self.straggler: dict = {}  # a note, in the line of metrics that names it first
-        self.hosts = ranks.gather(socket.gethostname())
 
     def count_flops(
         self, model: torch.nn.Module, task: Any, batch: Batch, share_trained: float
@@ -133,39 +124,12 @@ class SpeedMeter:
             line["computed_tokens_per_second"] = more[:, 1].sum() / seconds
         if processes > 1:
             line["peer_wait"] = (busy.max(0) - busy.mean(0)).sum() / seconds
+            line["slowest"] = int(busy.sum(1).argmax())
         if self.peak:
             line["mfu"] = self.flops * self.num_items / seconds / self.peak
         line |= {"peak_memory_gb": more[:, 0].max(), "batch_hash": f"{self.ids_hash:016x}"}
-        self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
         self.start()
         return line
-
-    def find_straggler(self, busy: np.ndarray, compute: np.ndarray, fetch: np.ndarray) -> dict:
-        """A note on the process that has been the slowest for a while; {} without a new one.
-
-        The arguments are seconds, with a row for each process and a column for each step since the
-        last line.
-        """
-        slow = int(busy.sum(1).argmax())
-        means = [seconds.mean(1) for seconds in (busy, compute, fetch)]  # of a step
-        own = [float(mean[slow]) for mean in means]
-        others = [float(np.median(np.delete(mean, slow))) for mean in means]
-        if own[0] <= max(BEHIND * others[0], others[0] + NOTICED):
-            slow = -1
-        if self.slowest != slow:
-            self.slowest, self.steps = slow, 0
-        before = self.steps
-        self.steps += busy.shape[1]
-        if slow < 0 or not before < MIN_STEPS <= self.steps:
-            return {}
-        computing, fetching = (own[i] - others[i] for i in (1, 2))
-        return {
-            "event": "straggler",
-            "process": f"{slow} on {self.hosts[slow]}",
-            "mostly": "computing" if computing >= fetching else "fetching data",
-            "step_seconds": own[0],
-            "median_of_others": others[0],
-        }
 
 
 def peak_memory(device: torch.device) -> float:
