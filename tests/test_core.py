@@ -1,7 +1,18 @@
 """The core in a script of one's own: what stands apart from train.py and task.py."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
+
+MISTAKES_SCRIPT = ROOT / "tests" / "own_mistakes.py"
+EXAMPLE = ROOT / "templates" / "examples" / "own_script.py"
+CPU_MULTI = ROOT / SOURCE / "configs" / "accelerate" / "cpu_multi.yaml"
 
 IMPORTED = """
 import sys
@@ -15,3 +26,210 @@ print(found or "nothing")
 def test_the_core_loads_nothing_of_train_py_and_no_launcher():
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
     assert done.stdout == "nothing\n", done.stdout + done.stderr
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+# Processes, and words of the last line of the first process that fails.
+MISTAKES = {
+    "mean": (1, "rows together have the loss "),
+    "vector": (1, "the loss is a tensor, float32, of shape (2, 1); give"),
+    "no_backward": (1, "step.backward was called 0 times for a batch; call it once"),
+    "two_backwards": (1, "step.backward was called 2 times for a batch; call it once"),
+    "plain_backward": (1, "step.backward was called 0 times for a batch; call it once"),
+    "accumulate": (1, "the loop calls accelerator.accumulate; leave it out"),
+    "step_inside": (1, "optimizer.step() in step 1, whose gradient is not added up: first"),
+    "two_steps": (1, "optimizer.step() in step 1, whose gradient is used: first"),
+    "no_step": (1, "the end of the loop's body in step 1, whose gradient is clipped: first"),
+    "no_clip": (1, "optimizer.step() in step 1, whose gradient is added up: first"),
+    "break_inside": (1, "step.clip in step 2, whose gradient is not added up: first"),
+    "collate_own_generator": (1, "a generator of its own; draw from torch, np.random or random"),
+    "scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
+    "unprepared": (1, "Training takes what accelerator.prepare(model, optimizer) returns"),
+    "odd_state": (1, "bag is a set"),
+    "batchnorm": (1, "exact: "),
+    "rows_differ": (2, "process 1 differs from process 0 in its rows (fingerprint)"),
+    "targets_differ": (2, "process 1 differs from process 0 in its rows (fingerprint)"),
+    "seed_differs": (2, "process 1 differs from process 0 in its setting seed: 1, not 0"),
+    "inner_model": (2, "after the first step process 1 has other weights than process 0"),
+    "main_alone": (2, "process 1 has other weights than process 0"),
+    "exception": (2, "KeyError: 'a bug of the script'"),
+}
+# What changes nothing at all, and what only has to work.
+SAME = ["no_zero_grad", "weights_differ", "collate_texts", "accumulation"]
+HARMLESS = ["collate_draws", "nan", "frozen"]
+
+
+def script(processes, *arguments, seconds=120, program=MISTAKES_SCRIPT, **env):
+    """Exit code, stdout and stderr of each process of a script of one's own."""
+    envs = BakedProject(ROOT).envs(processes, **env)
+    for each in envs:
+        each.setdefault("ACCELERATE_USE_CPU", "true")
+    return preloaded(ROOT, envs, [program, *arguments], seconds)
+
+
+def words_of(ended):
+    """What the processes of a script that ended well have printed."""
+    assert {code for code, *_ in ended} == {0}, ended
+    return "".join(printed for _, printed, _ in ended)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
+    processes, said = MISTAKES[mistake]
+    ended = script(processes, mistake, tmp_path)
+    lines = [line for _, _, errors in ended for line in errors.splitlines() if "Error: " in line]
+    assert {code for code, *_ in ended} == {1} and said in "".join(lines), ended
+    saved = {path.name for path in tmp_path.glob("checkpoints/*")}
+    late = {"exception", "break_inside", "main_alone"}  # after the save of step 2, or before it
+    assert saved <= ({"step-00000002"} if mistake in late else set())
+
+
+def test_what_is_harmless_gives_the_weights_of_the_plain_script(tmp_path):
+    """zero_grad that is forgotten, weights that process 0 alone has, texts in a batch, and
+    gradient_accumulation_steps of the Accelerator change nothing."""
+    plain = words_of(script(2, "nothing", tmp_path / "plain")).splitlines()[-1]
+    assert plain.startswith("weights ")
+    for mistake in SAME:
+        found = words_of(script(2, mistake, tmp_path / mistake)).splitlines()[-1]
+        assert found == plain, mistake
+    for mistake in HARMLESS:
+        found = words_of(script(2, mistake, tmp_path / mistake)).splitlines()[-1]
+        assert found.startswith("weights ") and found != plain, mistake
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_evaluate_counts_each_row_once(tmp_path, processes):
+    """41 rows, in batches of two."""
+    found = words_of(script(processes, "evaluate", tmp_path))
+    assert re.search(r"^rows 41\.0 errors [\d.]+$", found, re.MULTILINE)
+
+
+def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(tmp_path):
+    words_of(script(1, "break", tmp_path))
+    assert newest(tmp_path).name == "step-00000002"
+    words_of(script(1, "save_and_break", tmp_path))
+    assert newest(tmp_path).name == "step-00000003"
+    assert "continues from" in words_of(script(1, "nothing", tmp_path))
+    words_of(script(1, "nothing", tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+
+
+def test_other_settings_and_other_frozen_weights_are_refused(tmp_path):
+    words_of(script(1, "frozen", tmp_path))
+    ((code, _, errors),) = script(1, "unequal_frozen", tmp_path, 6)
+    assert code == 1 and "was trained with other pretrained weights" in errors
+    words_of(script(1, "nothing", tmp_path / "other"))
+    ((code, _, errors),) = script(1, "settings", tmp_path / "other", 6)
+    assert code == 1 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
+
+
+def newest(folder):
+    return max(folder.glob("checkpoints/step-*"))
+
+
+# ---- The same result, however it is launched -----------------------------------------------------
+
+# 8 of 40 steps of the example, in four micro-batches.
+FLAGS = ["--exact", "--max_steps", "8", "--micro_batch_size", "4", "--folder"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The example on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, losses_of(words_of(script(1, *FLAGS, folder, program=EXAMPLE)))
+
+
+def losses_of(printed):
+    """The losses by step."""
+    return re.findall(r"^\d+ [\d.]+$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes):
+    """Also after a kill of all, and the same command again on another number of processes."""
+    folder, losses = alone
+    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=EXAMPLE)))
+    assert len(losses) == 8 and found == losses
+    assert digest(newest(tmp_path)) == digest(newest(folder))
+
+
+# ---- Kills and signals ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_run_that_is_killed_resumes_to_the_same_bytes(tmp_path, processes):
+    """By SIGKILL to one process; the others end. Without exact and find_unused_parameters."""
+    ended = script(processes, "killed", tmp_path)
+    assert ended[-1][0] == -signal.SIGKILL and {code for code, *_ in ended[:-1]} <= {1}
+    assert newest(tmp_path).name == "step-00000002"
+    assert "continues from" in words_of(script(processes, "nothing", tmp_path))
+    words_of(script(processes, "nothing", tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+
+
+def test_a_signal_saves_the_step_and_exits_with_75(tmp_path):
+    """All processes, for a signal to one of them."""
+    ended = script(2, "signal", tmp_path)
+    assert [code for code, *_ in ended] == [75, 75]
+    assert "stopped after step" in ended[0][1]
+    assert status(tmp_path)["state"] == "stopped" and status(tmp_path)["exit_code"] == 75
+    assert newest(tmp_path).name in ("step-00000003", "step-00000004")  # all agree a step later
+    words_of(script(2, "nothing", tmp_path))
+    words_of(script(2, "nothing", tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+    assert status(tmp_path)["state"] == "finished"
+
+
+# ---- Launchers -----------------------------------------------------------------------------------
+
+NOTEBOOK = """
+import runpy, sys
+import samestep.core.training
+from accelerate import notebook_launcher
+def train():
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+notebook_launcher(train, num_processes=2)
+"""
+LAUNCHERS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+    "accelerate, 2": [*["-m", "accelerate.commands.launch", "--config_file"], CPU_MULTI],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    "notebook_launcher": ["-c", NOTEBOOK],
+}
+
+
+def start(launcher, *flags):
+    """The example by a launcher."""
+    env = BakedProject(ROOT).env(ACCELERATE_USE_CPU="true")
+    command = [sys.executable, *LAUNCHERS[launcher], EXAMPLE, *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*map(str, command)], env=env, start_new_session=True, **pipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_gives_the_same_sha(alone, tmp_path, launcher):
+    run = start(launcher, *FLAGS, tmp_path)
+    printed = run.communicate(timeout=140)[0]
+    assert run.returncode == 0, printed
+    assert digest(newest(tmp_path)) == digest(newest(alone[0]))
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_with_all_its_processes_loses_nothing(tmp_path):
+    """Twice, after a checkpoint; whatever step they are in."""
+    flags = ["--exact", "--micro_batch_size", "4", "--folder"]
+    for after in ("11 ", "21 ", None):
+        run = start("torchrun", *flags, tmp_path / "run")
+        if after:
+            for line in run.stdout:
+                if line.startswith(after):
+                    break
+            os.killpg(run.pid, signal.SIGKILL)
+        printed = run.communicate(timeout=140)[0]
+    assert run.returncode == 0 and "continues from" in printed, printed
+    words_of(script(1, *flags, tmp_path / "whole", program=EXAMPLE))
+    assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from samestep.base.console import one_line, protect_output
 from samestep.programs import make_parser
 
+PROGRAMS = ("own_script", "train_pipeline")  # and no tasks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -39,4 +40,4 @@ def main() -> None:
     except OSError as error:
         parser.error(f"cannot write {file}: {error.strerror}")
     more = f"To train it: mv {file} task.py, and remove `task:` from the recipe"
-    print(f"{file} is written. {'It says how it is used' if name.startswith('train') else more}")
+    print(f"{file} is written. {'It says how it is used' if name in PROGRAMS else more}")

@@ -1,0 +1,130 @@
+"""A script of one's own with one mistake: own_mistakes.py MISTAKE FOLDER [STEPS]."""
+
+import contextlib
+import os
+import signal
+import sys
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import TensorDataset
+
+from samestep.core import Training
+
+mistake, folder = sys.argv[1:3]
+exact = mistake in ("batchnorm", "frozen", "unequal_frozen")
+accelerator = Accelerator(gradient_accumulation_steps=4 if mistake == "accumulation" else 1)
+rank = accelerator.process_index
+set_seed(0, device_specific=mistake == "weights_differ")
+source = rank if mistake == "rows_differ" else 0
+x = torch.randn(41, 4, generator=torch.Generator().manual_seed(source))
+rows = TensorDataset(x, x.sum(1, keepdim=True) + (rank if mistake == "targets_differ" else 0))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+if mistake == "batchnorm":
+    model[0] = torch.nn.BatchNorm1d(4)
+    model[1] = torch.nn.Linear(4, 1)
+if "frozen" in mistake:
+    model[0].requires_grad_(False)
+    if mistake == "unequal_frozen":
+        model[0].weight.data.mul_(1.5)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+scheduler = None
+if mistake == "scheduler":
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+if mistake != "unprepared":
+    model, optimizer = accelerator.prepare(model, optimizer)
+own = torch.Generator().manual_seed(0)
+
+
+class Bag:
+    """What has a state that is no number, text, list, dict or tensor."""
+
+    def state_dict(self):
+        return {"bag": {1, 2}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+if mistake == "odd_state":
+    accelerator.register_for_checkpointing(Bag())
+
+
+def collate(batch):
+    x, y = (torch.stack(each) for each in zip(*batch, strict=True))
+    if mistake == "collate_draws":
+        x = x + 0.1 * torch.randn_like(x)
+    if mistake == "collate_own_generator":
+        x = x + 0.1 * torch.randn(x.shape, generator=own)
+    if mistake == "collate_texts":
+        return {"x": x, "y": y, "names": ["a"] * len(x)}
+    return x, y
+
+
+settings = {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}
+training = Training(
+    accelerator, model, optimizer, rows, folder=folder,
+    seed=rank if mistake == "seed_differs" else 0, global_batch_size=8, micro_batch_size=2,
+    collate=collate, exact=exact, settings=settings,
+)  # fmt: skip
+for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
+    for batch in step:
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
+        reduction = {"mean": "mean", "vector": "none"}.get(mistake, "sum")
+        loss = F.mse_loss(net(x), y, reduction=reduction)
+        if mistake == "nan" and step.number == 3:
+            loss = loss * float("nan")
+        inside = (
+            accelerator.accumulate(model) if mistake == "accumulate" else contextlib.nullcontext()
+        )
+        with inside:
+            if mistake == "plain_backward":
+                accelerator.backward(loss)
+            elif mistake != "no_backward":
+                step.backward(loss)
+        if mistake == "two_backwards":
+            step.backward(F.mse_loss(model(x), y))
+        if mistake == "step_inside":
+            optimizer.step()
+        if mistake == "break_inside" and step.number == 2:
+            break
+        if mistake == "killed" and step.number == 3 and rank == accelerator.num_processes - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mistake == "signal" and step.number == 3 and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if mistake == "exception" and step.number == 3 and rank == 0:
+            raise KeyError("a bug of the script")
+    if mistake != "no_clip":
+        step.clip(1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    if mistake != "no_step":
+        optimizer.step()
+    if mistake == "nan" and step.number == 3:
+        assert step.loss != step.loss
+        assert all(map(torch.equal, before, model.parameters()))
+    if mistake == "main_alone" and step.number == 3 and rank == 0:
+        next(model.parameters()).data.add_(1)
+    if mistake == "two_steps":
+        optimizer.step()
+    if scheduler:
+        scheduler.step()
+    if mistake != "no_zero_grad":
+        optimizer.zero_grad()
+    if "break" in mistake and step.number == 3:
+        if mistake == "save_and_break":
+            training.save()
+        break
+
+
+def eval_sums(model, batch):
+    x, _ = batch
+    return {"rows": torch.tensor(len(x)), "errors": (model(x) - 1).square().sum()}
+
+
+if mistake == "evaluate":
+    sums = training.evaluate(rows, eval_sums)
+    accelerator.print("rows", sums["rows"].item(), "errors", sums["errors"].item())
+accelerator.print("weights", [p.double().sum().item() for p in model.parameters()])
