@@ -1,5 +1,6 @@
 """The core in a script of one's own: what stands apart from train.py and task.py."""
 
+import ast
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
 
 MISTAKES_SCRIPT = ROOT / "tests" / "own_mistakes.py"
@@ -16,7 +18,7 @@ CPU_MULTI = ROOT / SOURCE / "configs" / "accelerate" / "cpu_multi.yaml"
 
 IMPORTED = """
 import sys
-from samestep.core import Training
+from samestep import Training
 found = {name.split(".")[0] for name in sys.modules} & {"pydantic", "psutil"}
 found |= {"accelerate.commands.launch", "samestep.project"} & {*sys.modules}
 print(found or "nothing")
@@ -26,6 +28,22 @@ print(found or "nothing")
 def test_the_core_loads_nothing_of_train_py_and_no_launcher():
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
     assert done.stdout == "nothing\n", done.stdout + done.stderr
+
+
+def test_the_table_of_contents_is_that_of_the_docs_and_each_name_is_there():
+    """train.py imports from it alone, and docs/library.md lists it."""
+    names = samestep.contents()
+    for name in names:
+        assert getattr(samestep, name) is not None
+    page = (ROOT / SOURCE / "docs" / "library.md").read_text(encoding="utf-8")
+    section = page.partition("## Names for you")[2].partition("\n## ")[0]
+    table = "".join(line for line in section.splitlines() if line.startswith("| "))
+    assert {*re.findall(r"`(\w+)`", table)} == {*names} and 50 < len(names) < 70
+    train = ast.parse((ROOT / SOURCE / "train.py").read_text(encoding="utf-8"))
+    modules = [node.module for node in train.body if isinstance(node, ast.ImportFrom)]
+    assert [each for each in modules if each.startswith("samestep")] == ["samestep"]
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        samestep.Trainer  # noqa: B018
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------

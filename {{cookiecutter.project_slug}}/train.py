@@ -24,22 +24,13 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 import task
-from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
-from samestep.core.batches import seed_micro_batch
-from samestep.core.exact import StepGradients, step_gradients
-from samestep.core.monitor import skip_unless_finite
-from samestep.core.ranks import Ranks
-from samestep.project import device, shutdown
-from samestep.project.config import BatchSize, DecayRate, Interval
-from samestep.project.dtypes import split_by_decay
-from samestep.project.ending import export, finish
-from samestep.project.loading import EvalLoader, TrainLoader
-from samestep.project.log import RunLog
-from samestep.project.probes import probe_task
-from samestep.project.run import Run
-from samestep.project.run_config import NOTHING, ROUNDING, RunConfig
-from samestep.project.saving import Saver
-from samestep.project.startup import RunStart, prepare_run
+
+from samestep import (  # isort: skip
+    NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat,
+    NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Ranks, Run, device,
+    split_by_decay, EvalLoader, TrainLoader, Saver, probe_task, RunLog, StepGradients,
+    step_gradients, seed_micro_batch, skip_unless_finite, export, finish,
+)  # fmt: skip
 from task import TaskConfig
 
 # ---- Config --------------------------------------------------------------------------------------

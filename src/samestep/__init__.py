@@ -1,68 +1,101 @@
 """The library under train.py and task.py: the same result on any hardware, after any kill.
 
-These are the names for you, in the order in which one meets them; each is imported when it is asked
-for. `from samestep import Training` works, and so does `samestep.core.training.Training`.
+Below are the names for you, in the order in which one meets them. Each is imported when it is asked
+for, since nobody needs all of them: `from samestep import Training` loads the core alone.
 """
 
+import ast
+import functools
 import importlib
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 __version__ = "2.0.0.dev0"
 
-CONTENTS = {
-    # In a script of your own
-    "core.training": ["Training"],
-    "base.errors": ["UserError", "Failed"],
-    # The settings of train.py and of a task
-    "project.run_config": ["RunConfig"],
-    "project.config": ["BatchSize", "DecayRate", "Interval", "ONE_COMMAND", "parse_config"],
-    "base.fields": [
-        "ClosedUnitInterval", "MODEL", "NOTHING", "NonNegativeFloat", "NonNegativeInt",
-        "PositiveInt", "ROUNDING",
-    ],
-    # train.py, from its start to its end
-    "project": ["device", "shutdown"],
-    "project.startup": ["RunStart", "prepare_run"],
-    "core.ranks": ["Ranks"],
-    "project.run": ["Run"],
-    "project.dtypes": ["split_by_decay"],
-    "core.exact": ["step_gradients"],
-    "project.loading": ["EvalLoader", "TrainLoader"],
-    "project.saving": ["Saver"],
-    "project.probes": ["probe_task"],
-    "project.log": ["RunLog"],
-    "core.batches": ["seed_micro_batch"],
-    "core.monitor": ["skip_unless_finite"],
-    "core.sums": ["EvaluationSums"],
-    "project.ending": ["export", "finish"],
+if TYPE_CHECKING:  # the table of contents: `contents` reads it
+    # A script of your own
+    from samestep.base.errors import Failed as Failed
+    from samestep.base.errors import UserError as UserError
+
+    # Fields of a recipe
+    from samestep.base.fields import MODEL as MODEL
+    from samestep.base.fields import NOTHING as NOTHING
+    from samestep.base.fields import ROUNDING as ROUNDING
+    from samestep.base.fields import ClosedUnitInterval as ClosedUnitInterval
+    from samestep.base.fields import NonNegativeFloat as NonNegativeFloat
+    from samestep.base.fields import NonNegativeInt as NonNegativeInt
+    from samestep.base.fields import PositiveInt as PositiveInt
+    from samestep.core.batches import seed_micro_batch as seed_micro_batch
+    from samestep.core.exact import StepGradients as StepGradients
+    from samestep.core.exact import step_gradients as step_gradients
+    from samestep.core.monitor import skip_unless_finite as skip_unless_finite
+    from samestep.core.ranks import Ranks as Ranks
+
+    # Checkpoints, and weights that are sharded
+    from samestep.core.sharding import full_tensor as full_tensor
+    from samestep.core.sharding import local as local
+    from samestep.core.sums import EvaluationSums as EvaluationSums
+    from samestep.core.tensor_files import TensorReader as TensorReader
+    from samestep.core.training import Training as Training
+
     # The data of a task
-    "data.sources": ["DataConfig", "StreamConfig"],
-    "data": ["labels"],
-    "data.plain": ["load_splits"],
-    "images": ["image_data", "image_rows"],
-    "text": ["formats", "labelled", "pairs", "preferences", "sequences", "tokenizing"],
+    from samestep.data import labels as labels
+    from samestep.data.plain import load_splits as load_splits
+    from samestep.data.sources import DataConfig as DataConfig
+    from samestep.data.sources import StreamConfig as StreamConfig
+    from samestep.images import image_data as image_data
+    from samestep.images import image_rows as image_rows
+
     # The model of a task
-    "models.pretrained": ["ModelConfig"],
-    "models": ["attention", "classification", "next_token", "pretrained"],
-    "models.attention": ["always_mask"],
-    "models.lora": ["LoraFields", "add_adapters", "save_model"],
-    # Checkpoints and sharded weights
-    "core.tensor_files": ["TensorReader"],
-    "core.sharding": ["full_tensor", "local"],
-}  # fmt: skip
-__all__ = [name for names in CONTENTS.values() for name in names]  # noqa: PLE0605
+    from samestep.models import classification as classification
+    from samestep.models import next_token as next_token
+    from samestep.models import pretrained as pretrained
+    from samestep.models.lora import LoraFields as LoraFields
+    from samestep.models.lora import add_adapters as add_adapters
+    from samestep.models.lora import save_model as save_model
+    from samestep.models.pretrained import ModelConfig as ModelConfig
+    from samestep.project import device as device
+
+    # train.py, from its start to its end
+    from samestep.project import shutdown as shutdown
+    from samestep.project.config import BatchSize as BatchSize
+    from samestep.project.config import DecayRate as DecayRate
+    from samestep.project.config import Interval as Interval
+    from samestep.project.dtypes import split_by_decay as split_by_decay
+    from samestep.project.ending import export as export
+    from samestep.project.ending import finish as finish
+    from samestep.project.loading import EvalLoader as EvalLoader
+    from samestep.project.loading import TrainLoader as TrainLoader
+    from samestep.project.log import RunLog as RunLog
+    from samestep.project.probes import probe_task as probe_task
+    from samestep.project.run import Run as Run
+    from samestep.project.run_config import RunConfig as RunConfig
+    from samestep.project.saving import Saver as Saver
+    from samestep.project.startup import RunStart as RunStart
+    from samestep.project.startup import prepare_run as prepare_run
+    from samestep.text import formats as formats
+    from samestep.text import labelled as labelled
+    from samestep.text import pairs as pairs
+    from samestep.text import preferences as preferences
+    from samestep.text import sequences as sequences
+    from samestep.text import tokenizing as tokenizing
+
+
+@functools.cache
+def contents() -> dict[str, str]:
+    """The module of each name of the table of contents."""
+    found = {}
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep"):
+            found[node.names[0].name] = str(node.module)
+    return found
 
 
 def __getattr__(name: str) -> Any:
     """A name of the contents, which is imported now."""
-    for module, names in CONTENTS.items():
-        if name in names:
-            found = importlib.import_module(f"samestep.{module}")
-            if not hasattr(found, name):  # a module of a package
-                return importlib.import_module(f"samestep.{module}.{name}")
-            return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    if name not in contents():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(contents()[name])
+    if hasattr(module, name):
+        return getattr(module, name)
+    return importlib.import_module(f"{module.__name__}.{name}")
