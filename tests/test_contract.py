@@ -167,12 +167,13 @@ def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
     watch, one = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, 1, 10), torch.ones(())
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
         watch.add(step, terms, range(1), [total * one], step * one)
-    loss, norm, notes, reason = watch.read()
-    assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3, 4]
+    numbers, notes, reason = watch.read()
+    assert (numbers["loss"], numbers["grad_norm"], reason) == (16 / 4, 4, "")
+    assert [n["step"] for n in notes] == [3, 4]
     watch.add(5, 2, range(1), [torch.nan * one], one)
-    assert str(watch.read()[0]) == "nan"
+    assert str(watch.read()[0]["loss"]) == "nan"
     watch.add(6, 2, range(1), [5 * one], one)
-    assert watch.read()[0] == 2.5
+    assert watch.read()[0]["loss"] == 2.5
 
 
 def losses_of_steps(values, shares):
@@ -186,7 +187,7 @@ def losses_of_steps(values, shares):
         for step in (1, 2):
             losses = [torch.tensor(step * value) for value in values[first : first + share]]
             watch.add(step, 4, range(first, first + share), losses, torch.ones(()))
-        found = watch.read()[0]
+        found = watch.read()[0]["loss"]
     return found
 
 
