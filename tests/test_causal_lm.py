@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -475,22 +476,36 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
 
 
 def test_rows_that_are_filtered_or_mixed_are_not_read_as_they_are_stored():
-    """Sequences and packing read Arrow's buffers, which hold all rows in their first order."""
-    numbers = {"packing": "best_fit", "overlong": "split", "streaming": False}
-    cfg = SimpleNamespace(context_length=8, data="a", model_name_or_path="", **numbers)
+    """Arrow's buffers hold all rows in their first order: before sequences are made, and after."""
+    cfg = SimpleNamespace(context_length=8, data="a", model_name_or_path="", streaming=False)
+    cfg.overlong = "split"
     ids = [[n] * (2 + n % 5) for n in range(30)]
-    columns = {"input_ids": ids, "loss_mask": [[1] * len(each) for each in ids]}
-    tokens = datasets.Dataset.from_dict({**columns, "source": [0] * 30})
+    found = {"input_ids": ids, "loss_mask": [[1] * len(each) for each in ids]}
+    tokens = datasets.Dataset.from_dict({**found, "source": [0] * 30})
     left = tokens.filter(lambda row: row["input_ids"][0] % 3 == 0)
-    for make in (
-        lambda rows: rows.remove_columns("loss_mask"),
-        lambda rows: sequences.pack(rows, cfg, ""),
-    ):
-        view = sequences.Sequences(make(left), cfg)
-        seen = Counter(view[i]["input_ids"].tolist()[j] for i in range(len(view)) for j in range(8))
-        lengths = {each[0]: len(each) for each in left["input_ids"] if each[0]}
-        assert {n: seen[n] for n in seen if n} == lengths
-    two = datasets.Dataset.from_dict({**columns, "source": [n % 2 for n in range(30)]})
-    for wrong in (lambda: sequences.Sequences(two, cfg), lambda: sequences.pack(two, cfg, "")):
-        with pytest.raises(ValueError, match="several sources are mixed"):
-            wrong()
+    wanted = {each[0]: len(each) for each in left["input_ids"] if each[0]}
+    for documents in (left.remove_columns("loss_mask"), left):
+        rows = sequences.write_sequences(documents, cfg, "train")
+        for again in (rows, rows.shuffle(seed=1)):
+            view = sequences.Sequences(again, cfg)
+            seen = Counter(np.concatenate([row["input_ids"] for row in view]).tolist())
+            assert {n: seen[n] for n in seen if n} == wanted
+            assert [len(each) for each in again["input_ids"]] == view.sizes().tolist()
+    two = datasets.Dataset.from_dict({**found, "source": [n % 2 for n in range(30)]})
+    with pytest.raises(ValueError, match="several sources are mixed"):
+        sequences.Sequences(two, cfg)
+
+
+def test_as_many_sequences_are_evaluated_as_asked_for(prepare, tmp_path):
+    """Evenly spread over the held-out rows; what is prepared is what is trained on."""
+    (tmp_path / "own").mkdir()
+    for name, number in (("train", 300), ("dev", 40)):
+        table = "".join(json.dumps({"text": f"{'words ' * 40}{i}"}) + "\n" for i in range(number))
+        (tmp_path / "own" / f"{name}.jsonl").write_text(table)
+    cfg, data, (train, held) = prepare(tmp_path / "own", validation_rows=7)
+    assert len(held) == len(data["validation"]) == 7
+    for row, view in zip(data["train"], train, strict=True):
+        size = len(row["input_ids"])
+        assert view["input_ids"][:size].tolist() == view["labels"][:size].tolist()
+        assert view["input_ids"][:size].tolist() == row["input_ids"]
+    assert [row["unigram_loss"] for row in held] == data["validation"]["unigram_loss"]

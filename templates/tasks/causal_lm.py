@@ -96,29 +96,24 @@ check_config = formats.check_config  # fields that do not fit each other
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
-    """Token ids of the rows: `input_ids`, and `loss_mask` where documents are packed whole."""
+    """Sequences of context_length tokens: `input_ids`; where they hold whole documents `loss_mask`
+    and `lengths`; and those to evaluate on `bytes` and `unigram_loss`, sums over their tokens."""
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     size = rows["train"].data.nbytes
-    packed = cfg.rows != "text" or cfg.packing == "best_fit"  # whole documents
     tokens = rows.map(
         formats.tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "with_masks": packed},
+        fn_kwargs={"tokenizer": tokenizer, "with_masks": formats.is_packed(cfg)},
         batched=True,
         batch_size=min(100, 1 + 2 * 10**6 * len(rows["train"]) // size),  # 2 MB at most
         remove_columns=rows["train"].column_names,
         num_proc=cfg.num_proc(size // 10**6),
     )
-    if packed:
-        for name, split in tokens.items():
-            tokens[name] = sequences.pack(split, cfg, name)
-    tokens["vocabulary"] = sequences.vocabulary_table(tokens["train"], tokenizer)
-    return tokens
+    return sequences.make_sequences(tokens, cfg, tokenizer)
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
-    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
-    `unigram_loss` of their tokens."""
+    """Sequences with labels, and positions of packed documents."""
     return formats.views(cfg, data)
 
 

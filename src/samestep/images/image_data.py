@@ -15,6 +15,7 @@ from PIL import Image
 
 from samestep.base.console import one_line
 from samestep.data import columns
+from samestep.data.views import cells_of
 from samestep.images.images import resize, square
 from samestep.models import classification, pretrained
 
@@ -94,27 +95,28 @@ class Images(torch.utils.data.Dataset):
     """
 
     def __init__(self, dataset: Any, cfg: Any, folder: Path):
-        self.arguments = (dataset, cfg, folder)
         self.dataset, self.cfg = dataset, cfg
         self.side = stored_side(cfg, folder)
         self.labels = columns.values_of(dataset, "label")
         self.squares = None
         if "square" in dataset.column_names:
-            self.squares = columns.ListColumn(dataset, "square")
-
-    def __reduce__(self):  # pickled, a memory map would become a copy of all images
-        return Images, self.arguments
+            self.squares = dataset.select_columns(["square"]).with_format("arrow")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> Row:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, places: list[int]) -> list[Row]:
         if self.squares is None:
-            image = self.decode(i)
+            images = [self.decode(i) for i in places]
         else:
-            image = self.squares.row(i).reshape(self.side, self.side, 3)
-        row = {"image": image, "label": int(self.labels[i])}
-        return row | {"others": self} if self.cfg.mixup else row
+            found = cells_of(self.squares[places].column("square"))
+            images = [each.reshape(self.side, self.side, 3) for each in found]
+        labels = self.labels[places].tolist()
+        rows = [{"image": i, "label": n} for i, n in zip(images, labels, strict=True)]
+        return [row | {"others": self} for row in rows] if self.cfg.mixup else rows
 
     def decode(self, i: int) -> np.ndarray:
         row = self.dataset[i]

@@ -305,12 +305,11 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
 
 
 def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
-    """Sequences of context_length tokens. Those to evaluate on also have the sums `bytes` and
-    `unigram_loss` of their tokens."""
-    validation = Sequences(data["validation"], cfg, data["vocabulary"])
+    """Sequences of context_length tokens; of a stream to train on made when they are read."""
+    validation = Sequences(data["validation"], cfg)
     if not cfg.streaming:
         return Sequences(data["train"], cfg), validation
-    longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
+    longest = sequences.longest_piece(cfg)
     make = partial(make_sequences, cfg=cfg, folder=data.folder, longest=longest)
     size = SEQUENCES * cfg.context_length * BYTES_A_TOKEN
     columns = recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
@@ -322,10 +321,14 @@ def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int)
     is dropped, where documents are not packed whole."""
     tokens = tokenize(block, tokenizing.load_tokenizer(folder), with_masks=is_packed(cfg))
     if is_packed(cfg):
-        return sequences.pack_alone(tokens, cfg, longest)
-    ids, length = np.concatenate(tokens["input_ids"]).astype(np.int64), cfg.context_length
-    whole = ids[: len(ids) // length * length].reshape(-1, length)
-    return [{"input_ids": each, "labels": each.copy()} for each in whole]
+        documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
+        found = sequences.pack(documents, cfg, longest)
+    else:
+        ids = np.concatenate(tokens["input_ids"])
+        whole = len(ids) // cfg.context_length * cfg.context_length
+        found = {"input_ids": ids[:whole].reshape(-1, cfg.context_length)}
+    rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    return [sequences.labels_of(row, cfg.context_length) for row in rows]
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:

@@ -1,106 +1,176 @@
-"""Sequences of context_length tokens: documents one after the other, or packed whole.
+"""Sequences of context_length tokens: what a language model trains on.
 
-Documents are rows of token ids, `input_ids`, with `loss_mask` where some tokens do not count in the
-loss. Packed, they are sorted so that each sequence is a run of neighbours: `first` marks where one
-begins. The view reads Arrow's buffers.
+A prepared row is a sequence: `input_ids`, cut out of documents that follow each other; or whole
+documents, with `loss_mask` and the `lengths` of the documents. Rows to evaluate on also have the
+`bytes` of text in the loss, and its `unigram_loss`.
 """
 
 import re
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
-import torch
+from datasets import Features, List, Value
+from datasets.arrow_writer import ArrowWriter
 
-from samestep.core.inputs import IGNORE_INDEX, Source
+from samestep.core.inputs import IGNORE_INDEX
 from samestep.data import columns
-from samestep.data.sources import split_data
-from samestep.data.views import source_numbers
+from samestep.data.views import Rows, cells_of
 from samestep.text import tokenizing
 
-BLOCK = 50_000  # documents that are packed together, whatever the number of processes
+BLOCK = 20_000_000  # tokens of the documents that are packed together, about
+READ = 100  # documents that are read at once: each may have a megabyte
+COLUMNS = ("input_ids", "loss_mask", "lengths", "bytes", "unigram_loss")
+Documents = Iterable[tuple[np.ndarray, np.ndarray]]  # token ids, and which are in the loss
 
 
-# ---- Packing -------------------------------------------------------------------------------------
+# ---- From documents to sequences -----------------------------------------------------------------
 
 
-def pack(tokens: Any, cfg: Any, name: str) -> Any:
-    """The documents of a datasets.Dataset in the order of their sequences: best-fit decreasing.
+def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> datasets.DatasetDict:
+    """The sequences of documents, which are rows of `input_ids`, `source` and perhaps `loss_mask`.
 
-    A document of more tokens than a sequence has, or than the model sees at once, continues in
-    another sequence, or is truncated, as cfg.overlong says. Pieces without a token in the loss are
-    left out. One process packs a block at a time. `name`: of the split, for a line about it.
+    Of rows that are held out at most cfg.validation_rows sequences are evaluated, evenly spread
+    over each source; of cfg.validation_data all. Raises ValueError for a source that fills no
+    sequence to train on.
     """
-    packed = []
-    tokens = columns.in_order(tokens)
-    length = cfg.context_length
-    longest, truncate = min(tokenizing.most_tokens(cfg), length), cfg.overlong == "truncate"
-    features = datasets.Features({**tokens.features, "first": datasets.Value("bool")})
-    numbers = source_numbers(tokens)
-    for source, title in enumerate(names_of(tokens)):
+    train, rows = (write_sequences(tokens[name], cfg, name) for name in ("train", "validation"))
+    sizes = token_bytes(tokenizer)
+    losses = unigram_losses(train, len(sizes))
+    if not (cfg.validation_data or cfg.validation_split):
+        rows = spread(rows, cfg.validation_rows)
+
+    def count_loss(row: dict) -> dict:
+        labels = labels_of(row, cfg.context_length)["labels"][1:]
+        counted = labels[labels != IGNORE_INDEX]
+        return {"bytes": sizes[counted].sum(), "unigram_loss": losses[counted].sum()}
+
+    sums = {"bytes": Value("int64"), "unigram_loss": Value("float32")}
+    features = Features({**rows.features, **sums})
+    validation = rows.map(count_loss, features=features)
+    return datasets.DatasetDict(train=train, validation=validation)
+
+
+def spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
+    """At most so many rows, evenly spread over each source."""
+    numbers = columns.values_of(rows, "source")
+    sources = np.unique(numbers)
+    chosen: list[int] = []
+    for source in sources:
         own = np.flatnonzero(numbers == source)
-        if len(own):
-            part = tokens.select(range(own[0], own[-1] + 1)).with_format("arrow")
-            packed.append(
-                part.map(
-                    lambda table: pack_block(table, length, longest, truncate),
-                    batched=True,
-                    batch_size=BLOCK,
-                    features=features,
-                ).with_format(None)
-            )
-            if not len(packed[-1]):
-                raise ValueError(f"task.context_length: {title} has no token in the loss; raise it")
-    found = datasets.concatenate_datasets(packed)
-    long = int((columns.ListColumn(tokens, "input_ids").lengths > longest).sum())
-    size = int(columns.ListColumn(found, "input_ids").lengths.sum())
-    rows = int(found.data.column("first").to_numpy().sum())
-    used = f"{100 * size / max(rows * length, 1):.0f} % of their tokens used"
-    done = "truncated" if truncate else "split"
-    cut = f"; {long:,} documents are longer, and {done}" if long else ""
-    if truncate and len(found) < len(tokens):
-        cut += f": {len(tokens) - len(found):,} have no token in the loss then, and are left out"
+        number = min(max(most // len(sources), 1), len(own))
+        chosen += own[np.arange(number) * len(own) // number].tolist()
+    if len(chosen) < len(rows):
+        text = f"{len(chosen):,} of {len(rows):,} sequences, as task.validation_rows says"
+        print(f"Prepared validation: evaluated are {text}", flush=True)
+    return rows.select(chosen)
+
+
+def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> datasets.Dataset:
+    """The sequences of a split in an Arrow file, source by source. Prints how full they are."""
+    is_packed = "loss_mask" in documents.column_names
+    features = Features({**documents.features})
+    if is_packed:
+        features["lengths"] = List(Value("int32"))
+    names = getattr(features["source"], "names", None) or ["data"]
+    numbers = columns.values_of(documents, "source")
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pieces = 0
+    with ArrowWriter(features=features, path=str(path)) as writer:
+        for source in np.unique(numbers).tolist():
+            own = documents.select(np.flatnonzero(numbers == source))
+            size = 0
+            for found in packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
+                found["source"] = [source] * len(found["input_ids"])
+                size += sum(map(len, found["input_ids"]))
+                pieces += sum(map(len, found.get("lengths", ())))
+                writer.write_table(pa.Table.from_pydict(found, features.arrow_schema))
+            if is_packed and not size:
+                text = f"{names[source]} has no token in the loss; raise it"
+                raise ValueError(f"task.context_length: {text}")
+            if name == "train" and size < cfg.context_length and not is_packed:
+                text = f"which do not fill a sequence of {cfg.context_length}"
+                hint = "give more, or a smaller task.context_length"
+                text = f"{names[source]} has {size} tokens to train on, {text}; {hint}"
+                raise ValueError(f"task.data: {text}")
+        writer.finalize()
+    rows = datasets.Dataset.from_file(str(path))
+    print_use(documents, rows, cfg, name, pieces)
+    return rows
+
+
+def print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
+    """Prints the number of sequences, how full they are, and how many documents are too long."""
+    size = int(columns.lengths_of(rows, "input_ids").sum())
+    text = f"{len(rows):,} sequences, {100 * size / (len(rows) * cfg.context_length):.0f} %"
+    text += " of their tokens used"
+    if pieces:
+        truncate = cfg.overlong == "truncate"
+        lengths = columns.lengths_of(documents, "input_ids")
+        if long := int((lengths > longest_piece(cfg)).sum()):
+            done = "truncated" if truncate else "split"
+            text += f"; {long:,} documents are longer, and {done}"
+        if truncate and pieces < len(documents):
+            lost = len(documents) - pieces
+            text += f": {lost:,} have no token in the loss then, and are left out"
     if name == "train" and cfg.streaming:
         name = "beginnings of shards"
-    print(f"Prepared {name}: {rows:,} sequences, {used}{cut}", flush=True)
-    return found
+    print(f"Prepared {name}: {text}", flush=True)
 
 
-def pack_block(table: pa.Table, length: int, longest: int, truncate: bool) -> pa.Table:
-    """A block of documents as their pieces, in the order of the sequences that they fill."""
-    table = table.combine_chunks()
-    ids, masks = (table.column(name).chunk(0) for name in ("input_ids", "loss_mask"))
-    starts = np.concatenate([[0], np.cumsum(ids.value_lengths().to_numpy())])
-    values, counted = ids.flatten().to_numpy(), masks.flatten().to_numpy()
+def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, list]]:
+    """Sequences of documents that follow each other; the last may be shorter."""
+    rest: list[np.ndarray] = []
+    for table in documents.with_format("arrow").iter(READ):
+        ids = np.concatenate([*rest, table.column("input_ids").combine_chunks().flatten()])
+        whole = len(ids) // length * length
+        yield {"input_ids": [*ids[:whole].reshape(-1, length)]}
+        rest = [ids[whole:]]
+    if rest and len(rest[0]) > 1:  # a token alone has no loss
+        yield {"input_ids": rest}
+
+
+def packed_blocks(documents: datasets.Dataset, cfg: Any) -> Iterator[dict[str, list]]:
+    """Sequences of whole documents, a block after the other."""
+    block: list[tuple[np.ndarray, np.ndarray]] = []
+    size = 0
+    for table in documents.with_format("arrow").iter(READ):
+        ids, masks = (cells_of(table.column(name)) for name in ("input_ids", "loss_mask"))
+        block += zip(ids, masks, strict=True)
+        size += sum(map(len, ids))
+        if size >= BLOCK:
+            yield pack(block, cfg, longest_piece(cfg))
+            block, size = [], 0
+    if block:
+        yield pack(block, cfg, longest_piece(cfg))
+
+
+def longest_piece(cfg: Any) -> int:
+    """Maximum number of tokens of a document in a sequence: the model sees no more at once."""
+    return min(tokenizing.most_tokens(cfg), cfg.context_length)
+
+
+def pack(documents: Documents, cfg: Any, longest: int) -> dict[str, list[np.ndarray]]:
+    """The sequences of a block of documents: best-fit decreasing.
+
+    A document of more than `longest` tokens continues in another sequence, or is truncated, as
+    cfg.overlong says. Pieces without a token in the loss are left out.
+    """
     pieces = []
-    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        for first in range(start, start + 1 if truncate else max(stop, start + 1), longest):
-            end = min(first + longest, stop)
-            if counted[first + 1 : end].any():  # the first is not in the loss
-                pieces.append((first, end))
-    rows = assign_rows([end - first for first, end in pieces], length)
-    order = [pieces[i] for row in rows for i in row]
-    offsets = np.cumsum([0, *(end - first for first, end in order)]).astype(np.int32)
-
-    def lists(flat: np.ndarray) -> pa.Array:
-        parts = [flat[first:end] for first, end in order]
-        return pa.ListArray.from_arrays(offsets, np.concatenate(parts or [flat[:0]]))
-
-    begins = [number == 0 for row in rows for number in range(len(row))]
-    source = table.column("source")[0].as_py()
-    names = pa.array([source] * len(order), pa.int64())
-    found = {"input_ids": lists(values), "loss_mask": lists(counted), "source": names}
-    return pa.table({**found, "first": pa.array(begins, pa.bool_())}).select(
-        [*table.column_names, "first"]
-    )
-
-
-def pack_alone(tokens: dict[str, list], cfg: Any, longest: int) -> Any:
-    """The sequences of these documents, columns as those of formats.tokenize; there may be none."""
-    truncate = cfg.overlong == "truncate"
-    packed = pack_block(pa.table(tokens), cfg.context_length, longest, truncate)
-    return Sequences(datasets.Dataset(packed), cfg) if packed.num_rows else []
+    for ids, mask in documents:
+        for first in range(0, 1 if cfg.overlong == "truncate" else max(len(ids), 1), longest):
+            end = first + longest
+            if mask[first + 1 : end].any():  # the first is not in the loss
+                pieces.append((ids[first:end], mask[first:end]))
+    rows = assign_rows([len(ids) for ids, _ in pieces], cfg.context_length)
+    lengths = [np.array([len(pieces[i][0]) for i in row], np.int32) for row in rows]
+    ids, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
+    return {"input_ids": ids, "loss_mask": masks, "lengths": lengths}
 
 
 def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
@@ -129,134 +199,19 @@ def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
     return rows
 
 
-# ---- View ----------------------------------------------------------------------------------------
+# ---- The loss of frequencies, and bytes ----------------------------------------------------------
 
 
-class Sequences(torch.utils.data.Dataset):
-    """Sequences of `length` tokens, source by source: rows {name: array (length,)}, int64.
-
-    input_ids; labels, aligned with them, -100 where a token does not count; position_ids of packed
-    documents, which begin again at 0 with each. With `vocabulary` (a row for each token: `bytes` of
-    text, and `unigram_loss` in nats) a row also has their sums over the tokens in the loss.
-    Sources and their weights are those of cfg.data.
-    """
-
-    def __init__(self, tokens: Any, cfg: Any, vocabulary: Any = None):
-        self.arguments = (tokens, cfg, vocabulary)
-        self.tokens, self.length = columns.in_order(tokens), cfg.context_length
-        self.vocabulary = vocabulary
-        weights = {each.name: each.weight for each in split_data(cfg.data)}
-        self.ids = columns.ListColumn(self.tokens, "input_ids")
-        self.is_packed = "first" in tokens.column_names
-        self.masks = columns.ListColumn(self.tokens, "loss_mask") if self.is_packed else None
-        numbers = source_numbers(self.tokens)
-        self.sources: list[Source] = []
-        self.bounds: list[np.ndarray] = []  # of each source: where sequences begin, and an end
-        for source, name in enumerate(names_of(tokens)):
-            own = np.flatnonzero(numbers == source)
-            if not len(own):  # of validation rows alone
-                continue
-            self.check_size(name, own)
-            bounds = self.find_bounds(own)
-            self.bounds.append(bounds)
-            self.sources.append(Source(name, len(bounds) - 1, weights.get(name, 1)))
-        self.ends = np.cumsum([len(each) - 1 for each in self.bounds]).tolist()
-        self.tables = {}
-        if vocabulary is not None:
-            read = {name: vocabulary.data.column(name) for name in ("bytes", "unigram_loss")}
-            self.tables = {name: values.to_numpy() for name, values in read.items()}
-
-    def check_size(self, name: str, documents: np.ndarray) -> None:
-        """Raises ValueError for a source whose tokens fill no sequence to train on."""
-        size = int(self.ids.starts[documents[-1] + 1] - self.ids.starts[documents[0]])
-        if not self.is_packed and self.vocabulary is None and size < self.length:
-            text = f"which do not fill a sequence of {self.length}"
-            hint = "give more, or a smaller task.context_length"
-            raise ValueError(f"task.data: {name} has {size} tokens to train on, {text}; {hint}")
-
-    def find_bounds(self, documents: np.ndarray) -> np.ndarray:
-        """Where the sequences of these neighbours begin, and where the last ends: places of tokens,
-        or of packed documents."""
-        first, last = int(documents[0]), int(documents[-1]) + 1
-        if self.is_packed:
-            begins = self.tokens.data.column("first").to_numpy()[first:last]
-            return np.append(np.flatnonzero(begins) + first, last)
-        start, stop = int(self.ids.starts[first]), int(self.ids.starts[last])
-        bounds = np.arange(start, stop, self.length)
-        if len(bounds) and stop - bounds[-1] < 2:  # a token alone has no loss
-            return bounds
-        return np.append(bounds, stop)
-
-    def __reduce__(self):  # pickled, a memory map would become a copy
-        return Sequences, self.arguments
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        number = next(n for n, end in enumerate(self.ends) if i < end)
-        place = i - (self.ends[number] - len(self.bounds[number]) + 1)
-        start, stop = self.bounds[number][place : place + 2].tolist()
-        row = self.packed_row(start, stop) if self.is_packed else self.plain_row(start, stop)
-        if self.tables:
-            counted = row["labels"][1:][row["labels"][1:] != IGNORE_INDEX]
-            row |= {name: table[counted].sum() for name, table in self.tables.items()}
-        return row
-
-    def plain_row(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """The tokens from one place to another, padded to the length."""
-        ids = self.ids.read(start, stop).astype(np.int64)
-        labels = ids.copy()
-        if len(ids) < self.length:
-            room = (0, self.length - len(ids))
-            ids = np.pad(ids, room)
-            labels = np.pad(labels, room, constant_values=IGNORE_INDEX)
-        return {"input_ids": ids, "labels": labels}
-
-    def packed_row(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """These documents, one after the other, padded to the length. The first token of each is
-        not in the loss."""
-        places = self.ids.starts[start : stop + 1]
-        lengths, size = np.diff(places), int(places[-1] - places[0])
-        row = self.plain_row(int(places[0]), int(places[-1]))
-        row["labels"][:size][self.masks.read(int(places[0]), int(places[-1])) == 0] = IGNORE_INDEX
-        begins = places[:-1] - places[0]
-        row["labels"][begins] = IGNORE_INDEX
-        row["position_ids"] = np.zeros(self.length, np.int64)
-        row["position_ids"][:size] = np.arange(size) - np.repeat(begins, lengths)
-        return row
-
-    def digest(self) -> str:
-        """A text for all sequences: tokens by their values, and how they are cut."""
-        shape = [self.length, self.is_packed, [len(each) for each in self.bounds]]
-        return f"{columns.digest(self.tokens)} {shape}"
-
-
-def names_of(tokens: Any) -> list[str]:
-    """The names of the sources; rows of an owner's own dataset have one."""
-    return getattr(tokens.features["source"], "names", None) or ["data"]
-
-
-def vocabulary_table(tokens: Any, tokenizer: Any) -> Any:
-    """A datasets.Dataset with a row for each token of the vocabulary.
-
-    bytes            of text that it stands for
-    unigram_loss     in nats: the loss of a model that knows only the frequencies of tokens
-    """
-    tokens, sizes = columns.in_order(tokens), token_bytes(tokenizer)
-    counts = np.ones(len(sizes), np.int64)
-    ids = columns.ListColumn(tokens, "input_ids")
-    masked = "loss_mask" in tokens.column_names
-    masks = columns.ListColumn(tokens, "loss_mask") if masked else None
-    for number, chunk in enumerate(ids.chunks):
-        if masks:
-            start, stop = ids.bounds[number], ids.bounds[number + 1]
-            chunk = chunk[masks.read(start, stop) != 0]
-        counts += np.bincount(chunk, minlength=len(counts))
-    losses = -np.log(counts / counts.sum()).astype(np.float32)
-    return datasets.Dataset.from_dict({"bytes": sizes, "unigram_loss": losses})
+def unigram_losses(rows: datasets.Dataset, size: int) -> np.ndarray:
+    """The loss of each token for a model that knows only how often each is in the loss: float32
+    (vocabulary,), in nats."""
+    counts = np.ones(size, np.int64)
+    for table in rows.with_format("arrow").iter(1000):
+        ids = table.column("input_ids").combine_chunks().flatten().to_numpy()
+        if "loss_mask" in table.column_names:
+            ids = ids[table.column("loss_mask").combine_chunks().flatten().to_numpy() != 0]
+        counts += np.bincount(ids, minlength=size)
+    return -np.log(counts / counts.sum()).astype(np.float32)
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:
@@ -272,3 +227,41 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
             sizes[i] = len(token.replace("▁", " ").encode())  # SentencePiece writes spaces so
     sizes[tokenizer.all_special_ids] = 0
     return sizes
+
+
+# ---- View ----------------------------------------------------------------------------------------
+
+
+class Sequences(Rows):
+    """Sequences of `length` tokens: rows {name: array (length,)}, int64.
+
+    input_ids; labels, aligned with them, -100 where a token does not count; position_ids of packed
+    documents, which begin again at 0 with each. Rows to evaluate on also have the sums `bytes` and
+    `unigram_loss` of their tokens in the loss.
+    """
+
+    def __init__(self, dataset: Any, cfg: Any):
+        names = [name for name in COLUMNS if name in dataset.column_names]
+        super().__init__(dataset, names, ["input_ids"], cfg)
+        self.length = cfg.context_length
+
+    def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
+        return [labels_of(row, self.length) for row in super().__getitems__(places)]
+
+
+def labels_of(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """A prepared row as it is trained on, padded to the length. The first token of each packed
+    document is not in the loss."""
+    size = len(row["input_ids"])
+    ids = np.zeros(length, np.int64)
+    labels = np.full(length, IGNORE_INDEX)
+    ids[:size] = labels[:size] = row["input_ids"]
+    found = {"input_ids": ids, "labels": labels}
+    if "lengths" in row:
+        lengths = np.asarray(row["lengths"])
+        begins = np.cumsum(lengths) - lengths
+        labels[:size][np.asarray(row["loss_mask"]) == 0] = IGNORE_INDEX
+        labels[begins] = IGNORE_INDEX
+        found["position_ids"] = np.zeros(length, np.int64)
+        found["position_ids"][:size] = np.arange(size) - np.repeat(begins, lengths)
+    return found | {name: row[name] for name in ("bytes", "unigram_loss") if name in row}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from samestep.base.fields import check_fields
-from samestep.data.columns import ListColumn
+from samestep.data.columns import lengths_of
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
 
@@ -179,7 +179,7 @@ def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
     each column that at which rows were truncated."""
     for split, part in rows.items():
         for name, most in lengths.items():
-            found = ListColumn(part, name).lengths
+            found = lengths_of(part, name)
             text = f"{name} of {found.mean():.0f} tokens on average, {found.max():,} at most"
             if full := int((found == most).sum()):
                 text += f"; {full:,} have {most:,}, where rows are truncated"
