@@ -78,10 +78,10 @@ CASES = {
     **{f"recipe {text[:50]!r}": (recipe(text), said) for text, said in RECIPES.items()},
     "recipe that is not UTF-8": (recipe(b"seed: \xff\n"), "bad.yaml: "),
     "data in an unknown format": (data(b"a", "data.docx"), "nothing to read at data.docx"),
-    "empty data": (data(b""), "data.txt: the text is empty; --task.incomplete_rows skip leaves"),
+    "empty data": (data(b""), "task.data: there is no text in data.txt"),
     "data that is not UTF-8": (data(b"\xff\xfe\x00" * 9), "cannot read data.txt"),
-    "too little data": (data("a b c"), "which do not fill a sequence of"),
-    "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "d.jsonl, line 2"),
+    "too little data": (data("a b c"), "to train on: its only row is evaluated on"),
+    "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "cannot read d.jsonl after line 1: Expecting"),
     "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl has the columns txt, but"),
     "truncated Parquet": (data(b"PAR1" + b"\0" * 50, "d.parquet"), "cannot read d.parquet"),
 }

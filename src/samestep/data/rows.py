@@ -341,8 +341,11 @@ def hold_out_rows(
     is_held = np.isin(sides, np.concatenate(held))
     for source, each in zip(inputs, own, strict=True):
         if is_held[each].all():
-            text = f"no row of {source.data} is left to train on: all are equal, or belong together"
-            raise ValueError(f"task.data: {text}, or other sources have them too; add others")
+            why = "all are equal, or belong together, or other sources have them too"
+            if each.stop - each.start == 1:
+                why = "its only row is evaluated on"
+            text = f"no row of {source.data} is left to train on: {why}; add others"
+            raise ValueError(f"task.data: {text}")
     return is_held
 
 
