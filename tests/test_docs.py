@@ -36,6 +36,7 @@ OTHERS = {
     *".venv/bin/cookiecutter cat ckpt-chaos".split(),
 }
 # Of docker, pip and train_pipeline.py, and a field that a recipe of the cookbook adds.
+PREPARE_FLAGS = ("--verify", "--prune")  # of the program; those of train.py follow
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience", "--stages"}
 
 
@@ -217,7 +218,7 @@ class Checker:
             verbs = [*itertools.takewhile(lambda word: word[:2] != "--", words[1:])]
             found = {word.partition("=")[0] for word in words if word[:2] == "--"}
             if verbs[1:2] == ["prepare"]:
-                self.given.append(words[3:])
+                self.given.append([each for each in words[3:] if each not in PREPARE_FLAGS])
             elif verbs[1:2] == ["hardware"]:  # flags of train.py follow its own
                 self.given += [[flag] for flag in found - self.flags_of(*verbs[:2]) - OTHER_FLAGS]
             else:
