@@ -66,10 +66,13 @@ def collate(batch):
 settings = {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}
 training = Training(
     accelerator, model, optimizer, rows, folder=folder,
-    seed=rank if mistake == "seed_differs" else 0, global_batch_size=8, micro_batch_size=2,
-    collate=collate, exact=exact, settings=settings,
+    seed=rank if mistake == "seed_differs" else 0, micro_batch_size=2,
+    global_batch_size=4 if mistake == "small_steps" else 8, collate=collate, exact=exact,
+    settings=settings, accept_changes=mistake in ("small_steps", "accept_changes"),
 )  # fmt: skip
 for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
+    for micro_batch in step.window:
+        accelerator.print("ids", *micro_batch.ids)
     for batch in step:
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model

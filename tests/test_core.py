@@ -1,6 +1,7 @@
 """The core in a script of one's own: what stands apart from train.py and task.py."""
 
 import ast
+import json
 import os
 import re
 import signal
@@ -140,6 +141,23 @@ def test_other_settings_and_other_frozen_weights_are_refused(tmp_path):
     words_of(script(1, "nothing", tmp_path / "other"))
     ((code, _, errors),) = script(1, "settings", tmp_path / "other", 6)
     assert code == 1 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
+
+
+def test_steps_of_another_size_go_on_at_the_next_sample(tmp_path):
+    """Two steps of 8 rows, four of 4, one of 8: the rows of five steps of 8, in their order."""
+    printed = ""
+    for mistake, steps in (("nothing", 2), ("small_steps", 6), ("accept_changes", 7)):
+        printed += words_of(script(1, mistake, tmp_path / "run", steps))
+    whole = words_of(script(1, "nothing", tmp_path / "whole", 5))
+    ids, expected = (re.findall(r"^ids .*$", each, re.MULTILINE) for each in (printed, whole))
+    assert len(expected) == 20 and ids == expected
+    about = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
+    assert (about["step"], about["samples"]) == (7, 40)
+    assert [(each["step"], each["samples"]) for each in about["history"]] == [
+        (0, 0),
+        (2, 16),
+        (6, 32),
+    ]
 
 
 def newest(folder):

@@ -114,7 +114,7 @@ class Training:
         if path:
             self.saver.restore(path, saved)
             self.step = self.saver.step
-        samples = self.step * self.plan.samples
+        samples = self.saver.samples(self.step)
         history = provenance.extend_history(saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
         return self.step
@@ -148,7 +148,7 @@ class Training:
         begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
         left = max(max_steps - begin, 0)
         with StopRequest() as stop:  # from here on signals are flags
-            first = begin * self.plan.samples
+            first = self.saver.samples(begin)
             loader = StepLoader(
                 self.rows, self.task, self.plan, self.ranks, stop.requested, first, left, workers,
                 device,

@@ -60,7 +60,7 @@ class Saver(saver.Saver):
 
     def about(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint of this step."""
-        about = super().about(step) | {"samples": self.run.samples(step), "best": self.best}
+        about = super().about(step) | {"best": self.best}
         if isinstance(self.run.start.views[0], Stream):
             about["lanes"] = self.run.gather_lanes()
         return about
