@@ -81,7 +81,10 @@ CASES = {
     "empty data": (data(b""), "task.data: there is no text in data.txt"),
     "data that is not UTF-8": (data(b"\xff\xfe\x00" * 9), "cannot read data.txt"),
     "too little data": (data("a b c"), "to train on: its only row is evaluated on"),
-    "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "cannot read d.jsonl after line 1: Expecting"),
+    "bad JSON": (
+        data('{"text": "a"}\n{"text": \n', "d.jsonl"),
+        "cannot read d.jsonl after line 1: Expecting",
+    ),
     "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl has the columns txt, but"),
     "truncated Parquet": (data(b"PAR1" + b"\0" * 50, "d.parquet"), "cannot read d.parquet"),
 }
