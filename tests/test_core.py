@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,16 @@ def test_steps_of_another_size_go_on_at_the_next_sample(tmp_path):
         (2, 16),
         (6, 32),
     ]
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tmp_path):
+    words_of(script(1, "nothing", tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "status.json").read_text()
+    ((code, _, errors),) = script(1, "nothing", tmp_path)
+    assert code == 1 and "status.json says that step 4 was saved; put its folder back" in errors
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "status.json").read_text() == before
 
 
 def newest(folder):

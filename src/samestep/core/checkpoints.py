@@ -21,7 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep.base import console
-from samestep.base.files import DISK_FULL, fsync, read_text, remove, replace_folder, replace_text
+from samestep.base.files import (
+    DISK_FULL,
+    fsync,
+    read_json_object,
+    read_text,
+    remove,
+    replace_folder,
+    replace_text,
+)
 
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
@@ -326,6 +334,19 @@ def find_checkpoint(
             f"resume: {reason}; give auto, never or the folder of a checkpoint, "
             "such as runs/default/checkpoints/step-00000200"
         ) from None
+
+
+def check_none_saved(output: Path, remedy: str = "give another folder") -> None:
+    """Raises ValueError if the run in this folder has saved a step, by its status.
+
+    Call it where no checkpoint was found. `remedy`: how to start from the beginning.
+    """
+    if saved := read_json_object(output / "status.json").get("saved"):
+        raise ValueError(
+            f"{output / 'checkpoints'} has no checkpoint, and status.json says that step "
+            f"{console.one_line(saved, 20)} was saved; put its folder back, or to start from the "
+            f"beginning {remedy}"
+        )
 
 
 def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> None:

@@ -135,6 +135,8 @@ class Training:
             if line := provenance.hardware_line(saved["hardware"], self.manifest["hardware"]):
                 lines.append(line)
             lines.append(f"continues from {path}")
+        else:
+            checkpoints.check_none_saved(self.folder)
         run_folder.write_status(self.folder, "running", saved=saved.get("step", 0))
         return lock, path, saved, lines
 

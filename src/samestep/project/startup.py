@@ -70,13 +70,8 @@ class ResumePoint:
         if self.checkpoint:
             self.own = self.checkpoint.resolve().parent == folder.resolve()
         begins = not self.own and not (cfg.eval_only and self.checkpoint)
-        saved = read_json_object(output / "status.json").get("saved")
-        if begins and saved and cfg.resume != "never" and not (output / "model").exists():
-            raise ValueError(
-                f"{folder} has no checkpoint, and status.json says that step {one_line(saved, 20)} "
-                "was saved; put its folder back, or give --resume never to start from the "
-                "beginning, or another --output_dir"
-            )
+        if begins and cfg.resume != "never" and not (output / "model").exists():
+            checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
         if cfg.eval_only and not self.checkpoint:
             raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
