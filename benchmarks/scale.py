@@ -255,7 +255,7 @@ def time_batches(asked, task, prepared: str, table: str) -> dict[str, list[float
     """Milliseconds of a batch of random rows, in each round."""
     from datasets import Dataset
 
-    from samestep.data.prepared import load
+    from samestep.project.prepared import load
 
     cfg = task.TaskConfig(context_length=LENGTH)
     sources = {

@@ -396,7 +396,7 @@ def load_task(name):
 
 def prepare_task(task, cfg):
     """What a run gets of task.prepare_data, before its processes meet."""
-    from samestep.data import prepared
+    from samestep.project import prepared
 
     if hasattr(task, "check_config"):
         task.check_config(cfg)

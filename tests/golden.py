@@ -28,8 +28,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task
-from samestep.data import prepared
-from samestep.project import contract
+from samestep.project import contract, prepared
 
 FOLDER = Path(__file__).resolve().with_suffix("")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]

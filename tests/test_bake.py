@@ -143,9 +143,10 @@ def test_the_lowest_versions_that_are_tried_are_the_bounds_of_a_project():
 
 
 def imports(path):
-    """The modules that a file imports; those of the library with their own names."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The modules that a file imports when it runs; those of the library with their own names."""
+    found, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [each for each in tree.body if ast.unparse(each)[:16] != "if TYPE_CHECKING"]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -18,9 +18,9 @@ from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, prepare_task, with_classes, write_table
 from samestep.core import batches
-from samestep.data import columns, hub, prepared
+from samestep.data import columns, hub
 from samestep.images import images
-from samestep.project import contract
+from samestep.project import contract, prepared
 from test_tasks import COLORS, STEPS, picture, refusal
 
 SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1]

@@ -19,8 +19,7 @@ import torch
 import yaml
 
 from conftest import ROOT, BakedProject, kill_after, lines, make_tiny, preloaded
-from samestep.data import prepared_key
-from samestep.project import startup
+from samestep.project import prepared_key, startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (
@@ -219,7 +218,7 @@ def test_the_key_is_the_same_in_every_process(tmp_path):
     (tmp_path / "task.py").write_text(text)
     printed = set()
     for before, seed in (("", "1"), (LOGS, "2")):
-        program = f"{before}\nimport task; from samestep.data import prepared_key as key\n"
+        program = f"{before}\nimport task; from samestep.project import prepared_key as key\n"
         program += "print(sorted(key.code_of(task).items()))"
         run = BakedProject(tmp_path).run("python", "-c", program, PYTHONHASHSEED=seed)
         printed.add(run.stdout)
@@ -282,7 +281,7 @@ import os, sys, json
 from dataclasses import dataclass
 from types import SimpleNamespace
 import datasets
-from samestep.data import prepared
+from samestep.project import prepared
 prepared.LOCK_SECONDS = 0.5
 
 @dataclass

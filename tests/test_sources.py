@@ -23,9 +23,9 @@ from conftest import (
 )
 from samestep.base.console import one_line
 from samestep.core import batches
-from samestep.data import files, prepared_key, rows, sources
+from samestep.data import files, rows, sources
 from samestep.models import pretrained
-from samestep.project import contract
+from samestep.project import contract, prepared_key
 from samestep.text import tokenizing
 
 TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]

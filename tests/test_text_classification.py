@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from conftest import lines
 from samestep.base.console import one_line
 from samestep.data import demo_data, labels
-from samestep.data import prepared as prepared_data
 from samestep.project import contract
+from samestep.project import prepared as prepared_data
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -184,7 +184,7 @@ def try_loop(step: "Step") -> Iterator[Any]:
         compare(run, together, alone)
 
 
-def try_batch(step: "Step", samples: list[tuple], number: int = 0) -> Iterator[Any]:
+def try_batch(step: "Step", samples: list[tuple], number: int = 0) -> Generator[Any, None, Tried]:
     """Gives these samples to the body of the loop as one batch; returns a Tried. `number`: that of
     its random numbers."""
     run, accelerator = step.training, step.training.accelerator

@@ -72,7 +72,7 @@ def hash_tensor(tensor: Tensor) -> str:
         ends = [start + size for start, size in zip(part.offsets, part.shape, strict=True)]
         place = tuple(map(slice, part.offsets, ends))
         whole[place] = np.frombuffer(values, np.uint8).reshape(*part.shape, bytes_each)
-    digest.update(whole.reshape(-1))
+    digest.update(whole.reshape(-1).data)
     return digest.hexdigest()
 
 

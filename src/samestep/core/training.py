@@ -198,5 +198,5 @@ class Training:
             totals.add(eval_sums(self.model, batch))
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1, self.plan.count)
-        found = totals.total(self.ranks)
+        found: list[dict[str, Any]] = totals.total(self.ranks)
         return {name: sum(each[name] for each in found) for name in found[0]}

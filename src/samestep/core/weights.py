@@ -435,9 +435,9 @@ class TrainingState:
             return
         reader = TensorReader(path)
         self.load_moments(reader)
-        changed = self.read_others(reader, saved)
+        others = self.read_others(reader, saved)
         for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
-            for key, value in changed.get(f"group.{i}", {}).items():
+            for key, value in others.get(f"group.{i}", {}).items():
                 if before[i].get(key) != now[i].get(key) or (key == "lr" and self.sets_lr):
                     continue
                 for part in parts:

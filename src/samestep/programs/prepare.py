@@ -29,7 +29,7 @@ def prepare() -> None:
     project = read_project([word for word in sys.argv[1:] if word not in own], __doc__)
     folder = getattr(project.data, "folder", project.data)
     if "--verify" in sys.argv and hasattr(project.data, "folder"):
-        from samestep.data import prepared
+        from samestep.project import prepared
 
         if not prepared.is_intact(folder, verify=True):
             raise ValueError(

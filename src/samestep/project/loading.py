@@ -33,7 +33,7 @@ class TrainLoader(loader.StepLoader):
         with self.run.meter.waiting():
             return super().read()
 
-    def next_step(self) -> tuple[list[tuple[int, Batch]], int]:
+    def next_step(self) -> tuple[list[tuple[int, Batch]], int]:  # type: ignore[override]
         """This process's micro-batches of the step that was fetched, each with its number in the
         step, and the step's number of items in the loss over all processes."""
         window, facts = super().next_step()
@@ -65,7 +65,7 @@ class EvalLoader(loader.EvalLoader):
         super().__init__(data, run.task, run.plan, run.ranks, workers, run.accelerator)
         self.outputs = EvaluationOutputs(run.ranks)  # if the task has them
 
-    def batches(self, model: torch.nn.Module) -> Iterator[Batch]:
+    def batches(self, model: torch.nn.Module) -> Iterator[Batch]:  # type: ignore[override]
         """The batches of this process on its device, until the run is asked to stop."""
         self.totals = EvaluationSums(self.sampler.plans, self.accelerator.device)
         with self.run.meter.paused():

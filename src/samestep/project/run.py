@@ -151,7 +151,7 @@ class Run:
         """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
         data, kept = self.start.data, self.output / IDENTITY
         if hasattr(data, "folder"):
-            from samestep.data import prepared
+            from samestep.project import prepared
 
             if prepared.identity_of(kept) != self.start.manifest["identity"]:
                 with checkpoints.replaced_folder(kept) as fresh:

@@ -367,7 +367,9 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         task.check_config(cfg.task)
     data = None
     if hasattr(task, "prepare_data"):
-        from samestep.data import prepared  # datasets, which a task without prepare_data need not
+        from samestep.project import (
+            prepared,  # datasets, which a task without prepare_data need not
+        )
 
         data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None)
     if hasattr(task, "check_config"):  # with the fields that prepare_data has set
@@ -444,7 +446,7 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
         entries["sources"] = "; ".join(texts)
     identity = ""
     if hasattr(data, "folder"):
-        from samestep.data import prepared
+        from samestep.project import prepared
 
         identity = prepared.identity_of(data.folder)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

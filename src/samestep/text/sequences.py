@@ -169,8 +169,8 @@ def pack(documents: Documents, cfg: Any, longest: int) -> dict[str, list[np.ndar
                 pieces.append((ids[first:end], mask[first:end]))
     rows = assign_rows([len(ids) for ids, _ in pieces], cfg.context_length)
     lengths = [np.array([len(pieces[i][0]) for i in row], np.int32) for row in rows]
-    ids, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
-    return {"input_ids": ids, "loss_mask": masks, "lengths": lengths}
+    tokens, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
+    return {"input_ids": tokens, "loss_mask": masks, "lengths": lengths}
 
 
 def assign_rows(lengths: list[int], room: int) -> list[list[int]]:

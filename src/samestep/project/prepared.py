@@ -36,7 +36,8 @@ from samestep.base.files import (
     remove,
     replace_text,
 )
-from samestep.data import columns, prepared_key
+from samestep.data import columns
+from samestep.project import prepared_key
 from samestep.project.config import fields_of
 
 INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
