@@ -135,6 +135,16 @@ def base_model(folder):
     return tokenizer
 
 
+def documents(split):
+    """The tokens of each document of prepared sequences, and which of them are in the loss."""
+    for row in split:
+        begin = 0
+        for length in row["lengths"]:
+            end = begin + length
+            yield row["input_ids"][begin:end], row["loss_mask"][begin:end]
+            begin = end
+
+
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
 def test_one_bos_begins_a_document_and_its_eos_is_learnt_though_it_pads(tmp_path, rows):
     tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
@@ -144,11 +154,12 @@ def test_one_bos_begins_a_document_and_its_eos_is_learnt_though_it_pads(tmp_path
     given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
     given |= {"hidden_size": 128, "num_heads": 4, "num_layers": 3, "vocab_size": 1024}
     cfg, prepared, (train, _) = kit.prepare(tmp_path, data, **given)
-    for row in prepared["train"]:
-        assert row["input_ids"][0] == tokenizer.bos_token_id and row["input_ids"].count(0) == 1
-        end = row["input_ids"].index(tokenizer.eos_token_id)
-        assert row["loss_mask"][end] == 1 == sum(row["loss_mask"][end:]) and end > 5
-    assert len(prepared["train"]) == 28
+    found = [*documents(prepared["train"])]
+    for ids, mask in found:
+        assert ids[0] == tokenizer.bos_token_id and ids.count(0) == 1
+        end = ids.index(tokenizer.eos_token_id)
+        assert mask[end] == 1 == sum(mask[end:]) and end > 5
+    assert len(found) == 28
     for _, tokens in kit.task.test_inputs([*train][:2], cfg, prepared):
         assert tokens["input_ids"][0].count(tokenizer.bos_token_id) == 1
 
@@ -257,10 +268,8 @@ def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_write
     given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
     _, prepared, _ = kit.prepare(tmp_path, data, **given)
     ends = 0 if closing == "nowhere" else 1
-    for row in prepared["train"]:
-        in_loss = [
-            i for i, counts in zip(row["input_ids"], row["loss_mask"], strict=True) if counts
-        ]
+    for ids, mask in documents(prepared["train"]):
+        in_loss = [i for i, counts in zip(ids, mask, strict=True) if counts]
         assert len(in_loss) == 2 * (3 + ends)
         assert in_loss.count(tokenizer.eos_token_id) == 2 * ends
     warned = "the chat template ends answers without a special token of the tokenizer"
