@@ -328,7 +328,7 @@ def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int)
         whole = len(ids) // cfg.context_length * cfg.context_length
         found = {"input_ids": [*ids[:whole].reshape(-1, cfg.context_length)]}
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-    return [sequences.labels_of(row, cfg.context_length) for row in rows]
+    return sequences.labels_of(rows, cfg.context_length) if rows else []
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:

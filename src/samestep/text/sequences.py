@@ -45,7 +45,7 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
         rows = spread(rows, cfg.validation_rows)
 
     def count_loss(row: dict) -> dict:
-        labels = labels_of(row, cfg.context_length)["labels"][1:]
+        labels = labels_of([row], cfg.context_length)[0]["labels"][1:]
         counted = labels[labels != IGNORE_INDEX]
         return {"bytes": sizes[counted].sum(), "unigram_loss": losses[counted].sum()}
 
@@ -246,22 +246,31 @@ class Sequences(Rows):
         self.length = cfg.context_length
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        return [labels_of(row, self.length) for row in super().__getitems__(places)]
+        return labels_of(super().__getitems__(places), self.length)
 
 
-def labels_of(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """A prepared row as it is trained on, padded to the length. The first token of each packed
+def labels_of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """Prepared rows as they are trained on, padded to the length. The first token of each packed
     document is not in the loss."""
-    size = len(row["input_ids"])
-    ids = np.zeros(length, np.int64)
-    labels = np.full(length, IGNORE_INDEX)
-    ids[:size] = labels[:size] = row["input_ids"]
-    found = {"input_ids": ids, "labels": labels}
-    if "lengths" in row:
-        lengths = np.asarray(row["lengths"])
+
+    def padded(values: np.ndarray, padding: int) -> np.ndarray:
+        table = np.full((len(rows), length), padding)
+        table[is_inside] = values
+        return table
+
+    sizes = np.array([len(row["input_ids"]) for row in rows])
+    is_inside = np.arange(length) < sizes[:, None]
+    ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
+    labels = ids
+    found = {"input_ids": padded(ids, 0)}
+    if "lengths" in rows[0]:
+        lengths = np.concatenate([row["lengths"] for row in rows])
         begins = np.cumsum(lengths) - lengths
-        labels[:size][np.asarray(row["loss_mask"]) == 0] = IGNORE_INDEX
-        labels[begins] = IGNORE_INDEX
-        found["position_ids"] = np.zeros(length, np.int64)
-        found["position_ids"][:size] = np.arange(size) - np.repeat(begins, lengths)
-    return found | {name: row[name] for name in ("bytes", "unigram_loss") if name in row}
+        is_counted = np.concatenate([row["loss_mask"] for row in rows]) != 0
+        is_counted[begins] = False
+        labels = np.where(is_counted, ids, IGNORE_INDEX)
+        found["position_ids"] = padded(np.arange(len(ids)) - np.repeat(begins, lengths), 0)
+    found["labels"] = padded(labels, IGNORE_INDEX)
+    for name in {"bytes", "unigram_loss"} & {*rows[0]}:
+        found[name] = np.array([row[name] for row in rows])
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
