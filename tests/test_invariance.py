@@ -9,7 +9,15 @@ import torch
 from conftest import digest, lines, read_weights, reseal
 
 DROPOUT = ["--task.dropout", 0.2]
-TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds", "hash_seconds")
+TIMES = (
+    "data_wait",
+    "compute",
+    "peer_wait",
+    "slowest",
+    "peak_memory_gb",
+    "save_seconds",
+    "hash_seconds",
+)
 TIMES += ("state",)  # of each save: a stopped run has saved other steps
 
 
