@@ -64,6 +64,8 @@ def collate(batch):
 
 
 settings = {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}
+if mistake == "two_sizes":
+    settings["global_batch_size"] = 2
 training = Training(
     accelerator, model, optimizer, rows, folder=folder,
     seed=rank if mistake == "seed_differs" else 0, micro_batch_size=2,

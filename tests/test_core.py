@@ -67,6 +67,7 @@ MISTAKES = {
     "scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
     "unprepared": (1, "Training takes what accelerator.prepare(model, optimizer) returns"),
     "odd_state": (1, "bag is a set"),
+    "two_sizes": (1, "global_batch_size is 8, and in settings 2; give the same"),
     "batchnorm": (1, "exact: "),
     "rows_differ": (2, "process 1 differs from process 0 in its rows (fingerprint)"),
     "targets_differ": (2, "process 1 differs from process 0 in its rows (fingerprint)"),

@@ -61,6 +61,17 @@ def compute_exactly(accelerator: Accelerator) -> None:
         torch.set_num_threads(1)  # sums depend on the number of threads
 
 
+def merge_settings(fixed: dict, settings: dict) -> dict:
+    """Training's own settings and those of the script; raises UserError if they differ."""
+    for name in fixed.keys() & settings.keys():
+        if settings[name] != fixed[name]:
+            raise UserError(
+                f"{name} is {fixed[name]!r}, and in settings {settings[name]!r}; give the same, or "
+                "call it otherwise in settings"
+            )
+    return fixed | settings
+
+
 def describe(run: "Training", settings: dict) -> dict:
     """The entries of all manifests: settings, rows, model and optimizer; the same on all processes.
 

@@ -81,7 +81,7 @@ class Training:
         fixed = {"seed": seed, "global_batch_size": global_batch_size, "exact": exact}
         if exact:
             fixed["micro_batch_size"] = micro_batch_size
-        self.manifest = script.describe(self, {**fixed, **(settings or {})})
+        self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
         self.step = 0  # steps that are done
         self.saver: Saver | None = None
         self.gradients: StepGradients | None = None
