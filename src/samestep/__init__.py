@@ -4,6 +4,8 @@ Below are the names for you, in the order in which one meets them. Each is impor
 for, since nobody needs all of them: `from samestep import Training` loads the core alone.
 """
 
+# ruff: isort: skip_file
+
 import ast
 import functools
 import importlib
@@ -14,71 +16,71 @@ __version__ = "2.0.0.dev0"
 
 if TYPE_CHECKING:  # the table of contents: `contents` reads it
     # A script of your own
-    from samestep.base.errors import Failed as Failed
+    from samestep.core.training import Training as Training
     from samestep.base.errors import UserError as UserError
+    from samestep.base.errors import Failed as Failed
 
-    # Fields of a recipe
+    # The fields of a recipe and of a task
+    from samestep.project.run_config import RunConfig as RunConfig
     from samestep.base.fields import MODEL as MODEL
     from samestep.base.fields import NOTHING as NOTHING
     from samestep.base.fields import ROUNDING as ROUNDING
+    from samestep.project.config import BatchSize as BatchSize
     from samestep.base.fields import ClosedUnitInterval as ClosedUnitInterval
+    from samestep.project.config import DecayRate as DecayRate
+    from samestep.project.config import Interval as Interval
     from samestep.base.fields import NonNegativeFloat as NonNegativeFloat
     from samestep.base.fields import NonNegativeInt as NonNegativeInt
     from samestep.base.fields import PositiveInt as PositiveInt
-    from samestep.core.batches import seed_micro_batch as seed_micro_batch
-    from samestep.core.exact import StepGradients as StepGradients
-    from samestep.core.exact import step_gradients as step_gradients
-    from samestep.core.monitor import skip_unless_finite as skip_unless_finite
-    from samestep.core.ranks import Ranks as Ranks
-
-    # Checkpoints, and weights that are sharded
-    from samestep.core.sharding import full_tensor as full_tensor
-    from samestep.core.sharding import local as local
-    from samestep.core.sums import EvaluationSums as EvaluationSums
-    from samestep.core.tensor_files import TensorReader as TensorReader
-    from samestep.core.training import Training as Training
-
-    # The data of a task
-    from samestep.data import labels as labels
-    from samestep.data.plain import load_splits as load_splits
-    from samestep.data.sources import DataConfig as DataConfig
-    from samestep.data.sources import StreamConfig as StreamConfig
-    from samestep.images import image_data as image_data
-    from samestep.images import image_rows as image_rows
-
-    # The model of a task
-    from samestep.models import classification as classification
-    from samestep.models import next_token as next_token
-    from samestep.models import pretrained as pretrained
-    from samestep.models.lora import LoraFields as LoraFields
-    from samestep.models.lora import add_adapters as add_adapters
-    from samestep.models.lora import save_model as save_model
-    from samestep.models.pretrained import ModelConfig as ModelConfig
-    from samestep.project import device as device
 
     # train.py, from its start to its end
     from samestep.project import shutdown as shutdown
-    from samestep.project.config import BatchSize as BatchSize
-    from samestep.project.config import DecayRate as DecayRate
-    from samestep.project.config import Interval as Interval
+    from samestep.project.startup import prepare_run as prepare_run
+    from samestep.project.startup import RunStart as RunStart
+    from samestep.core.ranks import Ranks as Ranks
+    from samestep.project.run import Run as Run
+    from samestep.project import device as device
     from samestep.project.dtypes import split_by_decay as split_by_decay
+    from samestep.project.loading import TrainLoader as TrainLoader
+    from samestep.project.loading import EvalLoader as EvalLoader
+    from samestep.core.sums import EvaluationSums as EvaluationSums
+    from samestep.core.exact import step_gradients as step_gradients
+    from samestep.core.exact import StepGradients as StepGradients
+    from samestep.project.saving import Saver as Saver
+    from samestep.project.probes import probe_task as probe_task
+    from samestep.project.log import RunLog as RunLog
+    from samestep.core.batches import seed_micro_batch as seed_micro_batch
+    from samestep.core.monitor import skip_unless_finite as skip_unless_finite
     from samestep.project.ending import export as export
     from samestep.project.ending import finish as finish
-    from samestep.project.loading import EvalLoader as EvalLoader
-    from samestep.project.loading import TrainLoader as TrainLoader
-    from samestep.project.log import RunLog as RunLog
-    from samestep.project.probes import probe_task as probe_task
-    from samestep.project.run import Run as Run
-    from samestep.project.run_config import RunConfig as RunConfig
-    from samestep.project.saving import Saver as Saver
-    from samestep.project.startup import RunStart as RunStart
-    from samestep.project.startup import prepare_run as prepare_run
+
+    # The data of a task
+    from samestep.data.plain import load_splits as load_splits
+    from samestep.data.sources import DataConfig as DataConfig
+    from samestep.data.sources import StreamConfig as StreamConfig
+    from samestep.data import labels as labels
+    from samestep.images import image_data as image_data
+    from samestep.images import image_rows as image_rows
     from samestep.text import formats as formats
     from samestep.text import labelled as labelled
     from samestep.text import pairs as pairs
     from samestep.text import preferences as preferences
     from samestep.text import sequences as sequences
     from samestep.text import tokenizing as tokenizing
+
+    # The model of a task
+    from samestep.models.pretrained import ModelConfig as ModelConfig
+    from samestep.models.lora import LoraFields as LoraFields
+    from samestep.models.lora import add_adapters as add_adapters
+    from samestep.models.lora import save_model as save_model
+    from samestep.models import pretrained as pretrained
+    from samestep.models import next_token as next_token
+    from samestep.models import classification as classification
+
+    # Checkpoints, and weights that are sharded
+    from samestep.core.tensor_files import TensorReader as TensorReader
+    from samestep.core.sharding import full_tensor as full_tensor
+    from samestep.core.sharding import local as local
 
 
 @functools.cache
