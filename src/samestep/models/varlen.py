@@ -48,10 +48,21 @@ def attend(
     # It imports torch._dynamo, which takes a second.
     from torch.nn.attention.varlen import varlen_attn
 
-    flat = [each.to(dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    gqa, scale = heads != key.shape[1], options.get("scaling")
-    ends = (starts, starts, length, length)  # no text is longer than a sequence
-    answers = varlen_attn(*flat, *ends, scale=scale, window_size=(-1, 0), enable_gqa=gqa)
+    queries, keys, values = (
+        each.to(dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)
+    )
+    answers = varlen_attn(
+        queries,
+        keys,
+        values,
+        starts,
+        starts,
+        length,  # no text is longer than a sequence
+        length,
+        scale=options.get("scaling"),
+        window_size=(-1, 0),
+        enable_gqa=heads != key.shape[1],
+    )
     return answers.unflatten(0, (rows, length)), None
 
 
