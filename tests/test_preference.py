@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
 from samestep.base.console import one_line
@@ -226,6 +226,8 @@ def test_dropout_is_off_in_training(task, prepare, kit, tmp_path):
     assert scores["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert scores["margin"] == scores["accuracy"] == 0
     assert task.loss_sum(model, batch).item() == pytest.approx(4 * math.log(2), rel=1e-6)
+    task.export(model, tmp_path / "export", cfg, folder)
+    assert AutoConfig.from_pretrained(tmp_path / "export").attention_dropout == 0.5
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

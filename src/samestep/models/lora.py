@@ -69,10 +69,12 @@ def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
 
 
 def save_model(model: Any, tokenizer: Any, output: Path, merge: bool = False) -> None:
-    """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights."""
+    """Saves a model and its tokenizer as transformers does; `merge`: adapters in its weights. The
+    config gets back what `build_generator` replaced, so the model must not train afterwards."""
     with pretrained.quiet():
         tokenizer.save_pretrained(output)
         model = model.merge_and_unload() if merge else model  # the bare model
+        model.config.update(getattr(model, "own_settings", {}))
         model.save_pretrained(output)
         if model.can_generate():  # beside adapters peft saves none
             model.generation_config.save_pretrained(output)

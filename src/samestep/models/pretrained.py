@@ -239,9 +239,13 @@ def build_generator(
     auto: Any, cfg: ModelConfig, config: Any, tokenizer: Any, **settings: Any
 ) -> Any:
     """The pretrained model, or a new one of this config, which generates with this tokenizer.
-    `settings` replace those of the pretrained model's config."""
+    `settings` replace those of the pretrained model's config, which `save_model` puts back."""
+    from transformers import AutoConfig
+
     if cfg.model_name_or_path:
         model = load_model(auto, cfg, **settings)
+        known = load(AutoConfig, cfg)
+        model.own_settings = {name: getattr(known, name) for name in settings}
     else:
         model = new_model(auto, config, cfg)
     if model.config.is_encoder_decoder and getattr(model.config, "output_router_logits", False):
