@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from functools import partial
 
 import datasets
@@ -215,6 +216,25 @@ def test_a_text_has_no_more_tokens_than_there_are_positions(
     model(input_ids=torch.full((1, most), 5))
     with pytest.raises((IndexError, ValueError, RuntimeError)):
         model(input_ids=torch.full((1, most + 1), 5))
+
+
+def test_tokens_without_embeddings_are_refused(kit, config, bert, tmp_path):
+    """But for those of masks and images, which no text has."""
+    folder = shutil.copytree(bert, tmp_path / "bert")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"more{i}" for i in range(len(tokenizer), 99)])
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(folder)
+    extra = {"image_token": "<image>"}
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=extra)
+    tokenizer.save_pretrained(folder)
+    fields = {"model_name_or_path": str(folder), "max_length": 32}
+    kit.prepare_data(config(kit.rows, **fields))
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(folder)
+    said = refusal(kit, config(kit.rows, **fields))
+    assert "has 102 tokens, and the model embeddings of 99; save the model again after" in said
+    assert said.endswith("model.resize_token_embeddings(102)")
 
 
 def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, bert):

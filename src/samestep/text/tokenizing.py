@@ -33,6 +33,7 @@ NEEDS = {  # attributes of a tokenizer, and their names in messages
     "pad_token": "pad token",
     "is_fast": FILE,
 }
+UNUSED = ("mask", "image", "audio", "video")  # tokens that no text has
 SHORT = 5_000  # characters of a part of a text: long ones take twice the time
 AT_ONCE = 200  # parts that are tokenized at once: encodings take 40 times the memory of a text
 SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
@@ -81,6 +82,24 @@ def check_lengths(cfg: ModelConfig, *names: str) -> None:
     check_fields(cfg, [(name, getattr(cfg, name) <= most, wanted) for name in names])
 
 
+def check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
+    """Raise ValueError for tokens without a row in the embeddings of the pretrained model.
+
+    A mask token and those of other inputs may lack one, as in BART (cnn) and Gemma 3 (1b): no text
+    has them.
+    """
+    rows = getattr(config_of(cfg).get_text_config(), "vocab_size", None)
+    unused = {getattr(tokenizer, f"{name}_token", None) for name in UNUSED}
+    ids = [number for token, number in tokenizer.get_vocab().items() if token not in unused]
+    needed = max(ids) + 1
+    if isinstance(rows, int) and needed > rows:
+        raise ValueError(
+            f"task.model_name_or_path: the tokenizer of {cfg.model_name_or_path} has {needed} "
+            f"tokens, and the model embeddings of {rows}; save the model again after "
+            f"model.resize_token_embeddings({needed})"
+        )
+
+
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
 
@@ -102,7 +121,8 @@ def prepare_tokenizer(
     names; or a new one, trained on the texts, whose arguments are `options`, and for training it
     `special`. The end-of-text token is the pad token where there is none. It gets the chat
     template, or the default if it has none. Raises ValueError for one without one of `needs`, which
-    are keys of NEEDS, and where the model to start from cannot see `lengths`, names of fields.
+    are keys of NEEDS, and where the pretrained model cannot see `lengths`, names of fields, or has
+    fewer embeddings than tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -116,6 +136,7 @@ def prepare_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(kept))
     elif cfg.model_name_or_path:
         tokenizer = pretrained.load(AutoTokenizer, cfg)
+        check_embeddings(cfg, tokenizer)
     else:
         print("Preparing data: training a tokenizer", flush=True)
         learn_vocabulary(texts, cfg.vocab_size, folder, **special)
