@@ -197,7 +197,7 @@ def test_the_contract_names_what_train_py_calls():
     ]:
         text = r'""".*?"""|#[^\n]*|"[^"\n]*"'  # and comments
         code = re.sub(text, '""', file.read_text(), flags=re.S)
-        called |= set(re.findall(r"(?<!import )\btask\.([a-z_]+)\b(?!:)", code)) - {"py", "__file__"}
+        called |= {*re.findall(r"(?<!import )\btask\.([a-z_]+)\b(?!:)", code)} - {"py", "__file__"}
         called |= set(re.findall(r'getattr\(task, "(\w+)"', file.read_text())) - {"UNIT", "WEIGHTS"}
     bound = {"files", "prepare_data", "rows_depend"}  # of the module itself, or with another name
     functions = {*contract.REQUIRED, *contract.OPTIONAL}
