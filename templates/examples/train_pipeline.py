@@ -32,6 +32,7 @@ import train
 from samestep.core.monitor import skip_unless_finite
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import full_tensor, local
+from samestep.core.weights import TaskModule
 from samestep.models import next_token
 from samestep.project import device, shutdown
 from samestep.project.config import ONE_COMMAND, parse_config
@@ -134,12 +135,12 @@ def check_cut(model: Any, stages: int, eval_sums: Callable, batch: Batch) -> Bat
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
-class Pipeline(torch.nn.Module):
+class Pipeline(TaskModule):
     """The stage of this process, in place of the module that train.py prepares. `model` is the
     task's, without the weights of other stages, whose shapes are in `elsewhere`."""
 
     def __init__(self, run: Run):
-        super().__init__()
+        torch.nn.Module.__init__(self)
         layout, self.run, self.device = run.ranks.layout, run, run.accelerator.device
         self.count, self.tp, self.rank = layout.stages, layout.tp, layout.rank
         self.stage = self.rank // self.tp % self.count
