@@ -72,7 +72,7 @@ def metadata(files: dict[str, bytes], number: str) -> str:
     urls = template.partition("\n[project.urls]\n")[2].partition("\n[")[0]
     for name, address in re.findall(r'^(\w+) = "(.+)"$', urls, re.M):
         lines.append(f"Project-URL: {name}, {address}")
-    summary = files[INIT].decode().split('"""')[1].strip()
+    summary = files[INIT].decode().split('"""')[1].splitlines()[0]
     return METADATA.format(number, summary, "\n".join(lines))
 
 

@@ -10,9 +10,9 @@ from samestep.project import preview
 def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--check"]
     *shown, last = quick(*flags).splitlines()
-    assert shown[0].startswith("row ") and "  x: float32 (4, 8)" in shown
-    assert "a batch of 4 rows:" in shown
-    assert shown[-1] == "  7 items in the loss; a run prints the loss per item"
+    assert shown[0].startswith("row ") and "  x: float32 (8, 8)" in shown
+    assert "a batch of 8 rows:" in shown
+    assert shown[-1] == "  17 items in the loss; a run prints the loss per item"
     assert last.startswith("checked: ")
     assert quick(*flags, env={"LAUNCHING": "1"}).splitlines() == [last]
 
