@@ -614,10 +614,10 @@ def test_one_command_checks_measures_and_compares(tiny, tmp_path):
 RAISES = "def loss_sum(model, batch):\n    raise RuntimeError('broken')\n"
 BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
 DOUBLED = BACKWARD.replace("(grad", "(2 * grad")
-BEGIN = "        gradients.start_step(run.plan)\n"
-SAME = BEGIN + "        micro_batches[0] = micro_batches[ranks.layout.rank]\n"
-SHARE = "for number, batch in micro_batches:"
-LEFT = "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:"
+BEGIN = "    gradients.start_step(run.plan)\n"
+SAME = BEGIN + "    batches[0] = batches[run.ranks.layout.rank]\n"
+SHARE = "for number, batch in batches:"
+LEFT = "for number, batch in batches[int(run.ranks.layout.rank == 1) :]:"
 FAULTS = {  # code for task.py, or a change of train.py: what is said
     "a doubled loss": ([BACKWARD, DOUBLED], "grad_norm on 1 x cpu"),
     "a wrong micro-batch": ([BEGIN, SAME], "step 1: loss on 2 x cpu is "),

@@ -403,7 +403,7 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     given = ["the oak\tand the elm", "the carp\tand the eel"]
     said = baked.run(*command, *given).stdout.splitlines()
     high, low = (json.loads(line)["value"] for line in said)
-    assert 1020 > high > low + 1.5 > 980
+    assert 1030 > high > low + 1.5 > 970  # 985 and 1015, a deviation apart from each at most
     card = (baked.path / "runs/numbers/model/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
     (given,) = re.findall(r"^An input is a pair: `(.*)`\.$", card, re.M)
