@@ -59,7 +59,9 @@ def test_bf16_under_zero_is_that_of_autocast(small, tmp_path):
 )
 def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision, limit):
     """The second process has NaN losses in its third step, which changes no weight."""
-    project, numbers = with_task(small, tmp_path, SPOIL.replace("range(9, 13)", "(5, 6)")), {}
+    # Under DDP two backward passes try the task before the first step.
+    third = '((5, 6) if "ACCELERATE_USE_DEEPSPEED" in os.environ else (7, 8))'
+    project, numbers = with_task(small, tmp_path, SPOIL.replace("range(9, 13)", third)), {}
     for hardware in ("cpu_multi", kind):
         output = tmp_path / hardware
         train(project, hardware, 2, "--output_dir", output, precision=precision)
