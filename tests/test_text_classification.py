@@ -400,10 +400,10 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     printed = baked.train(1, *flags)
     command = ["python", "-m", "samestep", "predict", "--model", "runs/numbers/model"]
     assert "new weights for classifier" in printed
-    given = ["the oak\tand the elm", "the carp\tand the eel"]
+    given = ["the oak\tand the elm", "the pike\tand the eel"]  # both are in the rows
     said = baked.run(*command, *given).stdout.splitlines()
     high, low = (json.loads(line)["value"] for line in said)
-    assert 1030 > high > low + 1.5 > 970  # 985 and 1015, a deviation apart from each at most
+    assert 1020 > high > low + 1.5 > 980
     card = (baked.path / "runs/numbers/model/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
     (given,) = re.findall(r"^An input is a pair: `(.*)`\.$", card, re.M)
