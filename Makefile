@@ -13,7 +13,7 @@ endif
 # The one place that names the PyTorch of the tests and the demo.
 TORCH ?= torch==2.13.0
 TEMPLATE = {{cookiecutter.project_slug}}
-TASKS = $(basename $(notdir $(wildcard templates/tasks/*.py)))
+TASKS = $(patsubst templates/%/task.py,%,$(wildcard templates/*/task.py))
 # What the demo needs, and what the tests need on top of it: the first run waits for no more.
 DEMO = $(VENV)/.demo
 TESTS = $(VENV)/.tests

@@ -28,9 +28,9 @@ def main():
     with contextlib.suppress(OSError):  # something is in it, or it is not there
         (project / "cluster").rmdir()
     sys.path.insert(0, TEMPLATE)
-    import library_wheel
+    from local_extensions import wheel
 
-    library_wheel.write(project / "vendor")
+    wheel.write(project / "vendor")
     start = Path(os.environ.get("PWD", project.parent))
     folder = project.relative_to(start) if start in project.parents else project
     # An update bakes into a temporary folder only to compare: nobody will work there.

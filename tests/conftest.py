@@ -342,7 +342,7 @@ def template():
     folder = tempfile.mkdtemp(prefix="template")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     copied = copy_template(Path(folder, "template"))
-    for recipe in copied.glob("templates/recipes/*/*.yaml"):  # 5 s a run; see test_exported.py
+    for recipe in copied.glob("templates/*/*.yaml"):  # 5 s a run; see test_exported.py
         text = recipe.read_text(encoding="utf-8")
         recipe.write_text(text.replace("check_export: true", "check_export: false"), "utf-8")
     return copied
@@ -387,10 +387,14 @@ FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"  # hal
 
 
 def load_task(name):
-    """A file of templates/tasks as a module, as if it stood in a project as task.py."""
-    for folder in (ROOT / SOURCE, ROOT / "templates" / "tasks"):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    """train.py, a task of templates/ under its name, or one of the library, as a module."""
+    path = ROOT / "templates" / name / "task.py"
+    if name == "train":
+        path = ROOT / SOURCE / "train.py"
+    if name not in sys.modules and path.exists():
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     return importlib.import_module(name)
 
 

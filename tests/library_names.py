@@ -1,7 +1,7 @@
 """Lists the names of the library that a file uses: what its reader has to look up.
 
-    python tests/library_names.py                             # those of templates/tasks/
-    python tests/library_names.py templates/tasks/causal_lm.py
+    python tests/library_names.py                             # those of templates/TASK/task.py
+    python tests/library_names.py templates/causal_lm/task.py
 
 A name is what a file imports from a module, or an attribute of a module that it imports:
 `next_token.loss_sum` is one name however often it stands there, and so is `TaskFields` with all of
@@ -70,11 +70,11 @@ def main(paths: list[Path]) -> None:
     """Prints the names of each file below their number."""
     for path in paths:
         names = library_names(path.read_text(encoding="utf-8"))
-        print(f"{path.name}: {len(names)}")
+        print(f"{path.parent.name}/{path.name}: {len(names)}")
         for name in names:
             print(f"    {name}")
 
 
 if __name__ == "__main__":
     given = [Path(each) for each in sys.argv[1:]]
-    main(given or sorted((ROOT / "templates" / "tasks").glob("*.py")))
+    main(given or sorted((ROOT / "templates").glob("*/task.py")))

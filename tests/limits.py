@@ -22,9 +22,10 @@ def rooms() -> dict[str, list[Path]]:
         if files:
             found[f"src/samestep/{folder.name}"] = files
     found["tests"] = sorted((ROOT / "tests").rglob("*.py"))
-    found["template"] = sorted([*ROOT.glob("*.py"), *ROOT.glob("hooks/*.py")])
-    for path in [PROJECT / "train.py", *sorted((ROOT / "templates" / "tasks").glob("*.py"))]:
-        found[path.name] = [path]
+    found["template"] = sorted([*ROOT.glob("local_extensions/*.py"), *ROOT.glob("hooks/*.py")])
+    found["train.py"] = [PROJECT / "train.py"]
+    for path in sorted((ROOT / "templates").glob("*/task.py")):
+        found[f"{path.parent.name}.py"] = [path]
     return found
 
 

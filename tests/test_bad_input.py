@@ -121,7 +121,7 @@ def place(project, tmp_path_factory):
 @pytest.fixture(scope="module")
 def train():
     """train.py as a module, with the default task."""
-    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py") as module:
+    with train_module(ROOT / "templates" / "causal_lm" / "task.py") as module:
         yield module
 
 

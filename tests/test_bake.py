@@ -22,7 +22,7 @@ from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
 from library_names import library_names
 
 sys.path.insert(0, str(ROOT))
-import template_filters
+import local_extensions
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
@@ -106,7 +106,7 @@ def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, 
         if name.suffix not in (".py", ".whl"):  # Python may hold braces
             text = (project / name).read_text(encoding="utf-8")
             assert not re.search(r"(?<!\.)cookiecutter\.\w|\{%|%\}|\{#|(?<!\$)\{\{", text), name
-    sources = {project / "task.py": template() / "templates" / "tasks" / f"{task}.py"}
+    sources = {project / "task.py": template() / "templates" / task / "task.py"}
     for pattern in ("*.py", *VERBATIM):
         found = [*(template() / SOURCE).glob(pattern)]
         assert found or "cache" in pattern, f"_copy_without_render: nothing matches {pattern}"
@@ -192,7 +192,7 @@ def test_no_room_grows():
 @pytest.mark.parametrize("task", QUESTIONS["task"])
 def test_a_task_uses_few_names_of_the_library(task):
     """A reader looks up each of them. `python tests/library_names.py` prints those of all tasks."""
-    source = (ROOT / "templates" / "tasks" / f"{task}.py").read_text(encoding="utf-8")
+    source = (ROOT / "templates" / task / "task.py").read_text(encoding="utf-8")
     assert "sched_getaffinity" not in source  # macOS has none
     names = library_names(source)
     print(*names, sep="\n")
@@ -260,8 +260,8 @@ def test_golden_tree(tmp_path):
     ],
 )
 def test_default_slug_is_always_valid(name, slug):
-    assert template_filters.default_slug(name) == slug
-    template_filters.check_slug(slug)
+    assert local_extensions.default_slug(name) == slug
+    local_extensions.check_slug(slug)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def separating(request):
 
     draw, signs = random.Random(0), [chr(0x4E00 + i) for i in range(300)]
     chinese = "".join(draw.choices([*signs, "，", "。\n"], [*[1] * 300, 15, 2], k=20_000))
-    english = (ROOT / "templates/tasks/causal_lm.py").read_text()[:12_000]
+    english = (ROOT / "templates/causal_lm/task.py").read_text()[:12_000]
     whole = f"{chinese}{english}\n\n\n{'0123456789' * 300}{' ' * 3000}a\n\n{chinese[::-1]}"
     separator = SEPARATORS[request.param]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))

@@ -15,7 +15,7 @@ import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
 
 MISTAKES_SCRIPT = ROOT / "tests" / "own_mistakes.py"
-EXAMPLE = ROOT / "templates" / "examples" / "own_script.py"
+EXAMPLE = ROOT / "examples" / "own_script.py"
 CPU_MULTI = ROOT / SOURCE / "configs" / "accelerate" / "cpu_multi.yaml"
 
 IMPORTED = """

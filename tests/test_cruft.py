@@ -54,7 +54,7 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     train.write_text(train.read_text(encoding="utf-8") + "\n# New.\n", encoding="utf-8")
     ignored = template / SOURCE / ".gitignore"
     ignored.write_text(ignored.read_text() + "{{ 'data/' | louder }}\n")
-    filters = template / "template_filters.py"
+    filters = template / "local_extensions" / "__init__.py"
     source = filters.read_text(encoding="utf-8")
     place = '        environment.globals["library_version"] ='
     assert source.count(place) == 1

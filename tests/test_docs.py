@@ -142,7 +142,7 @@ def test_links_lead_to_pages_and_headings(baked, place):
 @functools.cache
 def fields_of(task):
     """The flags of train.py with this task."""
-    with train_module(ROOT / "templates" / "tasks" / f"{task}.py") as train:
+    with train_module(ROOT / "templates" / task / "task.py") as train:
         return config.fields_of(train.Config)
 
 

@@ -180,7 +180,7 @@ def test_an_edit_of_another_task_keeps_the_promises(tmp_path, name):
     assert added_lines(patch) <= LINES[name]
     if task == "plain_module":
         base = bake(tmp_path, task="causal_lm", tracker="none")
-        shutil.copy(ROOT / "templates" / "examples" / "plain_module.py", base.path / "task.py")
+        shutil.copy(ROOT / "examples" / "plain_module.py", base.path / "task.py")
         recipe = base.path / "configs" / "train" / "default.yaml"
         recipe.write_text(recipe.read_text().partition("\ntask:")[0] + "\n")
     else:

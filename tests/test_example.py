@@ -17,7 +17,7 @@ from conftest import ROOT, bake, digest, lines, status
 # Where make test-all installs nbclient.
 ADDED = ROOT / ".venv" / "extra"
 added = pytest.mark.skipif(not ADDED.exists(), reason="make test-all installs it")
-TASKS = [path.stem for path in (ROOT / "templates" / "tasks").glob("*.py")]
+TASKS = [path.parent.name for path in (ROOT / "templates").glob("*/task.py")]
 # Tasks: their settings for a short run, and the most that is left of the first loss.
 EXAMPLES = {
     "plain_module": ({"learning_rate": 0.02}, 0.1),
@@ -52,11 +52,11 @@ def test_examples_are_listed_and_written(own):
     maximum = {"plain_module": 75, "unet3d": 120, "diffusion": 120, "train_pipeline": 345}
     maximum["own_script"] = 90
     for name, number in maximum.items():
-        text = (ROOT / "templates" / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
         assert len(text.splitlines()) <= number
     example("plain_module")
     written = (baked.path / "plain_module.py").read_text(encoding="utf-8")
-    assert written == (ROOT / "templates/examples/plain_module.py").read_text(encoding="utf-8")
+    assert written == (ROOT / "examples/plain_module.py").read_text(encoding="utf-8")
     again = example("plain_module", check=False)
     assert again.returncode == 2 and "plain_module.py is there already" in again.stderr
     assert "transformers" not in written and "import samestep" not in written
@@ -67,7 +67,7 @@ def test_examples_are_listed_and_written(own):
 def test_an_example_trains_and_resumes(own, tmp_path, name):
     """The same losses on two processes, in other micro-batches; the same bytes after a resume."""
     project, (settings, left) = own[0], EXAMPLES[name]
-    shutil.copy(ROOT / "templates" / "examples" / f"{name}.py", project.path / "task.py")
+    shutil.copy(ROOT / "examples" / f"{name}.py", project.path / "task.py")
     flags = [w for k, v in settings.items() for w in (f"--{'' if '_' in k else 'task.'}{k}", v)]
     short = [*flags, "--max_steps", 10]
     runs = {"one": (1, flags), "two": (2, [*short, "--micro_batch_size", 4])}

@@ -15,7 +15,7 @@ from samestep.models import next_token
 from test_exact import with_task
 from test_sharding import CONSTANT, SPOIL, agree, make_small, train
 
-EXAMPLE = ROOT / "templates" / "examples" / "train_pipeline.py"
+EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
 
 def run(project, processes, *flags, precision="no"):
@@ -164,7 +164,7 @@ def models():
 @pytest.fixture
 def stages():
     """train_pipeline.py as a module."""
-    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py"):
+    with train_module(ROOT / "templates" / "causal_lm" / "task.py"):
         spec = importlib.util.spec_from_file_location("train_pipeline", EXAMPLE)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

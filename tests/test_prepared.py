@@ -190,9 +190,9 @@ def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, case):
     assert (code(tmp_path / "e" / "f", old, new, **{"task.py": text}) != before) == (case in EDITS)
 
 
-@pytest.mark.parametrize("name", sorted(os.listdir(ROOT / "templates" / "tasks")))
-def test_an_edit_of_the_loss_prepares_nothing_anew(tmp_path, name):
-    text = (ROOT / "templates" / "tasks" / name).read_text()
+@pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*/task.py")), ids=str)
+def test_an_edit_of_the_loss_prepares_nothing_anew(tmp_path, path):
+    text = path.read_text()
     keys = []
     for edited in ("nothing", "loss_sum|collate|eval_sums|metrics", "prepare_data", "views"):
         changed = re.sub(rf"(?ms)^(def ({edited})\(.*?:\n)(?=    \S)", r"\1    x = 1\n", text)

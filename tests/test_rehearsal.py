@@ -131,7 +131,7 @@ def test_a_task_trains_and_exports_its_best_model(tmp_path, task):
 @pytest.mark.slow
 def test_a_plain_module_trains(tmp_path):
     project = bake(tmp_path, pictures=False, tracker="none")
-    shutil.copy(ROOT / "templates" / "examples" / "plain_module.py", project.path / "task.py")
+    shutil.copy(ROOT / "examples" / "plain_module.py", project.path / "task.py")
     flags = ["--max_steps", 6, "--log_every", 3, "--eval_every", 3, "--warmup_steps", 0]
     flags += ["--output_dir", tmp_path / "run", "--config", tmp_path / "empty.yaml"]
     (tmp_path / "empty.yaml").write_text("{}\n")

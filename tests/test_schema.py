@@ -11,7 +11,7 @@ from conftest import ROOT, bake, train_module
 from samestep.programs.schema import recipe_schema
 from samestep.project import config
 
-TASKS = [path.stem for path in sorted((ROOT / "templates" / "tasks").glob("*.py"))]
+TASKS = [path.parent.name for path in sorted((ROOT / "templates").glob("*/task.py"))]
 
 
 class EditorLoader(yaml.SafeLoader):
@@ -32,7 +32,7 @@ def schemas():
     """For each task what the fields give, and those that are flags alone."""
     found = {}
     for task in TASKS:
-        with train_module(ROOT / "templates" / "tasks" / f"{task}.py") as train:
+        with train_module(ROOT / "templates" / task / "task.py") as train:
             schema = json.loads(json.dumps(recipe_schema(train.Config)))
             found[task] = schema, config.fields_of(train.Config)
     return found
@@ -106,7 +106,7 @@ WRONG = [  # what is written, and the field that train.py names
 def test_what_the_schema_refuses_train_py_refuses_too(schemas, tmp_path):
     schema, _ = schemas["causal_lm"]
     path = tmp_path / "mine.yaml"
-    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py") as train:
+    with train_module(ROOT / "templates" / "causal_lm" / "task.py") as train:
         for right in (RIGHT, "max_steps: 10\ntask:\n", "task: null\n"):
             jsonschema.validate(read(right), schema)
             path.write_text(right)

@@ -137,7 +137,7 @@ def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fiel
 def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
     task = load_task(name)
     monkeypatch.setattr(pretrained, "folder_of", lambda cfg: None)  # runs/default/model, later
-    for recipe in (ROOT / "templates" / "recipes" / name).glob("*.yaml"):
+    for recipe in (ROOT / "templates" / name).glob("*.yaml"):
         lines = [line for line in recipe.read_text().splitlines() if "{{" not in line]
         fields = yaml.safe_load("\n".join(lines)).get("task") or {}
         task.check_config(task.TaskConfig(**fields))

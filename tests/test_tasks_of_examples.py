@@ -17,7 +17,7 @@ from samestep.core import batches
 from samestep.data.plain import load_splits
 from samestep.project import contract
 
-FOLDER = ROOT / "templates" / "examples"
+FOLDER = ROOT / "examples"
 STEPS = ["--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--keep_checkpoints", 0]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--log_every", 1]
 STEPS += ["--warmup_steps", 0, "--lr_schedule", "constant", "--learning_rate", 0.001]

@@ -25,7 +25,7 @@ OWN = {"samestep", "task", "train"}  # a project's own files; only examples impo
 
 def write_wheel(template, *options):
     """Write the wheel of a template into its folder `out`; its path."""
-    command = [sys.executable, "library_wheel.py", "out", *options]
+    command = [sys.executable, "local_extensions/wheel.py", "out", *options]
     printed = subprocess.check_output(command, cwd=template, text=True)
     return template / printed.strip()
 
@@ -86,7 +86,7 @@ def test_the_wheel_says_its_version_license_and_types(wheels):
 
 def test_types_of_what_a_project_imports_say_what_may_be_none():
     """mypy checks these modules with strict_optional; `make test-all` runs it."""
-    files = [ROOT / SOURCE / "train.py", *ROOT.glob("templates/tasks/*.py")]
+    files = [ROOT / SOURCE / "train.py", *ROOT.glob("templates/*/task.py")]
     names = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

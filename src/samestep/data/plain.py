@@ -1,4 +1,4 @@
-"""Rows for a task that is written with plain `datasets`: see templates/examples."""
+"""Rows for a task that is written with plain `datasets`: see examples/."""
 
 import hashlib
 from collections.abc import Iterable

@@ -15,9 +15,9 @@ from cookiecutter.exceptions import FailedHookException
 from jinja2.ext import Extension
 from slugify import slugify
 
-import library_wheel
+from local_extensions import wheel
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "{{cookiecutter.project_slug}}"
 OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 QUESTIONS = [name for name in OWN if not name.startswith("_")]
@@ -147,7 +147,7 @@ def public_url(url):
 
 def task_source(name):
     """Return a task's Python as it is: a Jinja `include` would render the braces in it."""
-    path = ROOT / "templates" / "tasks" / f"{name}.py"
+    path = ROOT / "templates" / name / "task.py"
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
@@ -158,7 +158,7 @@ class TemplateFilters(Extension):
         super().__init__(environment)
         for function in (check_answers, default_slug, project_record, quoted, task_source):
             environment.filters[function.__name__] = function
-        environment.globals["library_version"] = library_wheel.version()  # that is pinned
+        environment.globals["library_version"] = wheel.version()  # that is pinned
         # The hook finds there what writes the wheel; a path in hex digits runs no code.
         environment.globals["template_root"] = os.fsencode(ROOT).hex()
         # The unnamed templates that are the template's own, not somebody's answer.
@@ -167,7 +167,7 @@ class TemplateFilters(Extension):
         # `cruft update` bakes the old template and the new one in one process and would keep
         # the old module for both (cruft issue 253): let the next bake import it afresh.
         sys.modules.pop(__name__, None)
-        sys.modules.pop(library_wheel.__name__, None)
+        sys.modules.pop(wheel.__name__, None)
 
     def preprocess(self, source, name, filename=None):
         """Refuse Jinja in an answer before it runs; files have a name, answers have none."""

@@ -1,8 +1,10 @@
-"""Writes the library as a wheel, with the standard library alone: python library_wheel.py FOLDER
+"""Writes the library as a wheel, with the standard library alone.
+
+    python local_extensions/wheel.py FOLDER
 
 The version ends with a part that names the content, such as 1.0.0+3f2a9c1d. Equal sources give an
 equal file, and an index refuses such a version, so no other package can take its place. A release
-for an index has no such part: python library_wheel.py FOLDER --release
+for an index has no such part: python local_extensions/wheel.py FOLDER --release
 """
 
 import argparse
@@ -12,7 +14,7 @@ import re
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}" / "pyproject.toml"
 INIT = "samestep/__init__.py"
 NUMBER = re.compile(rb'^__version__ = "(.+)"$', re.M)
@@ -44,9 +46,10 @@ def contents() -> dict[str, bytes]:
     source = ROOT / "src"
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py")}
     paths["samestep/py.typed"] = source / "samestep" / "py.typed"
-    for folder in ("tasks", "examples"):
-        for path in (ROOT / "templates" / folder).glob("*.py"):
-            paths[f"samestep/examples/{path.name}"] = path
+    for path in (ROOT / "examples").glob("*.py"):
+        paths[f"samestep/examples/{path.name}"] = path
+    for path in (ROOT / "templates").glob("*/task.py"):
+        paths[f"samestep/examples/{path.parent.name}.py"] = path
     return {name: paths[name].read_bytes() for name in sorted(paths)}
 
 
