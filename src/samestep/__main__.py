@@ -17,7 +17,10 @@ import importlib
 import sys
 from pathlib import Path
 
-VERBS = sorted(path.stem for path in Path(__file__).parent.glob("programs/[a-z]*.py"))
+from samestep import ask
+
+PROGRAMS = [path.stem for path in Path(__file__).parent.glob("programs/[a-z]*.py")]
+VERBS = sorted([*PROGRAMS, *ask.VERBS])
 
 
 def main() -> int | None:
@@ -30,7 +33,8 @@ def main() -> int | None:
         sys.stderr.write(f"samestep: {verb!r} is not a verb; give one of {', '.join(VERBS)}\n")
         return 2
     sys.argv[:2] = [f"samestep {verb}"]
-    return importlib.import_module(f"samestep.programs.{verb}").main()
+    room = "ask" if verb in ask.VERBS else "programs"
+    return importlib.import_module(f"samestep.{room}.{verb}").main()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""What the folder of a run says of it: settings, checkpoints, history, lines of metrics.
+
+Needs neither the data of the run nor torch.
+"""
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from samestep.base import run_folder
+from samestep.base.errors import UserError
+from samestep.base.files import read_text
+from samestep.core import checkpoints
+
+ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the rows of a step
+
+
+class Interval(NamedTuple):
+    """The steps that a line of metrics.jsonl tells of."""
+
+    first: int
+    last: int
+    line: dict
+
+
+class Record:
+    """The record of a run; raises UserError for a folder that holds none.
+
+    manifests: of the checkpoints that are there, by step, in order.
+    history:   see provenance.extend_history.
+    last:      the last step that is known.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder, self.manifests = Path(folder), {}
+        for path in reversed(checkpoints.list_checkpoints(self.folder / "checkpoints")):
+            with contextlib.suppress(ValueError):
+                self.manifests[checkpoints.step_of(path)] = checkpoints.verify(path, hashed=False)
+        self.config: dict[str, Any] = {}  # of the newest start; a script of one's own has none
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            self.config = yaml.safe_load(read_text(self.folder / "config.yaml"))
+        self.log = run_folder.read_metrics(self.folder)
+        if not (self.manifests or self.config):
+            raise UserError(f"{self.folder} is no folder of a run; give one, such as runs/default")
+        newest = max(self.manifests, default=0)
+        # A run without a checkpoint has had no change.
+        facts = {name: self.config.get(name) for name in ("seed", "global_batch_size")}
+        begin = {"step": 0, "samples": 0, "mixture": None, "data": "", "prepared": "", **facts}
+        self.history = self.manifest(newest).get("history") if self.manifests else [begin]
+        if not self.history:
+            raise UserError(
+                f"{self.folder}: its checkpoints have no history of the order of rows; "
+                "an older samestep has made them"
+            )
+        self.last = max([newest, *(each.last for each in self.intervals)])
+        for line in self.log:
+            changed = any(name.startswith(ROWS) for name in line.get("changes", ()))
+            if changed and line["step"] >= newest:  # no checkpoint tells of what came after
+                self.last = min(self.last, line["step"])
+
+    @functools.cached_property
+    def intervals(self) -> list[Interval]:
+        """The lines with a loss, and the steps that each tells of."""
+        found, before = [], 0
+        for line in self.log:
+            if "loss" in line:
+                found.append(Interval(before + 1, line["step"], line))
+            if "loss" in line or "started" in line:
+                before = line["step"]
+        return found
+
+    def interval(self, step: int) -> Interval:
+        for each in self.intervals:
+            if each.first <= step <= each.last:
+                return each
+        raise UserError(f"metrics.jsonl of {self.folder} has no line about step {step}")
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """That of the first checkpoint that holds a step, else of the newest; {}: there is none."""
+        later = [number for number in self.manifests if number >= step]
+        chosen = later[:1] or [*self.manifests][-1:]
+        return self.manifests[chosen[0]] if chosen else {}
+
+    def settings(self, step: int) -> dict[str, Any]:
+        """The settings with which a step was trained."""
+        if self.config and step > max(self.manifests, default=0):
+            return self.config
+        return self.manifest(step)["config"]
+
+    def checkpoint_before(self, step: int) -> Path | None:
+        """The newest valid checkpoint before a step; None: the run has to begin."""
+        for number in sorted((each for each in self.manifests if each < step), reverse=True):
+            path = checkpoints.checkpoint_folder(self.folder / "checkpoints", number)
+            with contextlib.suppress(ValueError):
+                checkpoints.verify(path)
+                return path
+        return None
+
+    # ---- Which samples a step has ----------------------------------------------------------------
+
+    def check_step(self, step: int) -> None:
+        """Raises UserError for a step whose samples are not known."""
+        first = self.history[0]["step"] + 1
+        if not first <= step <= self.last:
+            raise UserError(
+                f"step {step}: {self.folder} tells of steps {first} to {self.last}; give one of "
+                "them"
+            )
+
+    def entry(self, step: int) -> dict:
+        """The entry of the history that tells of a step."""
+        self.check_step(step)
+        return [each for each in self.history if each["step"] < step][-1]
+
+    def positions(self, step: int) -> range:
+        """The positions in the run of the samples of a step."""
+        entry = self.entry(step)
+        size = entry["global_batch_size"]
+        first = entry["samples"] + (step - 1 - entry["step"]) * size
+        return range(first, first + size)
+
+    def spans(self) -> list[tuple[dict, int]]:
+        """The entries of the history, each with the position where it ends."""
+        ends = [each["samples"] for each in self.history[1:]]
+        return [*zip(self.history, [*ends, self.positions(self.last)[-1] + 1], strict=True)]
