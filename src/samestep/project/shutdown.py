@@ -133,7 +133,7 @@ def speaks_for(error: BaseException) -> bool:
     return processes == 1 or rank == getattr(error, "speaker", 0)
 
 
-def run(main: Callable, prepare: Callable) -> None:
+def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
     `prepare` returns a `startup.RunStart`. It may take hours on one machine: see rendezvous.py. A
@@ -141,11 +141,11 @@ def run(main: Callable, prepare: Callable) -> None:
     """
     protect_output()
     write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
-    stop, start, ranks, others = StopRequest(), None, None, None
+    stop, start, ranks, others = StopRequest(program), None, None, None
     error = None
     try:
         raise_open_files_limit()
-        end = lambda error: leave(report(error, "train.py", start and start.output))  # noqa: E731
+        end = lambda error: leave(report(error, program, start and start.output))  # noqa: E731
         stop.others = others = rendezvous.join(end)
         start = prepare()
         ranks = rendezvous.form_group(start.cfg.timeout, others)
@@ -156,7 +156,7 @@ def run(main: Callable, prepare: Callable) -> None:
         if others:
             others.over.set()
             error = others.explain(error, ranks.timeout) if ranks else error
-        code = report(error, "train.py", start and start.output)
+        code = report(error, program, start and start.output)
     stop.training = True  # from here on a signal is only recorded
     if others:
         others.leave(error, stop.requested)

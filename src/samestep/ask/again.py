@@ -1,0 +1,62 @@
+"""Starts a program of a project as the processes of a run were started."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samestep.ask.record import Record
+from samestep.base import launching
+from samestep.base.errors import UserError
+from samestep.base.files import read_text
+
+# Settings that belong to a start, with what they are where a part of a run is trained again.
+QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
+
+
+def write_recipe(record: Record, step: int, path: Path, **more: Any) -> None:
+    """Writes a recipe with the settings of a step, and these."""
+    settings = {n: v for n, v in record.settings(step).items() if n != "output_dir"}
+    quiet = {name: value for name, value in QUIET.items() if name in settings}
+    path.write_text(yaml.safe_dump(settings | quiet | more, sort_keys=False), encoding="utf-8")
+
+
+def environments(record: Record, step: int, processes: int = 0) -> list[dict[str, str]]:
+    """The environment of each process that trains a step again: as many as it had, or so many."""
+    path = record.folder / "hardware.yaml"
+    try:
+        newest = yaml.safe_load(read_text(path))
+        variables = newest["environment"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        raise UserError(f"{path} is gone or damaged: it says how the run was started") from None
+    hardware = record.manifest(step).get("hardware", newest)
+    processes = processes or hardware["processes"]
+    env = launching.without_yaml(os.environ)
+    env |= {n: text for n, text in variables.items() if n.startswith(launching.PREFIXES)}
+    env["ACCELERATE_MIXED_PRECISION"] = hardware["precision"].replace("fp32", "no")
+    env["OMP_NUM_THREADS"] = str(hardware["threads"])
+    if "gpu" not in hardware:
+        env["ACCELERATE_USE_CPU"] = "true"
+    if processes == 1:
+        return [env]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def start(words: list[str], envs: list[dict[str, str]]) -> int:
+    """Runs `python WORDS` once in each of these environments; the exit code of the first that
+    failed, or 0."""
+    started = [subprocess.Popen([sys.executable, *words], env=env) for env in envs]
+    try:
+        codes = [each.wait() for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return next((code for code in codes if code), 0)

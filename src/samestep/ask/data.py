@@ -1,0 +1,173 @@
+"""The rows of a run: which each step has, and in which steps each was trained on."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from samestep.ask import again
+from samestep.ask.inverse import positions_of
+from samestep.ask.record import Record
+from samestep.base.errors import UserError
+from samestep.core import batches
+from samestep.core.order import hash64
+from samestep.project import config, contract, prepared, prepared_key, startup
+from samestep.streaming.lanes import unpack_id
+
+
+class Part(NamedTuple):
+    """The rows between two changes of their order."""
+
+    entry: dict  # of the history
+    rows: batches.SampleDataset
+    tokenizer: Any  # or None
+    table: Any  # a datasets.Dataset with the place of each row, or None
+
+
+class RunData:
+    """The rows of a run; raises UserError where they are not those of then."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self.train, self.task = startup.find_project()
+        self.parts: dict[int, Part] = {}  # by the first sample
+        self.is_stream = self.part(record.last).rows.is_stream
+        self.next = 0  # of a stream: the step to which it has been read
+
+    def part(self, step: int) -> Part:
+        """The rows of which a step has its own."""
+        entry = self.record.entry(step)
+        if entry["samples"] not in self.parts:
+            self.parts[entry["samples"]] = self.read_part(entry, step)
+        return self.parts[entry["samples"]]
+
+    def read_part(self, entry: dict, step: int) -> Part:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = Path(folder, "recipe.yaml")
+            again.write_recipe(self.record, step, recipe)
+            cfg, _ = config.parse_config(self.train.Config, ["--config", str(recipe)], None)
+        cache, read = prepared_key.cache_of(cfg.task), ""
+        if entry["prepared"] and prepared.is_intact(cache / entry["prepared"]):
+            data = prepared.load(cache / entry["prepared"])  # although files may have changed
+            task = contract.bind(self.task, cfg.task, data)
+            batches.seed_everything(0)
+            views = contract.read_views(task, data)
+        else:
+            data, task, views, samples = startup.read_data(cfg, self.task, self.record.folder)
+            read = samples.fingerprints[0]
+        if entry["data"] and entry["data"] != (startup.digest_view(views[0]) or read):
+            raise UserError(
+                f"the data have changed since step {step}, and those of then are not in {cache}: "
+                "its rows are not known"
+            )
+        tokenizer = None
+        if (Path(getattr(data, "folder", "")) / "tokenizer_config.json").exists():
+            from transformers import AutoTokenizer  # 2 s
+
+            tokenizer = AutoTokenizer.from_pretrained(data.folder)
+        table = getattr(views[0], "dataset", views[0])
+        if not {"file", "line"} <= {*getattr(table, "column_names", ())}:
+            table = None
+        rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
+        return Part(entry, rows, tokenizer, table)
+
+    # ---- The rows of a step ----------------------------------------------------------------------
+
+    def samples(self, step: int) -> list[tuple[int, Any]]:
+        """The id and the row of each sample of a step, in the order of its micro-batches."""
+        view = self.part(step).rows.dataset
+        if not self.is_stream:
+            return [(each, view[each]) for each in self.ids(step)]
+        if step != self.next:
+            self.seek(step)
+        self.next = step + 1
+        return view.__getitems__([*self.record.positions(step)])
+
+    def ids(self, step: int) -> list[int]:
+        """The ids of the samples of a step, in that order."""
+        if self.is_stream:
+            return [number for number, _ in self.samples(step)]
+        rows = self.part(step).rows
+        return rows.ids(rows.sort(self.record.positions(step)))
+
+    def seek(self, step: int) -> None:
+        """A stream is read on from the checkpoint before, or from the beginning."""
+        record, entry = self.record, self.record.entry(step)
+        before = max((each for each in record.manifests if each < step), default=0)
+        if before < entry["step"]:
+            raise UserError(
+                f"step {step} of a stream is read on from a checkpoint, and that of step "
+                f"{entry['step']}, after which the order is another one, is gone"
+            )
+        saved = record.manifests.get(before, {})
+        size, first = entry["global_batch_size"], saved.get("samples", 0)
+        self.part(step).rows.dataset.begin(entry["seed"], size, first, saved.get("lanes"))
+
+    def hash(self, first: int, last: int) -> str:
+        """What metrics.jsonl calls the batch_hash of these steps."""
+        total = 0
+        for step in range(first, last + 1):
+            total += int(hash64(np.array(self.ids(step))).view(np.int64).sum())
+        return f"{total % 2**64:016x}"
+
+    # ---- The steps of a row ----------------------------------------------------------------------
+
+    def steps_of(self, row: int, data: str) -> list[int]:
+        """The steps that have trained on a row of these data, by their digest in the history."""
+        found = []
+        for entry, end in self.record.spans():
+            begin, size = entry["samples"], entry["global_batch_size"]
+            if entry["data"] == data and begin < end:
+                order = self.part(entry["step"] + 1).rows.order
+                positions = positions_of(order, row, begin, end)
+                found += [entry["step"] + 1 + (each - begin) // size for each in positions]
+        return found
+
+    # ---- What a person sees of a row -------------------------------------------------------------
+
+    def place(self, part: Part, number: int) -> str:
+        """The source of a sample, and its place: the file and the line."""
+        if self.is_stream:
+            epoch, shard, block, place = unpack_id(number)
+            name = Path(part.rows.dataset.shards[shard]).name
+            return f"{name}, block {block}, sample {place}, epoch {epoch}"
+        words = []
+        ends = np.cumsum([each.rows for each in part.rows.sources])
+        if len(ends) > 1:
+            words.append(part.rows.sources[int(np.searchsorted(ends, number, "right"))].name)
+        if part.table is not None:
+            note, kind = part.table[number], part.table.features["file"]
+            file = kind.int2str(note["file"]) if hasattr(kind, "int2str") else note["file"]
+            words.append(f"{file}, line {note['line']}")
+        return ": ".join(words)
+
+    def text(self, part: Part, row: Any) -> str:
+        """A row as text: tokens decoded, other numbers by their names."""
+        words = []
+        for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
+            values = np.asarray(value)
+            if part.tokenizer and name.endswith("input_ids"):
+                text = part.tokenizer.decode(values[values >= 0], skip_special_tokens=True)
+                words.append(" ".join(text.split()))
+            elif values.ndim == 0 and values.dtype.kind in "biufU":
+                words.append(f"{name}={value}")
+            elif not part.tokenizer:
+                words.append(f"{name} {values.dtype}{values.shape}")
+        return " | ".join(words)
+
+    def find(self, part: Part, word: str) -> list[int]:
+        """The rows that a number, a place or a text means. A sequence may hold a part of a text."""
+        rows, word = part.rows.dataset, " ".join(word.split())
+        if word.isdecimal():
+            if int(word) >= len(rows):
+                raise UserError(f"row {word}: there are {len(rows):,} rows, from 0 on")
+            return [int(word)]
+        pieces = {word[i : i + 30] for i in range(0, max(1, len(word) - 29), 10)}
+        scores = []
+        for number in range(len(rows)):
+            text = f"{self.place(part, number)} {self.text(part, rows[number])}"
+            scores.append(sum(piece in text for piece in pieces))
+        most = max(scores)
+        return [number for number, score in enumerate(scores) if most and score >= most / 4]
