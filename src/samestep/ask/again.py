@@ -33,7 +33,11 @@ def environments(record: Record, step: int, processes: int = 0) -> list[dict[str
         variables = newest["environment"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         raise UserError(f"{path} is gone or damaged: it says how the run was started") from None
-    hardware = record.manifest(step).get("hardware", newest)
+    return environments_of(variables, record.manifest(step).get("hardware", newest), processes)
+
+
+def environments_of(variables: dict, hardware: dict, processes: int) -> list[dict[str, str]]:
+    """The same, by the variables of a hardware.yaml and the hardware of a manifest."""
     processes = processes or hardware["processes"]
     env = launching.without_yaml(os.environ)
     env |= {n: text for n, text in variables.items() if n.startswith(launching.PREFIXES)}

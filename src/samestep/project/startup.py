@@ -240,9 +240,9 @@ def find_project() -> tuple[ModuleType, ModuleType]:
     return train, task
 
 
-def read_config(config_class: type, about: str | None) -> Any:
+def read_config(config_class: type, about: str | None, arguments: list[str]) -> Any:
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
-    cfg, recipe = config.parse_config(config_class, sys.argv[1:], about)
+    cfg, recipe = config.parse_config(config_class, arguments, about)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
@@ -478,13 +478,17 @@ def remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[
     return []
 
 
-def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
+def prepare_run(
+    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None
+) -> RunStart:
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
+    `arguments`: those of the command, unless they are given.
     """
     contract.check_functions(task)
-    cfg = read_config(config_class, about)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    cfg = read_config(config_class, about, arguments)
     output, layout = Path(cfg.output_dir), read_layout(cfg)
     check_combinations(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
@@ -506,7 +510,7 @@ def prepare_run(config_class: type, task: Any, about: str) -> RunStart:
     manifest = collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = ResumePoint(cfg.max_steps)
     resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
-    resume_point.remarks += config.remarks_on_rate(cfg, sys.argv[1:])
+    resume_point.remarks += config.remarks_on_rate(cfg, arguments)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
     try:
