@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import shutil
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
@@ -136,6 +138,39 @@ def test_what_is_transparent_is_put_on_the_background():
     for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
         stored = images.square(icon(4), 12, background)
         assert (stored[:5, :5] <= 12).all() and (np.abs(stored[8:, 8:] - color) <= 1).all()
+
+
+PROCESSORS = [
+    ("ViT", {"size": {"height": 40, "width": 40}}, ""),
+    ("ConvNext", {"size": {"shortest_edge": 28}, "crop_pct": 0.875}, ""),  # as ResNets have it
+    ("Bit", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}}, ""),
+    ("EfficientNet", {"size": {"height": 40, "width": 40}, "include_top": True}, ""),
+    ("EfficientNet", {"rescale_factor": 1 / 127.5, "rescale_offset": True}, ""),
+    ("MobileViT", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}},
+     "the image processor of .* gives a pixel 0, training would give it 1; give a model"),
+    ("ViT", {"do_resize": False}, r"makes pixels of the shape \(1, 3, 94, 94\) of an image; give"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, settings, said", PROCESSORS)
+def test_pixels_are_those_of_the_image_processor_of_the_model(task, tmp_path, kind, settings, said):
+    """Of all colors, however it normalizes; one that does anything else is refused."""
+    own = getattr(transformers, f"{kind}ImageProcessorPil")(**settings)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    own.save_pretrained(tmp_path / "model")
+    cfg = task.TaskConfig(model_name_or_path=str(tmp_path / "model"))
+    data = types.SimpleNamespace(folder=tmp_path)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            task.image_data.prepare_processor(cfg, tmp_path)
+        return
+    task.image_data.prepare_processor(cfg, tmp_path)
+    for color in np.random.default_rng(0).integers(0, 256, (9, 1, 1, 3)).astype(np.uint8):
+        image = np.tile(color, (60, 60, 1))
+        theirs = own(Image.fromarray(image), return_tensors="pt")["pixel_values"]
+        mine = task.image_data.pixel_values([{"image": image}], cfg, data)
+        assert torch.allclose(mine, theirs, atol=1e-5)
 
 
 def test_unreadable_images_are_refused_or_named_and_left_out(

@@ -31,8 +31,8 @@ Row = dict[str, Any]
 def prepare_processor(cfg: Any, folder: Path) -> None:
     """Saves the image processor in `folder`, unless that of a run that resumes is there.
 
-    It crops as `images.square` does, whatever that of a pretrained model did, so that a pipeline
-    sees images as the model has seen them here. Raises ValueError for a model that says no size.
+    It crops as `images.square` does, whatever that of a pretrained model does, so that a pipeline
+    sees images as the model has seen them here. Their pixels are those of the pretrained model's.
     """
     if (folder / PROCESSOR).exists():
         return
@@ -40,20 +40,8 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
     if cfg.model_name_or_path:
         from transformers import AutoImageProcessor
 
-        own = pretrained.load(AutoImageProcessor, cfg).to_dict()
-        size = own.get("crop_size" if own.get("do_center_crop") else "size") or {}
-        side = size.get("height") or size.get("shortest_edge")
-        if not isinstance(side, int) or not 1 <= side <= 8192:
-            text = f"{cfg.model_name_or_path} does not say the size of its images"
-            raise ValueError(f"task.model_name_or_path: {text}")
-        factor = own.get("rescale_factor", 1 / 255)
-        plain = own.get("do_rescale", True) and abs(factor * 255 - 1) < 1e-3
-        if own.get("do_flip_channel_order") or not plain:
-            text = f"{cfg.model_name_or_path} has images in BGR, or with pixels not from 0 to 1"
-            raise ValueError(f"task.model_name_or_path: {text}; give another")
-        mean, std = [0.0] * 3, [1.0] * 3
-        if own.get("do_normalize"):
-            mean, std = own["image_mean"], own["image_std"]
+        own = pretrained.load(AutoImageProcessor, cfg)
+        side, mean, std = measure_processor(own, cfg.model_name_or_path)
     with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
         from transformers import BitImageProcessor
 
@@ -64,6 +52,37 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
             image_mean=mean,
             image_std=std,
         ).save_pretrained(folder)
+
+
+def measure_processor(own: Any, name: str) -> tuple[int, list[float], list[float]]:
+    """What read_processor returns, for the image processor of the pretrained model `name`.
+
+    An image of four colors goes through it: black and white say what it subtracts and divides by,
+    however its settings are called, and the others whether that is all that it does. Raises
+    ValueError for a processor that does anything else to pixels.
+    """
+    image = np.zeros((94, 94, 3), np.uint8)  # no model has this size
+    image[:47, 47:], image[47:, :47], image[47:, 47:] = 255, (255, 128, 0), (0, 64, 192)
+    found = np.asarray(own(Image.fromarray(image), return_tensors="np").get("pixel_values", 0))
+    side = (0, *found.shape)[-1]
+    if found.shape != (1, 3, side, side) or side == len(image) or side > 8192:
+        text = f"the image processor of {name} makes pixels of the shape {found.shape} of an image"
+        raise ValueError(f"task.model_name_or_path: {text}; give one that makes squares of a size")
+    near, far = side // 8, side - 1 - side // 8  # inside the colors, also where edges are cut off
+    places = np.ix_([near, far], [near, far])
+    theirs = found[0].transpose(1, 2, 0)[places].astype(float)
+    black, white = theirs[0]
+    span = np.where(white == black, 1.0, white - black)
+    mean, std = np.round(-black / span, 6), np.round(1 / span, 6)
+    ours = (square(Image.fromarray(image), side)[places] / 255 - mean) / std
+    if (worst := np.abs(theirs - ours)).max() > 1e-3:
+        place = np.unravel_index(worst.argmax(), worst.shape)
+        text = f"the image processor of {name} gives a pixel {theirs[place]:.4g}"
+        hint = "give a model whose processor resizes, subtracts and divides alone"
+        raise ValueError(
+            f"task.model_name_or_path: {text}, training would give it {ours[place]:.4g}; {hint}"
+        )
+    return side, mean.tolist(), std.tolist()
 
 
 @functools.cache
