@@ -171,6 +171,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare):
     batch = task.collate([*train])
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).double()
+    assert model.decisions["packed"]  # asked whether it separates texts
     for weights in model.parameters():
         weights.data *= 4  # attention that is not almost even
     alone = []
@@ -509,3 +510,24 @@ def test_as_many_sequences_are_evaluated_as_asked_for(prepare, tmp_path):
         assert view["input_ids"][:size].tolist() == view["labels"][:size].tolist()
         assert view["input_ids"][:size].tolist() == row["input_ids"]
     assert [row["unigram_loss"] for row in held] == data["validation"]["unigram_loss"]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_a_sequence_keeps_the_place_of_its_first_document(kit, prepare, tmp_path, packing):
+    (tmp_path / "own").mkdir()
+    random.seed(0)
+    for name in ("a", "b"):
+        texts = [f"{name} {i} " + "some words" * random.randint(1, 9) for i in range(60)]
+        table = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "own" / f"{name}.jsonl").write_text(table)
+    cfg, data, _ = prepare(tmp_path / "own", packing=packing, context_length=40)
+    decode, found = kit.tokenizer(data).decode, []
+    for split in data.values():
+        for row in split:
+            path = split.features["file"].int2str(row["file"])
+            with open(path, encoding="utf-8") as file:
+                line = file.readlines()[row["line"] - 1]
+            text = decode(row["input_ids"]).split("<|endoftext|>")[packing == "best_fit"]
+            assert text in json.loads(line)["text"] and (packing == "stream" or text[0] in "ab")
+            found.append((path, row["line"]))
+    assert len({path for path, _ in found}) == 2 and len({*found}) > 15

@@ -97,7 +97,8 @@ check_config = formats.check_config  # fields that do not fit each other
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Sequences of context_length tokens: `input_ids`; where they hold whole documents `loss_mask`
-    and `lengths`; and those to evaluate on `bytes` and `unigram_loss`, sums over their tokens."""
+    and `lengths`; and those to evaluate on `bytes` and `unigram_loss`, sums over their tokens.
+    `file` and `line` say where the first document of a sequence stands."""
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
     tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
     size = rows["train"].data.nbytes
@@ -149,7 +150,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = pretrained.build_generator(AutoModelForCausalLM, cfg, config, tokenizer)
-    next_token.prepare(model, cfg.loss_chunk, packed="first" in data["train"].column_names)
+    next_token.prepare(model, cfg.loss_chunk, packed=formats.is_packed(cfg))
     return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 
 

@@ -268,7 +268,8 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
-    """Rows as token ids, for `map`: input_ids, source and, `with_masks`, loss_mask.
+    """Documents as token ids, for `map`: input_ids, the numbers of their row (source, file, line)
+    and, `with_masks`, loss_mask.
 
     Texts begin and end with the tokens that the tokenizer puts there, or at least with its end of
     text; special tokens in them are text. Of prompts and chats the completions, or the messages of
@@ -278,27 +279,26 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     names = [name for name in batch if name not in NOTES]
     columns = [batch[name] for name in names]
     rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    sources_of_rows = batch.get("source") or [0] * len(rows)
-    found: list[tuple[Tokens, int]] = []
+    found: list[tuple[Tokens, int]] = []  # each with the number of its row
     if names == ["text"]:
         begin, end = tokenizing.begin_tokens(tokenizer), [tokenizer.eos_token_id]
         begin = begin or (end if with_masks else [])
-        for ids, source in zip(
-            tokenizing.tokenize_texts(batch["text"], tokenizer), sources_of_rows, strict=True
-        ):
+        for i, ids in enumerate(tokenizing.tokenize_texts(batch["text"], tokenizer)):
             tokens = np.concatenate([begin, ids, end]).astype(np.int32)
-            found.append(((tokens, np.ones(len(tokens), np.uint8)), source))
+            found.append(((tokens, np.ones(len(tokens), np.uint8)), i))
     else:
         places = batch.get("place") or ["a row"] * len(rows)
-        for row, source, place in zip(rows, sources_of_rows, places, strict=True):
+        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
             if "chat" in row:
                 texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
-                found += [(tokenizing.tokenize_answers(*each, tokenizer), source) for each in texts]
+                found += [(tokenizing.tokenize_answers(*each, tokenizer), i) for each in texts]
             else:
-                found.append((tokenize_prompt(row, tokenizer), source))
+                found.append((tokenize_prompt(row, tokenizer), i))
     dtype = tokenizing.id_type(tokenizer)
     result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
-    result["source"] = [source for _, source in found]
+    for name in sequences.NUMBERS:
+        if name in batch:
+            result[name] = [batch[name][i] for _, i in found]
     if with_masks:
         result["loss_mask"] = [mask for (_, mask), _ in found]
     return result

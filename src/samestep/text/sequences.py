@@ -1,8 +1,9 @@
 """Sequences of context_length tokens: what a language model trains on.
 
 A prepared row is a sequence: `input_ids`, cut out of documents that follow each other; or whole
-documents, with `loss_mask` and the `lengths` of the documents. Rows to evaluate on also have the
-`bytes` of text in the loss, and its `unigram_loss`.
+documents, with `loss_mask` and the `lengths` of the documents. `file` and `line` are the place of
+the first document. Rows to evaluate on also have the `bytes` of text in the loss, and its
+`unigram_loss`.
 """
 
 import re
@@ -25,6 +26,7 @@ from samestep.text import tokenizing
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about
 READ = 100  # documents that are read at once: each may have a megabyte
 COLUMNS = ("input_ids", "loss_mask", "lengths", "bytes", "unigram_loss")
+NUMBERS = ("source", "file", "line")  # of a document
 Documents = Iterable[tuple[np.ndarray, np.ndarray]]  # token ids, and which are in the loss
 
 
@@ -85,8 +87,11 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
         for source in np.unique(numbers).tolist():
             own = documents.select(np.flatnonzero(numbers == source))
             size = 0
+            kept = [each for each in NUMBERS if each in features]
+            numbers_of = {each: columns.values_of(own, each) for each in kept}
             for found in packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
-                found["source"] = [source] * len(found["input_ids"])
+                first = found.pop("first")
+                found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
                 pieces += sum(map(len, found.get("lengths", ())))
                 writer.write_table(pa.Table.from_pydict(found, features.arrow_schema))
@@ -123,31 +128,38 @@ def print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> No
     print(f"Prepared {name}: {text}", flush=True)
 
 
-def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, list]]:
-    """Sequences of documents that follow each other; the last may be shorter."""
+def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, Any]]:
+    """Sequences of documents that follow each other, and of each the number of the document where
+    it begins as `first`; the last may be shorter."""
+    ends = np.cumsum(columns.lengths_of(documents, "input_ids"))
     rest: list[np.ndarray] = []
+    start = 0  # of the next sequence, in tokens
     for table in documents.with_format("arrow").iter(READ):
         ids = np.concatenate([*rest, table.column("input_ids").combine_chunks().flatten()])
         whole = len(ids) // length * length
-        yield {"input_ids": [*ids[:whole].reshape(-1, length)]}
+        starts = start + np.arange(0, whole, length)
+        first = np.searchsorted(ends, starts, side="right")
+        yield {"input_ids": [*ids[:whole].reshape(-1, length)], "first": first}
         rest = [ids[whole:]]
+        start += whole
     if rest and len(rest[0]) > 1:  # a token alone has no loss
-        yield {"input_ids": rest}
+        yield {"input_ids": rest, "first": np.searchsorted(ends, [start], side="right")}
 
 
-def packed_blocks(documents: datasets.Dataset, cfg: Any) -> Iterator[dict[str, list]]:
+def packed_blocks(documents: datasets.Dataset, cfg: Any) -> Iterator[dict[str, Any]]:
     """Sequences of whole documents, a block after the other."""
     block: list[tuple[np.ndarray, np.ndarray]] = []
-    size = 0
+    size = begin = 0
     for table in documents.with_format("arrow").iter(READ):
         ids, masks = (cells_of(table.column(name)) for name in ("input_ids", "loss_mask"))
         block += zip(ids, masks, strict=True)
         size += sum(map(len, ids))
         if size >= BLOCK:
-            yield pack(block, cfg, longest_piece(cfg))
+            yield pack(block, cfg, longest_piece(cfg), begin)
+            begin += len(block)
             block, size = [], 0
     if block:
-        yield pack(block, cfg, longest_piece(cfg))
+        yield pack(block, cfg, longest_piece(cfg), begin)
 
 
 def longest_piece(cfg: Any) -> int:
@@ -155,22 +167,24 @@ def longest_piece(cfg: Any) -> int:
     return min(tokenizing.most_tokens(cfg), cfg.context_length)
 
 
-def pack(documents: Documents, cfg: Any, longest: int) -> dict[str, list[np.ndarray]]:
-    """The sequences of a block of documents: best-fit decreasing.
+def pack(documents: Documents, cfg: Any, longest: int, begin: int = 0) -> dict[str, Any]:
+    """The sequences of a block of documents, which are numbered from `begin` on: best-fit
+    decreasing. `first` is the number of the document that a sequence begins with.
 
     A document of more than `longest` tokens continues in another sequence, or is truncated, as
     cfg.overlong says. Pieces without a token in the loss are left out.
     """
     pieces = []
-    for ids, mask in documents:
+    for number, (ids, mask) in enumerate(documents, begin):
         for first in range(0, 1 if cfg.overlong == "truncate" else max(len(ids), 1), longest):
             end = first + longest
             if mask[first + 1 : end].any():  # the first is not in the loss
-                pieces.append((ids[first:end], mask[first:end]))
-    rows = assign_rows([len(ids) for ids, _ in pieces], cfg.context_length)
+                pieces.append((ids[first:end], mask[first:end], number))
+    rows = assign_rows([len(ids) for ids, _, _ in pieces], cfg.context_length)
     lengths = [np.array([len(pieces[i][0]) for i in row], np.int32) for row in rows]
     tokens, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
-    return {"input_ids": tokens, "loss_mask": masks, "lengths": lengths}
+    first = np.array([pieces[row[0]][2] for row in rows], int)
+    return {"input_ids": tokens, "loss_mask": masks, "lengths": lengths, "first": first}
 
 
 def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
