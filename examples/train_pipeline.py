@@ -36,7 +36,7 @@ from samestep.core.weights import TaskModule
 from samestep.models import next_token
 from samestep.project import device, shutdown
 from samestep.project.config import ONE_COMMAND, parse_config
-from samestep.project.ending import export, finish
+from samestep.project.ending import export, finish, write_evaluation
 from samestep.project.launched import STAGES, TP
 from samestep.project.loading import EvalLoader, TrainLoader
 from samestep.project.log import RunLog
@@ -261,9 +261,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     train_loader, eval_loader = TrainLoader(run), EvalLoader(run, start.views[1])
     saver = Saver(run, pipeline, optimizer)
     (step, scores), sums, stopped = saver.load(), None, False
+    if cfg.eval_only:
+        return write_evaluation(run, saver, pipeline, *train.evaluate(run, pipeline, eval_loader))
     log = RunLog(run, train_loader)
 
-    stop.training = not cfg.eval_only
+    stop.training = True
     pipeline.train()
     run.meter.start()
     train_loader.prefetch()
@@ -308,7 +310,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     exported, model = step, None
     if not stopped:
-        if cfg.export == "best" and not cfg.eval_only:
+        if cfg.export == "best":
             exported = saver.load_best() or step
         if exported < step or sums is None:
             scores, sums = train.evaluate(run, pipeline, eval_loader)

@@ -29,7 +29,7 @@ from samestep import (  # isort: skip
     NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat,
     NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Ranks, Run, device,
     split_by_decay, EvalLoader, TrainLoader, Saver, probe_task, RunLog, StepGradients,
-    step_gradients, seed_micro_batch, skip_unless_finite, export, finish,
+    step_gradients, seed_micro_batch, skip_unless_finite, export, write_evaluation, finish,
 )  # fmt: skip
 from task import TaskConfig
 
@@ -211,12 +211,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Resume from a checkpoint, or start at step 0. A step without scores is yet to be evaluated.
     saver = Saver(run, model, optimizer)
     step, scores = saver.load()
+    if cfg.eval_only:
+        return write_evaluation(run, saver, model, *evaluate(run, model, eval_loader))
     sums, stopped = None, False
     probe_task(run, model)
     log = RunLog(run, train_loader)
 
     # Train. From here on a signal is answered between two steps. They are counted from 1.
-    stop.training = not cfg.eval_only
+    stop.training = True
     model.train()
     run.meter.start()
     train_loader.prefetch()
@@ -272,7 +274,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Export the last model or the best, unless the run is to be resumed.
     exported, full_model = step, None
     if not stopped:
-        if cfg.export == "best" and not cfg.eval_only:
+        if cfg.export == "best":
             exported = saver.load_best() or step
         if exported < step or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(run, model, eval_loader)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     from samestep.core.batches import seed_micro_batch as seed_micro_batch
     from samestep.core.monitor import skip_unless_finite as skip_unless_finite
     from samestep.project.ending import export as export
+    from samestep.project.ending import write_evaluation as write_evaluation
     from samestep.project.ending import finish as finish
 
     # The data of a task

@@ -29,20 +29,13 @@ TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
 def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
-    """Saves the model of this step with its card, of `eval_only` its scores alone.
+    """Saves the model of this step with its card.
 
     Returns the model with all its weights, on the main process. All processes must call it.
     """
     full_model = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
-    if run.cfg.eval_only:
-        print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
     with run.ranks.fail_together():
-        if run.accelerator.is_main_process and run.cfg.eval_only:
-            line = {"step": step, "checkpoint": str(run.resume_point.checkpoint), **scores}
-            folder = run.output / "evaluation"
-            folder.mkdir(exist_ok=True)
-            replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
-        elif run.accelerator.is_main_process:
+        if run.accelerator.is_main_process:
             assert full_model is not None
             run.start.lock.check_folder()
             folder = run.output / "model"
@@ -61,6 +54,35 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     return full_model
 
 
+def write_evaluation(
+    run: Run, saver: Saver, model: torch.nn.Module, scores: dict | None, sums: dict | None
+) -> int:
+    """The end of `eval_only`: the scores of a checkpoint, and what the task reports of it; the exit
+    code. Without scores the evaluation was stopped."""
+    if scores is None or sums is None:
+        return STOPPED
+    print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
+    full_model = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
+    folder = run.output / "evaluation"
+    with run.ranks.fail_together():
+        if run.accelerator.is_main_process:
+            checkpoint = str(run.resume_point.checkpoint)
+            line = {"step": run.first_step, "checkpoint": checkpoint, **scores}
+            folder.mkdir(exist_ok=True)
+            replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
+    if leave_others(run):
+        attempt("no report", report, run, saver, full_model, sums, folder)
+    return 0
+
+
+def leave_others(run: Run) -> bool:
+    """Ends the communication of the processes; whether this is the main one, which works on: what
+    it does may take longer than the timeout."""
+    run.accelerator.state.destroy_process_group()
+    torch.set_num_threads(count_cores())  # the other processes have left their cores
+    return run.accelerator.is_main_process
+
+
 def finish(
     run: Run,
     log: RunLog,
@@ -72,15 +94,9 @@ def finish(
     """Writes how the run ended, and shows what the task reports of the model; the exit code.
 
     `sums`: of the evaluation of the exported model, that of this step; None: the run was stopped.
-    A report may take longer than the timeout: the others leave, and nothing waits for them.
     """
-    run.accelerator.state.destroy_process_group()
     code, state = (0, "finished") if sums else (STOPPED, "stopped")
-    if not run.accelerator.is_main_process:
-        return code
-    torch.set_num_threads(count_cores())  # the other processes have left their cores
-    if run.cfg.eval_only:
-        attempt("no report", report, run, saver, full_model, sums, run.output / "evaluation")
+    if not leave_others(run):
         return code
     exported = {"exported": step} if sums else {}
     run_folder.write_status(run.output, state, exit_code=code, **exported)

@@ -18,9 +18,7 @@ class RunLog:
     def __init__(self, run: Run, loader: TrainLoader):
         self.run, self.loader, self.step, self.lr = run, loader, run.first_step, 0.0
         settings, micro_batches = run.start.manifest["config"], sum(run.plan.shares)
-        self.lines = None  # of an evaluation alone
-        if not run.cfg.eval_only:
-            self.lines = tracking.Log(run.accelerator, settings, run.first_step, run.last_step)
+        self.lines = tracking.Log(run.accelerator, settings, run.first_step, run.last_step)
         self.monitor = monitor.StepMonitor(
             run.accelerator, run.ranks, micro_batches, run.cfg.max_skipped_steps
         )
@@ -36,8 +34,7 @@ class RunLog:
 
     def note(self, **entries: Any) -> None:
         """Writes a line about the newest step."""
-        if self.lines:
-            self.lines.write({"step": self.step, **entries})
+        self.lines.write({"step": self.step, **entries})
 
     def start_step(self, step: int) -> None:
         """Before a step."""

@@ -32,8 +32,6 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
     is a warning.
     """
-    if run.cfg.eval_only:
-        return
     model.eval()
     with run.ranks.fail_together(), weights.eager(model):
         probe = Probe(run, model)

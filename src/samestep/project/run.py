@@ -68,7 +68,7 @@ class Run:
         """With device_shares auto, assigns the micro-batches by the speed of each device: once, and
         again at the next start. Call it with the prepared model, before the loaders are made."""
         cfg, plan = self.cfg, self.plan
-        if cfg.device_shares != "auto" or len(plan.shares) == 1 or cfg.eval_only:
+        if cfg.device_shares != "auto" or len(plan.shares) == 1:
             return
         with self.ranks.fail_together():
             rows = self.train_rows()

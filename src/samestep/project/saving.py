@@ -54,9 +54,7 @@ class Saver(saver.Saver):
         print_on_main(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
         scored = "eval_loss" in saved and resume_point.same_validation(self.manifest)
         self.takes_scores = resume_point.own and not (scored or resume_point.changed)
-        if not scored or run.cfg.eval_only:
-            return run.first_step, None
-        return run.first_step, {"eval_loss": saved["eval_loss"]}
+        return run.first_step, {"eval_loss": saved["eval_loss"]} if scored else None
 
     def about(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint of this step."""
@@ -141,8 +139,7 @@ class Saver(saver.Saver):
         """Waits for the last save, and closes the log."""
         self.wait()
         self.log_commits(log)
-        if log.lines:
-            log.lines.close()
+        log.lines.close()
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none."""

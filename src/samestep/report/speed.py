@@ -37,6 +37,7 @@ class SpeedMeter:
         self.stopwatch = Stopwatch(accelerator.device)
         self.unit = unit  # plural name of the items in the loss
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
+        self.start()
 
     def count_flops(
         self, model: torch.nn.Module, task: Any, batch: Batch, share_trained: float
