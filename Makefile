@@ -86,10 +86,10 @@ bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightn
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
 
 bench-short: $(BENCH)  ## the same for the small step, three programs and few rounds: 2 minutes
-	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --sizes small --starts 2 --rounds 20 \
+	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --sizes small --rounds 20 \
 		--peers 'HF Trainer' 'baked project' --output .venv/bench/short $(ARGS)
 
-bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
+bench-steps: $(BENCH)  ## measure what exact costs: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
 bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
@@ -102,7 +102,7 @@ figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 proces
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py
 
 gpu: $(TESTS)  ## check what only a GPU can show, in an hour at most (in ten minutes: ARGS="--minutes 10")
-	@$(SOURCES) $(VENV)/bin/python benchmarks/checklist.py $(ARGS)
+	@$(SOURCES) $(VENV)/bin/python benchmarks/gpu.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)

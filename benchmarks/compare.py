@@ -11,7 +11,6 @@ Before that their work is counted, and has to be the same: items in the loss, FL
 import argparse
 import contextlib
 import datetime
-import io
 import json
 import math
 import os
@@ -22,12 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 import work
 from peers import PEERS
@@ -36,7 +32,7 @@ from work import SIZES, Size, Work
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
-PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
+PLAIN, BAKED = "plain loop", "baked project"
 # Prepares the data, as train.py would, and saves the rows and the order of the samples.
 PREPARE = """
 import sys
@@ -69,12 +65,9 @@ def environment(**extra: str) -> dict[str, str]:
 class Run:
     """One peer in one or several processes of a program."""
 
-    def __init__(
-        self, name: str, todo: Work, processes: int, counted: int = 0, program="peers.py", **extra
-    ):
+    def __init__(self, name: str, todo: Work, processes: int, counted: int = 0, **extra: str):
         Path(todo.output).mkdir(parents=True)
-        self.name, self.log, self.began = name, Path(todo.output, "log.txt"), time.time()
-        self.size = todo.size
+        self.name, self.size, self.log = name, todo.size, Path(todo.output, "log.txt")
         self.ranks = []  # of each process: itself, the pipe to it, the pipe from it
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(processes):
@@ -85,7 +78,7 @@ class Run:
             (inside, commands), (answers, outside) = os.pipe(), os.pipe()
             with open(self.log, "a") as log:
                 process = subprocess.Popen(
-                    [sys.executable, str(HERE / program), name],
+                    [sys.executable, str(HERE / "peers.py"), name],
                     env=env | {"BENCH_PIPES": f"{inside},{outside}"},
                     pass_fds=(inside, outside),
                     stdin=subprocess.DEVNULL,
@@ -112,8 +105,6 @@ class Run:
         return {
             "seconds": max(each["seconds"] for each in answers) / steps,
             "cpu": sum(each["cpu"] for each in answers) / steps,
-            "started": max(each["started"][0] for each in answers) - self.began,
-            "started_cpu": sum(each["started"][1] for each in answers),
         }
 
     def end(self) -> None:
@@ -164,7 +155,7 @@ def prepare(project: Path, size: Size, folder: Path) -> Work:
 
 
 def count(run: Run) -> dict:
-    """What the peer did in its first steps: FLOPs, loss items, host waits, launches; losses."""
+    """What the peer did in its first steps: FLOPs and loss items of a step, and losses."""
     answers, size = run.answers(), run.size.micro_batches
     losses, tokens = [], []
     for first in range(0, min(len(each["losses"]) for each in answers) - size + 1, size):
@@ -174,8 +165,6 @@ def count(run: Run) -> dict:
     return {
         "gflop": sum(each["flops"] for each in answers) / 1e9,
         "tokens": tokens[0],
-        "waits": max(each["waits"] for each in answers),
-        "launches": max(each["launches"] for each in answers),
         "losses": losses,
     }
 
@@ -223,42 +212,6 @@ def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps:
     return found
 
 
-def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[list[float]]]:
-    """Seconds and CPU seconds from the command to the end of the first step; data is prepared."""
-    found: dict[str, list] = {name: [] for name in peers}
-    for number in range(starts):
-        say(f"start {number + 1} of {starts}")
-        for name in peers:
-            output = f"{todo.output}/{name}-start-{number}"
-            run = Run(name, Work(todo.size, todo.project, todo.data, output), 1)
-            timed = run.train(3)  # a batch may be read ahead
-            found[name].append([timed["started"], timed["started_cpu"]])
-            run.end()
-        if BAKED in peers:
-            launched = time_launch(todo, f"{todo.output}/launch-{number}")
-            found.setdefault(LAUNCHED, []).append(launched)
-    return found
-
-
-def time_launch(todo: Work, output: str) -> list[float]:
-    """The same for `make train`, whose samestep launch checks the input in a process of its own."""
-    command = [sys.executable, "-m", "samestep", "launch"]
-    command += ["--config_file", "configs/accelerate/cpu.yaml"]
-    command += ["train.py", *work.flags(todo.size), "--output_dir", output]
-    command[command.index("--log_every") + 1] = "1"
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    began, metrics = time.time(), Path(output, "metrics.jsonl")
-    run = subprocess.Popen(command, cwd=todo.project, env=environment(), **silent)
-    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.01)
-    seconds = time.time() - began
-    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-    times = [each.cpu_times() for each in processes]
-    run.terminate()
-    run.wait()
-    return [seconds, sum(sum(each[:4]) for each in times)]  # of ended children too
-
-
 def say(text: str) -> None:
     print(f"\r\033[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
@@ -276,62 +229,38 @@ def middle(values: list[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def summarise(found: dict[str, dict], processes: int) -> None:
-    """Adds to each peer: ratios to the plain loop of the same round, and milliseconds more.
-
-    Those of CPU time are of one process.
-    """
+def summarise(found: dict[str, dict]) -> None:
+    """Adds to each peer the ratios to the plain loop of the same round, and its time of a step."""
     plain = found[PLAIN]
     for peer in found.values():
         for each in ("seconds", "cpu"):
             ratios = [a / b for a, b in zip(peer[each], plain[each], strict=True)]
             peer[f"{each}_ratio"] = middle(ratios)
-        more = [1e3 * (a - b) for a, b in zip(peer["seconds"], plain["seconds"], strict=True)]
-        peer["more_ms"], peer["step_ms"] = middle(more), 1e3 * statistics.median(peer["seconds"])
-        more = [1e3 * (a - b) / processes for a, b in zip(peer["cpu"], plain["cpu"], strict=True)]
-        peer["more_cpu_ms"] = middle(more)
+        peer["step_ms"] = 1e3 * statistics.median(peer["seconds"])
 
 
-def table(report: dict):
+def describe(report: dict) -> str:
     """Rows of peers; for each size the step, its ratio to the plain loop, that of its CPU time."""
-    from rich import box
-    from rich.table import Table
-
     columns = ["", "processes"]
     for name in report["sizes"]:
         gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
-        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time", "CPU ms more"]
-    shown = Table(*columns, "host waits", "launches", "start, s", "CPU s", box=box.MARKDOWN)
+        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time"]
+    rows = []
     for processes, sizes in report["steps"].items():
-        first = processes == next(iter(report["steps"]))
         for peer in report["peers"]:
             row = [peer, processes]
             for found in (size[peer] for size in sizes.values()):
                 ratio, low, high = found["seconds_ratio"]
                 row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
-                more, low, high = found["more_cpu_ms"]
-                row += [f"{found['cpu_ratio'][0]:.3f}", f"{more:.2f} ({low:.2f} to {high:.2f})"]
-            counted = next(iter(sizes.values()))[peer]
-            row += [f"{counted['waits']:.1f}", f"{counted['launches']:.0f}"]
-            shown.add_row(*row, *start_cells(report, peer if first else ""))
-    if LAUNCHED in report["starts"]:
-        shown.add_row(LAUNCHED, *[""] * (len(columns) + 1), *start_cells(report, LAUNCHED))
-    return shown
+                row.append(f"{found['cpu_ratio'][0]:.3f}")
+            rows.append(row)
+    return f"{markdown(columns, rows)}\n\n{about(report)}"
 
 
-def describe(report: dict) -> str:
-    """The table in Markdown, and a sentence about the machine."""
-    return f"{markdown(table(report))}\n\n{about(report)}"
-
-
-def markdown(shown) -> str:
-    """A table of rich."""
-    from rich.console import Console
-
-    console = Console(width=250, file=io.StringIO())
-    console.print(shown)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    return "\n".join(filter(None, lines))
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def about(report: dict) -> str:
@@ -351,14 +280,6 @@ def write_page(command: str, text: str) -> None:
     PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
-def start_cells(report: dict, peer: str) -> list[str]:
-    """Seconds and CPU seconds of a start."""
-    starts = report["starts"].get(peer)
-    if not starts:
-        return ["", ""]
-    return [f"{statistics.median(each):.1f}" for each in zip(*starts, strict=True)]
-
-
 def plot(report: dict, file: Path) -> None:
     """A panel for each size and number of processes: the time of a step, as ratios."""
     import matplotlib
@@ -367,9 +288,8 @@ def plot(report: dict, file: Path) -> None:
     from matplotlib import pyplot
 
     panels = [(p, name) for name in report["sizes"] for p in report["steps"]]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(2.2 + 2.2 * len(panels), 2.4), sharey=True, squeeze=False
-    )
+    shape = {"figsize": (2.2 + 2.2 * len(panels), 2.4), "sharey": True, "squeeze": False}
+    figure, axes = pyplot.subplots(1, len(panels), layout="constrained", **shape)
     peers = report["peers"][::-1]
     for axis, (processes, name) in zip(axes[0], panels, strict=True):
         found = report["steps"][processes][name]
@@ -377,26 +297,14 @@ def plot(report: dict, file: Path) -> None:
             median, low, high = found[peer]["seconds_ratio"]
             color = "#c2410c" if peer == BAKED else "#475569"
             axis.plot([low, high], [place, place], color=color, linewidth=2, alpha=0.5)
-            axis.plot(median, place, "o", color=color, markersize=6)
-            axis.annotate(
-                f"{median:.2f}", (median, place), (0, 6), textcoords="offset points", ha="center",
-                fontsize=8, color=color,
-            )  # fmt: skip
+            axis.plot(median, place, "o", color=color)
+            axis.text(median, place + 0.15, f"{median:.2f}", ha="center", fontsize=8, color=color)
         axis.axvline(1, color="#94a3b8", linewidth=0.8, zorder=0)
         axis.set_yticks(range(len(peers)), peers)
         axis.set_ylim(-0.6, len(peers) - 0.3)
         axis.margins(x=0.2)
-        step = found[PLAIN]
-        many = "process" if processes == "1" else "processes"
-        axis.set_title(
-            f"{step['step_ms']:.0f} ms a step ({step['gflop']:.2g} GFLOP)\n{processes} {many}",
-            fontsize=9,
-        )
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
+        axis.set_title(f"{name} step, {processes} x CPU", fontsize=9)
     figure.supxlabel("time of a step / plain loop", fontsize=9)
-    figure.tight_layout()
     figure.savefig(file, dpi=150)
 
 
@@ -435,7 +343,6 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", choices=("1", "2"), default=["1", "2"])
     parser.add_argument("--rounds", type=int, help="instead of those of work.py")
     parser.add_argument("--steps", type=int, help="steps in a round, likewise")
-    parser.add_argument("--starts", type=int, default=3, help="starts of each peer")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="cpu", help="name of the files of results")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
@@ -443,21 +350,19 @@ def main() -> None:
     peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     report: dict = {**about_machine(), "load": [os.getloadavg()[0]], "peers": peers}
-    report |= {"sizes": asked.sizes, "starts": {}, "steps": {n: {} for n in asked.processes}}
+    report |= {"sizes": asked.sizes, "steps": {n: {} for n in asked.processes}}
     try:
         say("baking a project")
         project = bake(folder)
         todo = {}
         for name in asked.sizes:
             todo[name] = prepare(project, SIZES[name], folder / name)
-        if asked.starts:
-            report["starts"] = time_starts(todo[asked.sizes[0]], peers, asked.starts)
         for name in asked.sizes:
             for processes in asked.processes:
                 size = SIZES[name]
                 rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
                 found = time_steps(todo[name], peers, int(processes), rounds, steps)
-                summarise(found, int(processes))
+                summarise(found)
                 report["steps"][processes][name] = found
     finally:
         shutil.rmtree(folder, ignore_errors=True)

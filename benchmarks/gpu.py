@@ -1,20 +1,21 @@
-"""Measures how much of a GPU a baked project uses, with each of its optimisations on and off.
+"""Checks what only a GPU can show, the most valuable first: correctness, then speed.
 
-    python benchmarks/gpu.py                  # 1.08 B parameters, all rows
-    python benchmarks/gpu.py --rows baked     # the rows whose names contain this word
-    python benchmarks/gpu.py --device cpu     # a tiny model: does the program itself work?
+    make gpu                                # one NVIDIA GPU with bf16, an hour at most
+    make gpu ARGS="--minutes 10"            # what has no time left is not run
+    make gpu ARGS="--rows exact bench"      # the checks whose names contain these words
+    make gpu ARGS="--device cpu"            # tiny models: does the program itself work?
+    python benchmarks/gpu.py --minutes 10   # the same, without make, .venv or a network
 
-`make gpu` runs it, in pieces (checklist.py). Each row is a process of its own, started by
-`accelerate launch`. HF Trainer and a loop in plain PyTorch do the same work. A row that fails, for
-example for want of memory, says so; results/ keeps the rows of earlier calls on the same device.
-The folder for temporary files needs 15 GB.
+results/gpu-DEVICE.json keeps the table, and the rows of earlier calls. The exit code is 1 if a
+check failed. The folder for temporary files needs 20 GB. docs/gpu-checklist.md has what is to be
+seen, and what needs more than one GPU.
 
 MFU, the share of the device's peak, counts 6 (N - embeddings) + 12 L h S FLOPs a token, for N
-parameters, L layers of width h, and rows of S tokens. The causal mask makes half of the attention
-needless; without that half it is 6 (N - embeddings) + 6 L h S, and the same speed reads lower.
+parameters, L layers of width h, and rows of S tokens.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -24,86 +25,269 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 import compare
 import work
-from samestep.report.peaks import PEAKS
+from compare import HERE
 from work import Size, Work
 
-HERE = Path(__file__).resolve().parent
-LARGE = Size(2048, 18, 16, context=2048, batch=0, vocabulary=24_576, data="stdlib")
-TINY = Size(64, 2, 4, context=64, batch=0, steps=3, rounds=2)
-WARM_UP, PROFILED = 8, 2  # steps before the timing, which compile; steps after it
-BATCH = 8  # samples in a step for which data is prepared: its order is long enough for all rows
-# Names of kernels, or of operators on a CPU; the first kind that matches counts.
-KINDS = {
-    "attention": r"flash|fmha|sdpa|attention|softmax_warp",
-    "optimizer": r"adam|multi_tensor|foreach|lpnorm",
-    "loss": r"nll|cross_entropy|log_?softmax|logsumexp",
-    "matmul": r"gemm|nvjet|cutlass|cublas|wgmma|xmma|aten::(mm|addmm|bmm|linear)$|triton_tem",
-    "elementwise and norms": r"",
+NEEDED = "accelerate cookiecutter datasets psutil pydantic pytest rich torch transformers".split()
+TASKS = ("causal_lm", "text_classification", "image_classification", "seq2seq", "preference")
+LARGE = Size(2048, 18, 16, context=2048, batch=8, vocabulary=24_576, data="stdlib")  # 1.08 B
+MIDDLE = replace(LARGE, hidden=1024, layers=12)  # 214 M parameters
+TINY = Size(64, 2, 4, context=64, batch=8, steps=3, rounds=2)
+WARM_UP = 8  # steps before the timing, which compile
+GOAL = "baked, 16 x 4"  # at least 0.55 of the peak; the goal is 0.6
+
+
+@dataclass
+class Speed:
+    """One way to train the model of 1.08 B parameters."""
+
+    peer: str  # a name of PEERS, below
+    micro_batch: int = 8  # samples
+    accumulation: int = 1
+    compile: bool = True
+    hardware: str = "single_gpu_bf16"  # accelerate's YAML, where there is a GPU
+    flags: dict = field(default_factory=dict)  # of train.py
+
+
+SMALL = Speed("baked", 2, 4)
+SPEEDS = {
+    GOAL: Speed("baked", 16, 4),
+    "plain loop": Speed("plain"),
+    "baked": Speed("baked"),
+    "baked, 2 x 4": SMALL,
+    "baked, 2 x 4, exact": replace(SMALL, flags={"exact": "true"}),
+    "baked, 2 x 4, fp32": replace(SMALL, hardware="single_gpu"),
+    "baked, 2 x 4, tf32": replace(SMALL, hardware="single_gpu", flags={"tf32": "true"}),
+    "HF Trainer": Speed("trainer"),
+    "baked, eager": Speed("baked", compile=False),
+    "plain loop, eager": Speed("plain", compile=False),
+    "HF Trainer, eager": Speed("trainer", compile=False),
 }
 
 
 @dataclass
 class Row:
-    """One way to do the work."""
+    """A line of the table; `result` is passed, failed, skipped or not run."""
 
-    name: str
-    peer: str  # a function below
-    compile: bool = False
-    micro_batch: int = 8  # samples
-    accumulation: int = 1
-    flags: dict = field(default_factory=dict)  # of the baked project's train.py
-    hardware: str = "single_gpu_bf16"  # accelerate's YAML, where there is a GPU
-    changes: tuple = ()  # functions below that change the project before it runs
+    check: str
+    result: str
+    note: str = ""
+    figure: float = 0.0  # 0: none
+    unit: str = ""
 
 
-COMPILED = Row("baked, compiled", "baked", compile=True)
-SMALL = Row("baked, 2 x 4", "baked", micro_batch=2, accumulation=4)
-ROWS = [
-    Row("plain loop, eager", "plain"),
-    Row("plain loop, compiled", "plain", compile=True),
-    Row("HF Trainer, eager", "trainer"),
-    Row("HF Trainer, compiled", "trainer", compile=True),
-    Row("baked, eager", "baked"),
-    COMPILED,
-    replace(COMPILED, name="baked, whole logits", flags={"task.loss_chunk": 0}),
-    replace(COMPILED, name="baked, 16 x 4", micro_batch=16, accumulation=4),
-    replace(
-        COMPILED,
-        name="baked, max-autotune",
-        micro_batch=16,
-        accumulation=4,
-        changes=("max_autotune",),
-    ),
-    replace(SMALL, name="baked, in fp32", hardware="single_gpu"),
-    replace(SMALL, name="baked, in tf32", hardware="single_gpu", flags={"tf32": "true"}),
-    replace(
-        SMALL, name="baked, in fp16", hardware="single_gpu_fp16", flags={"task.loss_chunk": 256}
-    ),
-    SMALL,
-    replace(SMALL, name="baked, 2 x 4, exact", flags={"exact": "true"}),
-]
+# ---- Where the checks run ------------------------------------------------------------------------
 
 
-# ---- What a row may change -----------------------------------------------------------------------
-# The project has no switches for these; the benchmark replaces functions of its modules.
+@dataclass
+class Place:
+    device: str  # cuda or cpu
+    project: Path
+    deadline: float = 0.0
+
+    def size(self, size: Size) -> Size:
+        """This size; on a CPU a tiny one."""
+        return size if self.device == "cuda" else replace(TINY, batch=size.batch)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        """The variables of a process. It sees one GPU: Trainer would use all that it sees."""
+        env = compare.environment(COLUMNS="250", **extra)
+        if self.device == "cuda":
+            del env["ACCELERATE_USE_CPU"], env["OMP_NUM_THREADS"]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+        return env
+
+    def run(self, *command: object, processes: int = 1, until=bool, **extra: str) -> None:
+        """Runs a Python program; raises RuntimeError with its last line where it failed.
+
+        Several processes are nodes that share the GPU. All are killed once `until()` holds.
+        """
+        import psutil
+
+        words, runs, env = [sys.executable, *map(str, command)], [], self.environment(**extra)
+        if processes > 1:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(compare.free_port())}
+            env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            try:
+                for rank in range(processes):
+                    env |= {"RANK": str(rank), "GROUP_RANK": str(rank)} if processes > 1 else {}
+                    run = subprocess.Popen(words, cwd=self.project, env=env, stdout=log, stderr=log)
+                    runs.append(run)
+                while None in [run.poll() for run in runs] and not until():
+                    if time.monotonic() > self.deadline:
+                        raise TimeoutError("no time was left")
+                    time.sleep(0.02)
+            finally:  # what stays would keep the GPU
+                for run in [run for run in runs if run.poll() is None]:
+                    for each in [*psutil.Process(run.pid).children(True), run]:
+                        each.kill()
+                    run.wait()
+            if any(run.returncode for run in runs) and not until():
+                log.seek(0)
+                lines = log.read().strip().splitlines() or ["no word"]
+                full = [line for line in lines if "out of memory" in line.lower()]
+                raise RuntimeError((full or lines)[-1][:200])
+
+    def launch(self, *words: object, hardware: str = "single_gpu_bf16", **extra: str) -> None:
+        """Runs a program of the project under an accelerate YAML."""
+        config = self.project / "configs" / "accelerate"
+        config /= f"{hardware if self.device == 'cuda' else 'cpu'}.yaml"
+        accelerate = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", config]
+        self.run(*accelerate, *words, **extra)
+
+    def share(self, name: str, precision: str, processes=1, kill_at=0, **settings: object) -> str:
+        """SHA-256 of the model of the smoke recipe, from processes that share the GPU.
+
+        With `kill_at` they are killed once a checkpoint of this step is there.
+        """
+        output, wanted = self.project / "runs" / name, f"step-{kill_at:08d}"
+
+        def until() -> bool:
+            found = output.glob("checkpoints/step-*") if kill_at else []
+            return any(folder.name >= wanted for folder in found)
+
+        settings |= {"config": "configs/train/smoke.yaml", "output_dir": output, "log_every": 1}
+        settings |= {"eval_every": 0, "task.dropout": 0.1}
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        env = {"ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(precision, precision)}
+        words = [HERE / "one_gpu.py", "train.py", *words]
+        self.run(*words, processes=processes, until=until, **env)
+        files = sorted(output.glob("model/*.safetensors"))
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+    def train(self, name: str, **settings: object) -> list[dict]:
+        """The lines of metrics.jsonl of a run of 214 M parameters, but that of its start."""
+        output = self.project / "runs" / name
+        flags = work.flags(self.size(MIDDLE), output_dir=output, **settings)
+        self.launch("train.py", *flags)
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "started" not in line]
 
 
-def max_autotune() -> None:
-    """torch.compile measures kernels for matrix products instead of taking the default ones."""
-    import torch._inductor.config
-
-    torch._inductor.config.max_autotune = True
+def judged(check: str, good: bool, note: str, figure: float = 0.0, unit: str = "") -> Row:
+    return Row(check, "passed" if good else "failed", note, figure, unit)
 
 
-# ---- Peers: one process, started by `accelerate launch` ------------------------------------------
+# ---- Checks: each yields rows --------------------------------------------------------------------
 
 
-def plain(row: Row, todo: Work) -> None:
+def tests(here: Place) -> Iterator[Row]:
+    """The tests marked gpu. They see one GPU, so those of two are skipped."""
+    workers = ["-n", min(6, os.cpu_count() // 2)] if find_spec("xdist") else []
+    here.run("-m", "pytest", "-q", "-m", "gpu", *workers, HERE.parent / "tests" / "test_gpu.py")
+    yield Row("tests", "passed")
+
+
+def exact(here: Place, precision: str) -> Iterator[Row]:
+    """One SHA-256 of the weights from one process and from several that share the GPU."""
+    settings, found = {"max_steps": 24, "exact": "true", "micro_batch_size": 2}, {}
+    for processes in (1, 2, 4) if here.device == "cuda" else (1, 2):
+        name = f"exact-{precision}-{processes}"
+        found[processes] = here.share(name, precision, processes, **settings)
+    note = ", ".join(f"{processes} x {digest}" for processes, digest in found.items())
+    yield judged(f"exact, {precision}", len({*found.values()}) == 1, note)
+
+
+def killed(here: Place, name: str, precision: str, processes: int = 1, **more) -> Iterator[Row]:
+    """A job that is killed and started again has the weights of one that was not killed."""
+    settings = {"max_steps": 40, "save_every": 5, "deterministic": "true", "micro_batch_size": 4}
+    train = partial(here.share, precision=precision, processes=processes, **settings, **more)
+    whole = train(f"{name}-whole")
+    for step in (5, 15):
+        train(f"{name}-killed", kill_at=step)
+    again = train(f"{name}-killed")
+    yield judged(f"kills, {name}", whole == again, f"{processes} x {whole}, with 2 kills {again}")
+
+
+def other_precision(here: Place) -> Iterator[Row]:
+    """The same steps of each task in fp32 and in bf16: losses within a tenth."""
+    for task in TASKS if here.device == "cuda" else TASKS[:1]:
+        project = compare.bake(here.project / "runs" / task, task=task, tracker="none")
+        mine, losses = replace(here, project=project), []
+        for name in ("single_gpu", "single_gpu_bf16"):
+            output = project / "runs" / name
+            words = ["--config", "configs/train/smoke.yaml", "--output_dir", output]
+            mine.launch("train.py", *words, hardware=name)
+            lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+            losses.append([line["loss"] for line in lines if "grad_norm" in line])
+        away = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
+        yield judged(f"{task}, bf16", away < 0.1, f"losses within {away:.2%}", away)
+
+
+def async_save(here: Place) -> Iterator[Row]:
+    """Training waits a quarter of a save or less, and the files have the same bytes."""
+    settings = {"max_steps": 240, "save_every": 80, "keep_checkpoints": 1, "deterministic": "true"}
+    waits, files = [], []
+    for each in ("false", "true"):
+        lines = here.train(f"async-{each}", async_save=each, **settings)
+        waits.append(min([line["save_seconds"] for line in lines if "save_seconds" in line][1:]))
+        manifest = max(here.project.glob(f"runs/async-{each}/checkpoints/step-*/manifest.json"))
+        files.append(json.loads(manifest.read_text())["files"])
+    good = files[0] == files[1] and (waits[1] <= waits[0] / 4 or here.device == "cpu")
+    yield judged("async_save, wait", good, f"{waits[0]:.2f} s without", waits[1], "s")
+
+
+def hardware(here: Place, verb: str) -> Iterator[Row]:
+    """The figures of a verb of samestep hardware."""
+    here.launch("-m", "samestep", "hardware", verb)
+    found = json.loads((here.project / "runs/hardware/hardware.json").read_text())[verb]
+    yield Row(verb, "passed", "; ".join(found["lines"]))
+    for name, values in found["figures"].items():
+        what, _, unit = name.rpartition(", ")
+        yield Row(what, "passed", "", min(values), unit)
+
+
+def speed(here: Place, name: str) -> Iterator[Row]:
+    """Tokens a second, the share of the peak, and the peak of memory."""
+    row, size = SPEEDS[name], here.size(LARGE)
+    kept = here.project / "work.json"  # data is prepared once
+    if not kept.exists():
+        kept.write_text(compare.prepare(here.project, size, here.project / "data").to_json())
+    output = tempfile.mkdtemp(dir=here.project)
+    size = replace(size, batch=row.micro_batch * row.accumulation)
+    todo = replace(Work.from_json(kept.read_text()), size=size, output=output)
+    env = {"BENCH_WORK": todo.to_json(), "BENCH_ROW": json.dumps(asdict(row))}
+    here.launch(__file__, hardware=row.hardware, **env)
+    found = json.loads(Path(output, "report.json").read_text())
+    tokens = size.batch * size.context / median(found["seconds"])
+    share = tokens * flops_a_token(size) / found["peak"]
+    note = f"{share:.1%} of the peak, {found['memory'] / 1e9:.1f} GB"
+    good = name != GOAL or share >= 0.55 or here.device == "cpu"
+    yield judged(name, good, note, tokens, "tokens/s")
+
+
+# In this order; each with the minutes that it may take.
+CHECKS: dict[str, tuple] = {
+    "check": (3, partial(hardware, verb="check")),
+    "tests": (20, tests),
+    "exact, fp32": (4, partial(exact, precision="fp32")),
+    "exact, bf16": (4, partial(exact, precision="bf16")),
+    "kills, bf16": (4, partial(killed, name="bf16", precision="bf16", processes=2)),
+    **{name: (8, partial(speed, name=name)) for name in [*SPEEDS][:7]},
+    "bench": (4, partial(hardware, verb="bench")),
+    "precision": (8, other_precision),
+    "kills, compiled": (5, partial(killed, name="compiled", precision="bf16", compile="true")),
+    "kills, fp16": (4, partial(killed, name="fp16", precision="fp16")),
+    "async_save": (6, async_save),
+    **{name: (8, partial(speed, name=name)) for name in [*SPEEDS][7:]},
+}
+
+
+# ---- A process that is timed ---------------------------------------------------------------------
+
+
+def plain(row: Speed, todo: Work) -> None:
     """A loop in PyTorch alone, in bf16 on a GPU."""
     import torch
     from torch.utils.data import DataLoader
@@ -113,9 +297,8 @@ def plain(row: Row, todo: Work) -> None:
     optimizer = work.build_optimizer(model)
     forward = torch.compile(model) if row.compile else model
     bf16 = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    loader = DataLoader(
-        work.build_dataset(todo), batch_size=row.micro_batch, pin_memory=device == "cuda"
-    )
+    dataset = work.build_dataset(todo)
+    loader = DataLoader(dataset, batch_size=row.micro_batch, pin_memory=device == "cuda")
     for turn, batch in enumerate(loader, 1):
         batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
         with bf16:
@@ -127,60 +310,34 @@ def plain(row: Row, todo: Work) -> None:
             optimizer.zero_grad()
 
 
-def trainer(row: Row, todo: Work) -> None:
+def trainer(row: Speed, todo: Work) -> None:
     """Trainer of transformers, in bf16 on a GPU."""
     import torch
-    from transformers import Trainer, TrainingArguments
 
-    model, gpu = work.build_model(todo.size), torch.cuda.is_available()
-    arguments = TrainingArguments(
-        output_dir=todo.output,
-        use_cpu=not gpu,
-        bf16=gpu,
-        torch_compile=row.compile,
-        per_device_train_batch_size=row.micro_batch,
-        gradient_accumulation_steps=row.accumulation,
-        train_sampling_strategy="sequential",
-        max_grad_norm=work.MAX_GRAD_NORM,
-        lr_scheduler_type="constant",
-        logging_steps=work.LOG_EVERY,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    Trainer(
-        model,
-        arguments,
-        train_dataset=work.build_dataset(todo),
-        optimizers=(work.build_optimizer(model), None),
-    ).train()
+    import peers
+
+    size = replace(todo.size, batch=row.micro_batch * row.accumulation)
+    size = replace(size, micro_batches=row.accumulation)
+    gpu = torch.cuda.is_available()
+    peers.trainer(replace(todo, size=size), use_cpu=not gpu, bf16=gpu, torch_compile=row.compile)
 
 
-def baked(row: Row, todo: Work) -> None:
+def baked(row: Speed, todo: Work) -> None:
     """train.py of a baked project."""
     os.chdir(todo.project)
     sys.path[0] = todo.project
-    for name in row.changes:
-        globals()[name]()
-    flags = {"compile": str(row.compile).lower(), "micro_batch_size": row.micro_batch, **row.flags}
-    words = work.flags(todo.size)
-    for name, value in flags.items():
-        if f"--{name}" in words:
-            words[words.index(f"--{name}") + 1] = str(value)
-        else:
-            words += [f"--{name}", str(value)]
+    changes = {"compile": str(row.compile).lower(), "micro_batch_size": row.micro_batch}
+    words = work.flags(todo.size, **changes, **row.flags)
     sys.argv = ["train.py", *words, "--output_dir", f"{todo.output}/run"]
     runpy.run_path("train.py", run_name="__main__")
 
 
-# ---- Measuring, inside the process of a row ------------------------------------------------------
+PEERS = {"plain": plain, "trainer": trainer, "baked": baked}
 
 
-def measure(row: Row, todo: Work, file: Path):
-    """Times and profiles; it yields before each micro-batch, and at the end leaves the process."""
+def measure(row: Speed, todo: Work):
+    """Times steps; it yields before each micro-batch, and at the end leaves the process."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     gpu, size = torch.cuda.is_available(), todo.size
 
@@ -190,210 +347,130 @@ def measure(row: Row, todo: Work, file: Path):
         return time.perf_counter()
 
     for _ in range(WARM_UP * row.accumulation):
-        yield None
+        yield
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(size.rounds):
         began = now()
         for _ in range(size.steps * row.accumulation):
-            yield None
+            yield
         seconds.append((now() - began) / size.steps)
     memory = torch.cuda.max_memory_allocated() if gpu else 0
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]
-    began = now()
-    with profile(activities=activities) as trace:
-        for _ in range(PROFILED * row.accumulation):
-            yield None
-        profiled = (now() - began) / PROFILED
-    kinds = time_by_kind(trace, gpu)
-    found = {"seconds": seconds, "memory": memory, "profiled_seconds": profiled, "kinds": kinds}
-    file.write_text(json.dumps(found))
+    found = {"seconds": seconds, "memory": memory, "peak": peak()}
+    Path(todo.output, "report.json").write_text(json.dumps(found))
     os._exit(0)
 
 
-def time_by_kind(trace, gpu: bool) -> dict[str, float]:
-    """Seconds a step of each kind of kernel; on a CPU, of each kind of operator."""
-    from torch.autograd import DeviceType
-
-    found = dict.fromkeys(KINDS, 0.0)
-    for event in trace.key_averages():
-        if gpu and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
-            continue
-        if not gpu and not event.key.startswith("aten::"):
-            continue
-        kind = next(k for k, words in KINDS.items() if re.search(words, event.key, re.IGNORECASE))
-        spent = event.self_device_time_total if gpu else event.self_cpu_time_total
-        found[kind] += spent / 1e6 / PROFILED
-    return found
-
-
-def probe(device: str) -> dict:
-    """The device's name, and the FLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
+def peak() -> float:
+    """FLOP/s of the data sheet in bf16; of another device those of a large matrix product."""
     import torch
 
-    gpu = device == "cuda"
-    size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(10):
-        began = time.perf_counter()
-        for _ in range(5):
-            a @ b
-        if gpu:
-            torch.cuda.synchronize()
-        best = max(best, 5 * 2 * size**3 / (time.perf_counter() - began))
-    name = torch.cuda.get_device_name() if gpu else compare.about_machine()["device"]
-    return {"device": name, "matmul": best, "cuda": torch.version.cuda}
+    from samestep.report.peaks import PEAKS
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = [numbers[2] for card, numbers in PEAKS.items() if name and card in name]
+    if known and known[0]:
+        return known[0] * 1e12
+    a, b = (torch.randn(1024, 1024) for _ in range(2))
+    began = time.perf_counter()
+    a @ b
+    return 2 * 1024**3 / (time.perf_counter() - began)
 
 
-# ---- Rows ----------------------------------------------------------------------------------------
-
-
-def results_file(folder: Path, name: str) -> Path:
-    """The file for the results of a device, by its name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-
-
-def flops_a_token(size: Size, attention: int = 12) -> float:
-    """6 (N - embeddings) + 12 L h S; with attention=6, without what the causal mask hides."""
+def flops_a_token(size: Size) -> float:
     layer = 13 * size.hidden**2 + 2 * size.hidden  # attention 4, feed-forward 9, two norms
     weights = size.layers * layer + size.hidden + size.vocabulary * size.hidden  # and the head
-    return 6 * weights + attention * size.layers * size.hidden * size.context
-
-
-def environment(device: str, **extra: str) -> dict[str, str]:
-    """The variables of a process. It sees one GPU: Trainer would use all that it sees."""
-    env = compare.environment(**extra)
-    if device == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        del env["ACCELERATE_USE_CPU"], env["OMP_NUM_THREADS"]
-        env["CUDA_VISIBLE_DEVICES"] = visible
-    return env
-
-
-def run_row(row: Row, todo: Work, device: str) -> dict:
-    """The numbers of a row, or {"failed": why}."""
-    size, project, folder = todo.size, Path(todo.project), Path(todo.output)
-    hardware = row.hardware if device == "cuda" else "cpu"
-    config = str(project / "configs" / "accelerate" / f"{hardware}.yaml")
-    told = {"row": asdict(row), "report": str(folder / "report.json")}
-    env = environment(device, BENCH_WORK=todo.to_json(), BENCH_ROW=json.dumps(told))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file"]
-    command = [*launch, config, str(HERE / "gpu.py")]
-    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    report = Path(told["report"])
-    if not report.exists():
-        lines = run.stdout.decode(errors="replace").strip().splitlines() or ["no word"]
-        memory = [line for line in lines if "out of memory" in line.lower()]
-        return {"failed": (memory or lines)[-1][:200]}
-    found = json.loads(report.read_text())
-    metrics = folder / "run" / "metrics.jsonl"  # of a baked project
-    if metrics.exists():
-        lines = map(json.loads, metrics.read_text().splitlines())
-        found["logged"] = [line for line in lines if "loss" in line][-1]
-    step = compare.middle(found["seconds"])
-    tokens = size.batch * size.context
-    return {**found, "tokens_per_second": [tokens / each for each in (step[0], step[2], step[1])]}
+    return 6 * weights + 12 * size.layers * size.hidden * size.context
 
 
 def worker() -> None:
-    """One process of a row."""
-    import warnings
-
+    """One process of a row of SPEEDS."""
     import clock
 
-    warnings.simplefilter("ignore")
-    told, todo = json.loads(os.environ["BENCH_ROW"]), Work.read()
-    row = Row(**told["row"])
-    clock.attach(measure(row, todo, Path(told["report"])))
-    globals()[row.peer](row, todo)
+    row, todo = Speed(**json.loads(os.environ["BENCH_ROW"])), Work.read()
+    clock.attach(measure(row, todo))
+    PEERS[row.peer](row, todo)
 
 
-def table(report: dict):
-    """Rows with their speed, the share of the peak, and where the time of a step goes."""
-    from rich import box
-    from rich.table import Table
+# ---- The table -----------------------------------------------------------------------------------
 
-    columns = ["", "tokens/s", "range", "MFU", "half attention", "peak GB", *KINDS, "idle"]
-    shown = Table(*columns, box=box.MARKDOWN)
-    for name, found in report["rows"].items():
-        if "failed" in found:
-            shown.add_row(name, "failed", found["failed"])
-            continue
-        speed, low, high = found["tokens_per_second"]
-        shares = [speed * each / report["peak"] for each in report["flops_a_token"]]
-        parts = [each / found["profiled_seconds"] for each in found["kinds"].values()]
-        parts.append(max(0.0, 1 - sum(parts)))
-        shown.add_row(
-            name,
-            f"{speed:,.0f}",
-            f"{low:,.0f} to {high:,.0f}",
-            *(f"{share:.1%}" for share in shares),
-            f"{found['memory'] / 1e9:.1f}",
-            *(f"{part:.0%}" for part in parts),
+
+def run_check(name: str, here: Place, end: float) -> list[Row]:
+    """The rows of a check, which has its own limit and ends before `end`."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    (minutes, check), rows, now = CHECKS[name], [], time.monotonic()
+    here = replace(here, deadline=min(now + 60 * minutes, end))
+    try:
+        if now >= end:
+            raise TimeoutError("no time was left")
+        rows.extend(check(here))
+    except TimeoutError as error:
+        cut_off = here.deadline == end
+        rows.append(
+            Row(name, "not run", str(error)) if cut_off else Row(name, "failed", "too long")
         )
-    return shown
+    except Exception as error:  # the rows before it are kept
+        rows.append(Row(name, "failed", f"{type(error).__name__}: {error}"[:200]))
+    return rows
 
 
-def main() -> None:
+def show(report: dict, rows: list[Row]) -> str:
+    """The table, below the device, the versions and the date."""
+    cells = []
+    for row in rows:
+        figure = f"{row.figure:,.4g} {row.unit}" if row.figure else ""
+        cells.append([row.check, ": ".join(filter(None, [row.result, row.note])), figure])
+    about = compare.about(report)
+    return f"{about}\n\n{compare.markdown(['check', 'result', 'figure'], cells)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=60, help="only what fits into them")
+    parser.add_argument("--rows", nargs="+", default=[""], help="checks whose names contain these")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    asked = parser.parse_args()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"not installed here: {', '.join(missing)}; install them first", file=sys.stderr)
+        return 2
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--rows", nargs="*", default=[""], help="rows whose names contain these")
-    parser.add_argument("--steps", type=int, help="steps in a round")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
-    parser.add_argument("--folder", type=Path, help="keep the data here, for the next call")
-    asked = parser.parse_args()
-    gpu = asked.device == "cuda"
-    if gpu and not torch.cuda.is_available():
-        sys.exit("there is no GPU that torch sees; try --device cpu")
-    size = LARGE if gpu else TINY
-    size = replace(size, steps=asked.steps or size.steps)
-    code = f"import gpu, json; print(json.dumps(gpu.probe('{asked.device}')))"
-    command, env = [sys.executable, "-c", code], environment(asked.device)
-    found = json.loads(subprocess.check_output(command, cwd=HERE, env=env).splitlines()[-1])
-    device, measured = found["device"], found["matmul"]
-    known = [numbers[2] for name, numbers in PEAKS.items() if gpu and name in device]  # bf16
-    report = {**compare.about_machine(), **found, "size": asdict(size), "rows": {}}
-    report["peak"] = known[0] * 1e12 if known and known[0] else measured
-    report["flops_a_token"] = [flops_a_token(size), flops_a_token(size, attention=6)]
-    file = results_file(asked.output, device)
-    if file.exists():
-        report["rows"] = json.loads(file.read_text())["rows"]
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="bench"))
-    kept = folder / "work.json"
-    rows = {row.name: row for word in asked.rows for row in ROWS if word in row.name}
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU here; try --device cpu", file=sys.stderr)
+        return 2
+    end = time.monotonic() + 60 * asked.minutes
+    sources = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sources))
+    report = {**compare.about_machine(), "load": [os.getloadavg()[0]]}
+    if asked.device == "cuda":
+        report["device"] = torch.cuda.get_device_name()
+        report["versions"]["CUDA"] = torch.version.cuda
+    asked.output.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", f"gpu {report['device']}".lower()).strip("-")
+    file = asked.output.resolve() / f"{name}.json"
+    kept = json.loads(file.read_text())["rows"] if file.exists() else {}
+    folder = Path(tempfile.mkdtemp(prefix="checks"))
+    rows: list[Row] = []
     try:
-        if not kept.exists():
-            folder.mkdir(exist_ok=True)
-            new = Path(tempfile.mkdtemp(dir=folder))
-            todo = compare.prepare(compare.bake(new), replace(size, batch=BATCH), new / "data")
-            kept.write_text(todo.to_json())
-        todo = Work.from_json(kept.read_text())
-        for row in rows.values():
-            print(f"{row.name} ...", file=sys.stderr, flush=True)
-            sized = replace(size, batch=row.micro_batch * row.accumulation)
-            output = tempfile.mkdtemp(dir=folder)
-            found = run_row(row, replace(todo, size=sized, output=output), asked.device)
-            report["rows"][row.name] = found
-            file.write_text(json.dumps(report, indent=1) + "\n")
+        here = Place(asked.device, compare.bake(folder))
+        for name in CHECKS:
+            if any(word in name for word in asked.rows):
+                new = run_check(name, here, end)
+                rows += new
+                kept |= {row.check: {**asdict(row), "date": report["date"]} for row in new}
+                file.write_text(json.dumps({**report, "rows": kept}, indent=1) + "\n")
     finally:
-        if not asked.folder:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    print(compare.markdown(table(report)))
-    whole, half = (each / 1e9 for each in report["flops_a_token"])
-    source = "data sheet" if known else "measured here"
-    print(
-        f"{device}: peak {report['peak'] / 1e12:.3g} TFLOP/s ({source}), a large matrix product "
-        f"{measured / 1e12:.3g}; {whole:.3g} GFLOP a token, {half:.3g} with half the attention; "
-        f"{', '.join(f'{n} {v}' for n, v in report['versions'].items())}; {report['date']}\n{file}"
-    )
+        shutil.rmtree(folder, ignore_errors=True)
+    report["load"].append(os.getloadavg()[0])
+    print(show(report, rows), file, sep="\n")
+    return int(any(row.result == "failed" for row in rows))
 
 
 if __name__ == "__main__":
-    worker() if "BENCH_ROW" in os.environ else main()
+    if "BENCH_ROW" in os.environ:
+        worker()
+    else:
+        sys.exit(main())

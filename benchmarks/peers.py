@@ -86,14 +86,14 @@ def raw_accelerate(todo: Work) -> None:
                 losses = []
 
 
-def trainer(todo: Work) -> None:
+def trainer(todo: Work, **options) -> None:
     """Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
     model, dataset = work.build_model(todo.size), work.build_dataset(todo)
+    options = {"use_cpu": True, **options}
     arguments = TrainingArguments(
         output_dir=todo.output,
-        use_cpu=True,
         per_device_train_batch_size=todo.micro_batch,
         gradient_accumulation_steps=todo.size.micro_batches,
         train_sampling_strategy="sequential",
@@ -107,6 +107,7 @@ def trainer(todo: Work) -> None:
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         seed=work.SEED,
+        **options,
     )
     Trainer(
         model, arguments, train_dataset=dataset, optimizers=(work.build_optimizer(model), None)
@@ -159,7 +160,8 @@ def baked(todo: Work) -> None:
     os.chdir(todo.project)
     sys.path[0] = todo.project
     flags = work.flags(todo.size, micro_batch_size=todo.micro_batch)
-    sys.argv = ["train.py", *flags, "--output_dir", f"{todo.output}/run"]
+    flags += ["--output_dir", f"{todo.output}/run", *os.environ.get("BENCH_FLAGS", "").split()]
+    sys.argv = ["train.py", *flags]
     runpy.run_path("train.py", run_name="__main__")
 
 

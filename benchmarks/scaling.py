@@ -85,16 +85,14 @@ def rows_of(found: dict[str, dict[int, list[float]]]) -> list[dict]:
 
 def describe(report: dict) -> str:
     """A table in Markdown, and a sentence about the machine."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table("scaling", "devices", "items/s", "speed-up", "efficiency", box=box.MARKDOWN)
+    cells = []
     for row in report["rows"]:
         low, high = row["range"]
         speed_up = f"{row['speed-up']:.2f} ({low:.2f} to {high:.2f})"
-        cells = [row["scaling"], str(row["devices"]), f"{row['items/s']:,.0f}", speed_up]
-        shown.add_row(*cells, f"{row['efficiency']:.0%}")
-    return f"{compare.markdown(shown)}\n\n{compare.about(report)}"
+        line = [row["scaling"], row["devices"], f"{row['items/s']:,.0f}", speed_up]
+        cells.append([*line, f"{row['efficiency']:.0%}"])
+    columns = ["scaling", "devices", "items in the loss/s", "speed-up", "efficiency"]
+    return f"{compare.markdown(columns, cells)}\n\n{compare.about(report)}"
 
 
 def draw(rows: list[dict], path: Path, title: str) -> None:
@@ -107,19 +105,8 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
     for kind, text in KINDS.items():
         own = [row for row in rows if row["scaling"] == kind]
         speed_up = [row["speed-up"] for row in own]
-        low, high = ([abs(row["range"][i] - row["speed-up"]) for row in own] for i in (0, 1))
-        devices = [row["devices"] for row in own]
-        axes.errorbar(
-            devices, speed_up, (low, high), marker="o", capsize=3, label=f"{kind}: {text}"
-        )
-        for row in own[1:]:
-            place = (row["devices"], row["speed-up"])
-            text = f"{row['efficiency']:.0%}"
-            beside = (7, -12 if kind == "strong" else 6)  # points
-            axes.annotate(text, place, beside, textcoords="offset points")
-    axes.margins(x=0.1)  # room for the last label
-    axes.set(xlabel="devices", ylabel="speed-up (and efficiency)", xticks=numbers, title=title)
-    axes.set_ylim(0)
+        axes.plot([row["devices"] for row in own], speed_up, "o-", label=f"{kind}: {text}")
+    axes.set(xlabel="devices", ylabel="speed-up", xticks=numbers, title=title)
     axes.legend()
     figure.savefig(path, dpi=150)
 
