@@ -42,7 +42,7 @@ define fit_python
 endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
-.PHONY: help demo test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
+.PHONY: help demo docs test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
 	bench-scale figure gpu
 
 help:  ## list these targets
@@ -100,6 +100,12 @@ bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 
 
 figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py
+
+docs: $(TESTS)  ## build the site into .cache/site, with warnings as errors: a minute
+	@test -d .venv/docs || $(call add,.venv/docs,-r docs/requirements.txt)
+	@$(SOURCES) $(VENV)/bin/python docs/render.py
+	@PYTHONPATH='$(CURDIR)/.venv/docs' $(VENV)/bin/python -m sphinx -q -W --keep-going docs .cache/site
+	@echo .cache/site/index.html
 
 gpu: $(TESTS)  ## check what only a GPU can show, in an hour at most (in ten minutes: ARGS="--minutes 10")
 	@$(SOURCES) $(VENV)/bin/python benchmarks/gpu.py $(ARGS)

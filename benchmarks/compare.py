@@ -42,7 +42,7 @@ import torch
 from samestep.core.order import sample_ids
 from samestep.project.startup import read_config, read_data
 from train import Config
-cfg = read_config(Config, "\\n\\n")
+cfg = read_config(Config, None, sys.argv[1:])
 _, bound, (rows, _), _ = read_data(cfg, task)
 torch.save(bound.collate([rows[i] for i in range(len(rows))]), cfg.output_dir + "/rows.pt")
 steps = min(4000, 20 * len(rows) // cfg.global_batch_size)

@@ -90,9 +90,9 @@ def encode(
 ) -> datasets.DatasetDict:
     """The rows with numbers in place of `label`, for the loss:
 
-    labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
-              deviations from the mean of the training rows, float32
-    weight    of the row in the loss, float32
+    - labels: classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
+      deviations from the mean of the training rows, float32
+    - weight: of the row in the loss, float32
 
     Names, or mean and deviation, are saved in `folder`; if they are there, a run resumes, and keeps
     them. Classes are those of all rows of cfg.data, also of those that are held out; where rows to
