@@ -134,10 +134,9 @@ def icon(number, size=12):
     return file.getvalue()
 
 
-def test_what_is_transparent_is_put_on_the_background():
-    for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
-        stored = images.square(icon(4), 12, background)
-        assert (stored[:5, :5] <= 12).all() and (np.abs(stored[8:, 8:] - color) <= 1).all()
+def test_what_is_transparent_is_put_on_white():
+    stored = images.square(icon(4), 12)
+    assert (stored[:5, :5] <= 12).all() and (stored[8:, 8:] >= 254).all()
 
 
 PROCESSORS = [

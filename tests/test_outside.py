@@ -200,7 +200,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     data = {"samples": 9, "fingerprint": "f"}
     facts = {"step": 1, "steps": 1, "scores": scores, "config": config, "data": data}
     facts |= {"hardware": {"torch": "2.13.0"}, "devices": "1 x cpu, fp32"}
-    about = {"architectures": ["ViTForImageClassification"], "background": "navy"}
+    about = {"architectures": ["ViTForImageClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(about))
     place = Path("runs") / 'x"\n```\n\u202e' / "model"
     model_card.write_card(tmp_path, place, facts)
@@ -219,4 +219,4 @@ def test_a_model_card_with_hostile_names(tmp_path):
     assert rows[:3] == ["| a\\|b | 1 |", "| line break | 2 |", "| eval_loss | 3 |"]
     settings = card.partition("## Settings\n\n")[2].partition("\n##")[0]
     assert yaml.safe_load(textwrap.dedent(settings)) == config
-    assert "\n`pipeline` ignores transparency: put such images on navy first" in card
+    assert "\n`pipeline` ignores transparency; `samestep predict` puts images on white." in card

@@ -46,8 +46,6 @@ class TaskConfig(DataConfig, ModelConfig):
     """Table: column of paths, or of images as the Hub has them."""
     label_column: str = "label"
     """Table: column of classes."""
-    background: str = "white"
-    """Color behind transparent images, in training and in predictions: a name, or "#rrggbb"."""
     image_size: Side = 32
     """New model: side in pixels of the square that it sees; a pretrained model has its own."""
     cache_image_size: StoredSide = 0
@@ -167,9 +165,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
             sizes |= {"num_groups": groups, "drop_path_rate": cfg.dropout}
         kinds = {"resnet": transformers.BitConfig, "resnet_batchnorm": transformers.ResNetConfig}
         config = kinds[cfg.architecture](**sizes)
-    model = pretrained.build_classifier(auto, cfg, config, names, ("classifier",))
-    model.config.background = cfg.background  # for predictions: image processors cannot hold it
-    return model
+    return pretrained.build_classifier(auto, cfg, config, names, ("classifier",))
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -142,7 +142,7 @@ class Images(torch.utils.data.Dataset):
         problem = "it has changed, or another version of Pillow decodes it otherwise"
         try:
             image = row["bytes"] or os.fsdecode(row["path"])
-            pixels = square(image, self.side, self.cfg.background)
+            pixels = square(image, self.side)
             if hashlib.sha256(pixels.data).hexdigest() == row["digest"]:
                 return pixels
         except Exception as error:

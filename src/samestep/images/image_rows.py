@@ -54,7 +54,6 @@ def check_config(cfg: Any) -> None:
     rules = [
         ("data", len(sources.split_data(cfg.data)) == 1, "one folder, file or dataset"),
         ("validation_data", not (is_bundled and cfg.validation_data), "empty for digits"),
-        ("background", images.is_color(cfg.background), "a color, as white or '#ffffff'"),
         ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
         ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
         ("stages", len(cfg.stages or "four") == 4, "four numbers, as [3, 4, 6, 3]"),
@@ -191,20 +190,20 @@ def decode_options(
         hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
         raise ValueError(f"task.cache_dir: {os.strerror(errno.ENOSPC)} to write them twice; {hint}")
     return {
-        "fn_kwargs": {"side": side, "background": cfg.background, "stored": stored},
+        "fn_kwargs": {"side": side, "stored": stored},
         "remove_columns": removed,
         "features": datasets.Features({n: f for n, f in features.items() if n not in removed}),
     }
 
 
-def decode(batch: dict[str, list], side: int, background: str, stored: bool) -> dict[str, list]:
+def decode(batch: dict[str, list], side: int, stored: bool) -> dict[str, list]:
     """Squares of images, for `map`: the middle of each, uint8 (side * side * 3,); their digests,
     which are the same where `stored` leaves the squares out; and what is wrong with an image."""
     found: dict[str, list] = {"digest": [], "problem": [], "square": []}
     for path, content in zip(batch["path"], batch["bytes"], strict=True):
         pixels, problem = np.zeros((side, side, 3), np.uint8), ""
         try:
-            pixels = images.square(content or os.fsdecode(path), side, background)
+            pixels = images.square(content or os.fsdecode(path), side)
         except MemoryError:
             raise
         except Exception as error:  # each decoder has its own

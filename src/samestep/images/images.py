@@ -1,5 +1,6 @@
-"""One image: opened safely, put on a background, cut to a square."""
+"""One image: opened safely, put on white, cut to a square."""
 
+import contextlib
 import io
 import os
 import stat
@@ -8,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
-
-from samestep.base.console import one_line
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 # Pillow opens many more formats, EPS by starting Ghostscript.
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -36,34 +35,19 @@ def open_image(source: str | Path | bytes) -> Any:
     return image
 
 
-def flatten(image: Any, background: str) -> Any:
-    """A Pillow image in RGB; the background shows where it is transparent."""
+def upright(image: Any) -> Any:
+    """A Pillow image in RGB, turned as its EXIF block says, on white where it is transparent. A
+    broken block is ignored. Raises what the decoder raises."""
+    image.load()  # the block of some formats is behind the pixels
+    with contextlib.suppress(Exception):  # Pillow raises SyntaxError, struct.error and others
+        image = ImageOps.exif_transpose(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
-    ground = Image.new("RGBA", image.size, background)
+    ground = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 
 
-def is_color(text: str) -> bool:
-    """Whether Pillow knows this text as an opaque colour."""
-    try:
-        color = ImageColor.getrgb(text)
-    except ValueError:
-        return False
-    return len(color) == 3 and max(color) <= 255
-
-
-def upright(image: Any) -> tuple[Any, str]:
-    """A Pillow image turned as its EXIF block says, and what is wrong with the block, if anything:
-    then it stays as it is. Raises what the decoder raises."""
-    image.load()  # the block of some formats is behind the pixels
-    try:
-        return ImageOps.exif_transpose(image), ""
-    except Exception as error:  # Pillow raises SyntaxError, struct.error and others for it
-        return image, one_line(error)
-
-
-def square(image: Any, side: int, background: str = "white") -> np.ndarray:
+def square(image: Any, side: int) -> np.ndarray:
     """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels.
 
     `image`: a path, bytes, or a Pillow image.
@@ -71,7 +55,7 @@ def square(image: Any, side: int, background: str = "white") -> np.ndarray:
     if not isinstance(image, Image.Image):
         image = open_image(image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-    image = flatten(upright(image)[0], background)
+    image = upright(image)
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
 
 

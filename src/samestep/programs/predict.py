@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from samestep.base.console import one_line
-from samestep.images.images import flatten, open_image, upright
+from samestep.images.images import open_image, upright
 from samestep.programs import make_parser
 from samestep.project.export_check import load
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
@@ -65,9 +65,7 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     asked: Any = given
     if pipe.task == "image-classification":  # given a path, it would fetch URLs
         with open_image(given) as image:
-            asked, _ = upright(image)
-        if getattr(config, "background", None):  # as in training
-            asked = flatten(asked, config.background)
+            asked = upright(image)  # as in training
     elif getattr(config, "text_pair", False):
         first, tab, second = given.partition("\t")
         if not tab:

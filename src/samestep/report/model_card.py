@@ -67,9 +67,8 @@ def describe_use(task: str, folder: Path, name: str) -> str:
     if "label_std" in config:
         value = f"score * {config['label_std']!r} + {config.get('label_mean', 0.0)!r}"
         notes.append(f"`score` is in standard deviations from the mean; the value is `{value}`.")
-    if task == "image-classification" and config.get("background"):
-        color = escape_markdown(config["background"])
-        notes.append(f"`pipeline` ignores transparency: put such images on {color} first, as here.")
+    if task == "image-classification":
+        notes.append("`pipeline` ignores transparency; `samestep predict` puts images on white.")
     return "\n\n".join(notes)
 
 
