@@ -52,7 +52,7 @@ def test_the_table_of_contents_is_that_of_the_docs_and_each_name_is_there():
 
 # Processes, and words of the last line of the first process that fails.
 MISTAKES = {
-    "mean": (1, "rows together have the loss "),
+    "mean": (1, "the loss is "),
     "vector": (1, "the loss is a tensor, float32, of shape (2, 1); give"),
     "no_backward": (1, "step.backward was called 0 times for a batch; call it once"),
     "two_backwards": (1, "step.backward was called 2 times for a batch; call it once"),

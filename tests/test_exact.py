@@ -1,8 +1,6 @@
 """exact: the same bytes on any number of processes. And how a step is assigned, and added up."""
 
-import itertools
 import json
-import math
 import shutil
 from types import SimpleNamespace
 
@@ -298,85 +296,8 @@ def test_no_way_to_assign_takes_less_time(batches, speeds, least):
             assert max(shares) - min(shares) <= 1 and list(shares) == sorted(shares)[::-1]
 
 
-def test_a_plan_covers_the_step_in_near_equal_parts(batches):
-    """As few as fit the devices, and as many for each process, unless there are fewer samples."""
-    for samples, size, ranks, shares in itertools.product(
-        range(1, 49), (1, 2, 3, 5, 8, 50), range(1, 9), ("equal", "auto")
-    ):
-        if samples < ranks:
-            with pytest.raises(ValueError, match=f"start at most {samples}$"):
-                batches.plan_step(samples, size, ranks)
-            continue
-        plan = batches.plan_step(samples, size, ranks, device_shares=shares)
-        parts = [plan.positions(range(samples), number) for number in range(plan.count)]
-        assert [*itertools.chain(*parts)] == [*range(samples)]
-        sizes = {len(part) for part in parts}
-        assert max(sizes) == plan.largest <= size and max(sizes) - min(sizes) <= 1 <= min(sizes)
-        least = ranks * math.ceil(samples / size / ranks)
-        if shares == "auto" and ranks > 1:
-            least = max(least, 4 * ranks)
-        assert sum(plan.shares) == plan.count == min(least, samples)
-        assert max(plan.shares) - min(plan.shares) <= 1 <= min(plan.shares)
-        if samples % (ranks * size) == 0 and shares == "equal":
-            assert sizes == {size}  # what choosing sizes so gives: the same masks everywhere
-
-
-def test_exact_fixes_the_micro_batches(batches):
-    for samples, size, ranks in itertools.product(range(1, 41), range(1, 12), range(1, 7)):
-        if samples % size or samples // size < ranks:
-            said = f"exact: {samples} samples in micro-batches of {size} "
-            said = said if samples >= ranks else f"{samples}, fewer samples than the {ranks} "
-            with pytest.raises(ValueError, match=said):
-                batches.plan_step(samples, size, ranks, exact=True)
-        else:
-            plan = batches.plan_step(samples, size, ranks, exact=True)
-            assert plan.largest == size and plan.count == samples // size
-
-
 def test_neighbours_that_share_weights_take_turns(batches):
     """Two copies of a model, each on three processes: a copy has one run of micro-batches."""
     plan = batches.plan_step(12, 1, 6, exact=True, in_step=3)
     runs = [[*plan.run(rank)] for rank in range(6)]
     assert runs == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
-
-
-# ---- The tree ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def symbols(monkeypatch):
-    """samestep.core.exact, which adds texts in place of tensors: a sum shows its order."""
-    from samestep.core import exact
-
-    def add(right, left):
-        right[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
-
-    monkeypatch.setattr(exact, "torch", SimpleNamespace(_foreach_add_=add))
-    return exact
-
-
-def expected_sum(first, end):
-    """The text of the sum over [first, end), cut at the largest power of two."""
-    if end - first == 1:
-        return str(first)
-    middle = first + 2 ** ((end - first - 1).bit_length() - 1)
-    return f"({expected_sum(first, middle)}+{expected_sum(middle, end)})"
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 13, 16])
-def test_any_division_into_runs_is_added_in_the_same_order(symbols, count):
-    """Into one to five runs, some of them empty, each a few nodes."""
-    for ranks in range(1, 6):
-        for cuts in itertools.combinations_with_replacement(range(count + 1), ranks - 1):
-            whole = symbols.TreeSum()
-            for first, end in itertools.pairwise((0, *cuts, count)):
-                own = symbols.TreeSum()
-                for number in range(first, end):
-                    own.add(number, [str(number)])
-                nodes = [(begin, size) for begin, size, _ in own.nodes]
-                assert nodes == symbols.nodes_of(range(first, end))
-                assert len(nodes) <= max(1, 2 * math.log2(max(end - first, 1)))
-                for begin, size, sums in own.nodes:
-                    whole.add(begin, sums, size)
-            assert whole.total() == [expected_sum(0, count)]
-            assert whole.nodes == []

@@ -6,20 +6,6 @@ from samestep.base.errors import UserError
 from samestep.core import batches
 
 
-@pytest.mark.parametrize(
-    "shares, micro", [((1,), 8), ((4,), 2), ((1, 1), 4), ((2, 2, 2, 2), 1), ((3, 3, 2), 1)]
-)
-def test_any_cut_gives_a_step_the_same_positions(shares, micro):
-    steps = [[], [], []]
-    for rank, share in enumerate(shares):
-        plan = batches.StepPlan(8, micro, shares, rank)
-        slices = list(batches.StepBatchSampler(plan, 24, 48))
-        assert len(slices) == 3 * share and {*map(len, slices)} == {micro}
-        for step in range(3):
-            steps[step] += sum(slices[step * share : (step + 1) * share], [])
-    assert steps == [list(range(24 + 8 * step, 32 + 8 * step)) for step in range(3)]
-
-
 @pytest.mark.parametrize("shares", [(1,), (2, 2), (1, 1, 1), (5, 2, 1)])
 def test_an_evaluation_covers_every_sample_once_and_the_rest_is_filler(shares):
     """Six batches, the last of one row. All ranks get as many as the busiest."""

@@ -14,7 +14,6 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -219,36 +218,40 @@ class StepBatchSampler:
 class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
-    A batch has micro_batch_size rows, and none has rows of two sources. All ranks get as many as
-    the busiest, since a sharded model computes on all at once; what is added holds the position
-    past the last row, without weight.
+    A batch has micro_batch_size rows, and none has rows of two sources; the batches of all sources
+    are numbered through, as those of one step, `plan`. All ranks get as many as the busiest, since
+    a sharded model computes on all at once; what is added holds the position past the last row,
+    without weight.
     """
 
     def __init__(self, plan: StepPlan, rows: "SampleDataset"):
         self.size, self.rows = plan.micro_batch_size, rows
-        counts = [-(-each // self.size) for each in rows.source_sizes]
+        self.counts = [-(-each // self.size) for each in rows.source_sizes]  # batches of each
         # All batches at once, so some ranks may have none of a source.
-        shares = assign_micro_batches(sum(counts), plan.shares)
-        ends = [*accumulate(shares, initial=0)]  # of the ranks' runs
-        self.plans, first = [], 0  # the evaluation of each source as one step
-        for samples, count in zip(rows.source_sizes, counts, strict=True):
-            cuts = [min(max(end - first, 0), count) for end in ends]
-            shares = tuple(end - begin for begin, end in pairwise(cuts))
-            self.plans.append(StepPlan(samples, self.size, shares, plan.rank))
-            first += count
+        shares = assign_micro_batches(sum(self.counts), plan.shares)
+        self.plan = StepPlan(len(rows), self.size, shares, plan.rank)
 
     def __len__(self):
-        return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
+        return max(self.plan.shares)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """The number of each batch of this rank, and that of its source."""
+        sources = np.repeat(np.arange(len(self.counts)), self.counts)
+        for number in self.plan.run():
+            yield number, int(sources[number])
 
     def __iter__(self):
-        fillers, first = len(self), 0
-        for plan in self.plans:
-            run, positions = plan.run(), range(first, first + plan.samples)
-            positions = self.rows.sort(positions) if run else positions
-            for number in run:
-                yield list(positions[number * self.size : (number + 1) * self.size])
-            fillers, first = fillers - len(run), first + plan.samples
-        yield from [[first]] * fillers
+        run, number, first = self.plan.run(), 0, 0  # those of the next source
+        for samples, count in zip(self.rows.source_sizes, self.counts, strict=True):
+            own = range(max(run.start, number), min(run.stop, number + count))
+            positions: Sequence[int] = range(first, first + samples)
+            if own:
+                positions = self.rows.sort(positions)
+            for each in own:
+                begin = (each - number) * self.size
+                yield list(positions[begin : begin + self.size])
+            number, first = number + count, first + samples
+        yield from [[first]] * (len(self) - len(run))
 
 
 class SampleDataset(torch.utils.data.Dataset):

@@ -278,6 +278,12 @@ def has_right_sizes(path: Path) -> bool:
 # ---- Checkpoints of a run ------------------------------------------------------------------------
 
 
+def samples_at(step: int, saved: dict, size: int) -> int:
+    """Samples of a run up to the end of a step of `size` samples each, where it resumes from the
+    checkpoint with the manifest `saved`: before it, steps may have had another size."""
+    return saved.get("samples", 0) + (step - saved.get("step", 0)) * size
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, valid or not, newest first.
 

@@ -5,8 +5,8 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from samestep.base.errors import UserError, some
 from samestep.core.ranks import Ranks
 from samestep.core.weights import bit_sums
 
+SMALLEST = 0.01  # sums below it are compared as if they were so large
 ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
 
 # ---- A backward pass before the first step -------------------------------------------------------
@@ -54,30 +55,24 @@ def without_exchange(model: torch.nn.Module) -> Any:
     return getattr(model, "no_sync", contextlib.nullcontext)()
 
 
-def try_backward(ranks: Ranks, model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> None:
-    """Computes the gradient of the same rows on all processes, before the first step of a start.
+def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
+    """Asks for a backward pass of the same rows on all processes, once or twice, before the first
+    step of a start: `for _ in backward_passes(...): loss().backward()`.
 
-    Raises UserError where a weight gets none and DDP would wait for it; a process alone remarks it.
-    Then DDP chooses its buckets, as it does after its first backward pass. In the steps after that
-    sums round in another way: a run that resumes would differ from an uninterrupted one.
+    Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
+    remarks it. Then DDP chooses its buckets, as it does after its first backward pass. In the steps
+    after that sums round in another way: a run that resumes would differ from an uninterrupted one.
     """
     if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
         return
-    if needs_all_weights(ranks, model):
+    if not getattr(model, "static_graph", False):
         with nothing_changes(model):
-            with ranks.fail_together(), without_exchange(model):
-                loss_of().backward()
+            with without_exchange(model):
+                yield
             check_all_used(ranks, model)
     if isinstance(model, DistributedDataParallel):
         with nothing_changes(model):
-            loss_of().backward()
-
-
-def needs_all_weights(ranks: Ranks, model: torch.nn.Module) -> bool:
-    """Whether DDP waits for a gradient of every weight in each step, or would on several
-    processes."""
-    searches = ("find_unused_parameters", "static_graph")
-    return not (ranks.layout.sharded or any(getattr(model, each, False) for each in searches))
+            yield
 
 
 def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
@@ -131,12 +126,60 @@ def random_state(device: torch.device) -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
-def is_mean(together: tuple[float, int], alone: list[tuple[float, int]]) -> bool:
-    """Whether the loss is a mean, where random numbers are drawn, so that sums cannot be compared:
-    the loss per item of eight rows is then an eighth of that of each. Each is (loss, items)."""
-    counted = [(loss, items) for loss, items in alone if items and math.isfinite(loss)]
-    per_item = sum(loss for loss, _ in counted) / max(sum(items for _, items in counted), 1)
-    return abs(together[0]) / max(together[1], 1) < abs(per_item) / 2
+class Computed(NamedTuple):
+    """What a function has computed of some rows."""
+
+    batch: Any
+    num_items: int  # in the loss
+    sums: dict[str, torch.Tensor]  # by name; a loss is called ""
+    draws: bool  # random numbers, in collate or in the model
+    collate_draws: bool = False
+
+
+def differ(place: str, together: Computed, alone: list[Computed], limit: float) -> str:
+    """How sums of rows together differ from those of each alone, by more than `limit` as a part of
+    their size; empty: they do not. `place`: what has computed them.
+
+    Where random numbers are drawn each batch has others. There the loss per item is compared: that
+    of a mean over eight rows is an eighth of that of each. Raises ValueError for other shapes.
+    """
+    if together.draws:
+        return differ_by_item(place, together, alone)
+    for key, value in together.sums.items():
+        name = f"{place}: {key!r}" if key else place
+        own = [each.sums[key].double() for each in alone]
+        if any(each.shape != value.shape for each in own):
+            raise ValueError(
+                f"{name} has the shape {(*value.shape,)} for {len(alone)} rows and "
+                f"{(*own[0].shape,)} for one; give a sum over the rows"
+            )
+        if not value.numel():
+            continue
+        total = torch.stack(own).sum(0)
+        size = max(float(torch.stack(own).abs().sum(0).max()), SMALLEST)
+        if float((value.double() - total).abs().max()) > limit * size:
+            return described(name, float(value.sum()), float(total.sum()), len(alone))
+    return ""
+
+
+def differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
+    """As `differ`, by the loss per item: whether it is less than half of that of each."""
+    counted = [(float(each.sums[""]), each.num_items) for each in alone]
+    counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
+    total = sum(loss for loss, _ in counted)
+    per_item = total / max(sum(items for _, items in counted), 1)
+    loss = float(together.sums[""])
+    if abs(loss) / max(together.num_items, 1) < abs(per_item) / 2:
+        return described(place, loss, total, len(alone))
+    return ""
+
+
+def described(name: str, together: float, alone: float, rows: int) -> str:
+    return (
+        f"{name} is {together:.6g} for {rows} rows together, but {alone:.6g} as the sum of each "
+        "alone. A mean, padding without a mask, or a loss across rows does that: micro-batches "
+        "would change the result"
+    )
 
 
 # ---- Are the processes alike? --------------------------------------------------------------------

@@ -13,6 +13,7 @@ bytes as DDP's all-reduce where each process has one node.
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -72,14 +73,11 @@ def nodes_of(run: range) -> list[tuple[int, int]]:
     return [(first, size) for first, size, _ in tree.nodes]
 
 
-def exchange(
-    total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None
-) -> Iterator[None]:
+def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
     """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
     this process's run; the last of these may be `total` itself.
 
-    `runs` are those of the processes of the group. It sends at first, then adds, and then waits.
-    All processes must go on alike.
+    `runs` are those of the processes of the group, which call it together.
     """
     rank, count = dist.get_rank(group), len(runs)
     places = total.tensor_split(count)  # the part of each process
@@ -88,29 +86,24 @@ def exchange(
     parts = [[torch.empty_like(places[rank]) for _ in nodes_of(run)] for run in runs]
     parts[rank] = [each[rank] for each in cut]
 
-    def send(given: Sequence[tuple[Callable, int, torch.Tensor]]) -> list:
+    def send(given: Sequence[tuple[Callable, int, torch.Tensor]]) -> None:
         pairs = [each for each in given if len(each[2])]
         ops = [dist.P2POp(f, t, group=group, group_peer=peer) for f, peer, t in pairs]
-        return dist.batch_isend_irecv(ops) if ops else []
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
 
-    works = send(
+    send(
         [(dist.isend, peer, each[peer]) for peer in others for each in cut]
         + [(dist.irecv, peer, each) for peer in others for each in parts[peer]]
     )
-    yield
-    for work in works:
-        work.wait()
     tree = TreeSum()
     for (first, size), part in zip(chain(*map(nodes_of, runs)), chain(*parts), strict=True):
         tree.add(first, [part], size)
     places[rank].copy_(tree.total()[0])
-    works = send(
+    send(
         [(dist.isend, peer, places[rank]) for peer in others]
         + [(dist.irecv, peer, places[peer]) for peer in others]
     )
-    yield
-    for work in works:
-        work.wait()
 
 
 def exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
@@ -127,8 +120,7 @@ def exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
     totals = []
     for places in pieces:
         vectors = [torch.cat([flat(sums[place]) for place in places]) for sums in nodes]
-        for _ in exchange(vectors[-1], vectors, runs):
-            pass
+        exchange(vectors[-1], vectors, runs)
         own = [nodes[-1][place] for place in places]
         parts = vectors[-1].split([each.numel() for each in own])
         for part, like in zip(parts, own, strict=True):
@@ -140,6 +132,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in the order of memory. A gradient has the strides of its weight, so this order
     is the same on all processes."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def be_deterministic() -> None:
+    """Makes torch compute the same bits from the same numbers."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
@@ -302,8 +302,7 @@ class TreeReduceScatter:
             total, turns = nodes[-1], len(plan.run())
             starts = [plan.run(i * group.size())[0] for i in range(self.across.size())]
             runs = [range(start, start + turns * group.size()) for start in starts]
-            for _ in exchange(total, nodes, runs, self.across):
-                pass
+            exchange(total, nodes, runs, self.across)
         else:
             (total,) = self.tree.total()
         if not (self.across and self.across.rank()):  # FSDP will add the copies' outputs

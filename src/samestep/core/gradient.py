@@ -30,6 +30,9 @@ class StepGradients:
         self.checking = True  # the first step
         self.guarded, self.compared = False, False
         checks.say_kinds(ranks, model)
+        # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+        more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
+        accelerator.gradient_state.plugin_kwargs.update(more)
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
             model.broadcast_buffers = False  # nothing that training changes: a message less
 

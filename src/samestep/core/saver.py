@@ -27,7 +27,7 @@ class Saver:
         self.main = ranks.layout.rank == 0
         self.keep_every = 0  # steps between checkpoints that are kept for good
         self.step = 0  # of the newest checkpoint
-        self.first_step = self.first_sample = 0  # done before this start
+        self.saved: dict = {}  # the manifest of the checkpoint from which the run resumes
         self.previous = ""  # its entry in the chain: see state_hash.chain_hash
         self.hashed: dict[str, Any] = {}  # the hash of its state, and the seconds that it took
 
@@ -36,16 +36,16 @@ class Saver:
         return {**self.manifest, "step": step, "samples": self.samples(step)}
 
     def samples(self, step: int) -> int:
-        """Samples of the run up to the end of this step; the size of a step may have changed."""
+        """Samples of the run up to the end of this step."""
         size = self.manifest["config"]["global_batch_size"]
-        return self.first_sample + (step - self.first_step) * size
+        return checkpoints.samples_at(step, self.saved, size)
 
     def restore(self, path: Path, saved: dict) -> None:
         """Restores a checkpoint, which has the manifest `saved`."""
         with self.ranks.fail_together():
             self.state.load(path, saved, self.manifest)
-        self.step, self.previous = saved["step"], state_hash.chain_hash(saved)
-        self.first_step, self.first_sample = saved["step"], saved["samples"]
+        self.saved, self.step = saved, saved["step"]
+        self.previous = state_hash.chain_hash(saved)
 
     def save_step(self, step: int) -> None:
         """Saves this step, unless it is saved already."""

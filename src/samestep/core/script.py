@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError
-from samestep.core import batches, checks, provenance, weights
+from samestep.core import batches, checks, exact, provenance, weights
 from samestep.core.loader import MicroBatch
 
 if TYPE_CHECKING:
@@ -49,15 +49,19 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: A
         )
 
 
-def compute_exactly(accelerator: Accelerator) -> None:
-    """Makes torch deterministic; raises UserError for a precision that is not."""
+def compute_exactly(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Makes torch deterministic; raises UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
     if precision == "fp8" or (is_fsdp and precision != "no"):
         raise UserError(f"exact does not work in {precision} here; use fp32, or DDP")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    if accelerator.device.type == "cpu":
+    exact.be_deterministic()
+    on_cpu = accelerator.device.type == "cpu"
+    if on_cpu and is_fsdp and any(group.get("fused") for group in optimizer.param_groups):
+        raise UserError(
+            "exact: under FSDP on CPUs a fused optimizer rounds the last values of a shard in "
+            "another way; leave out fused=True"
+        )
+    if on_cpu:
         torch.set_num_threads(1)  # sums depend on the number of threads
 
 
@@ -155,49 +159,44 @@ def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) 
 # ---- Is the loss a sum? --------------------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-    """What the body of the loop has computed of some rows."""
-
-    loss: float
-    num_items: int
-    draws: bool  # random numbers, in collate or in the model
-
-
 def try_loop(step: "Step") -> Iterator[Any]:
     """Gives a short and a long row together to the body of the loop, then each alone, in eval mode:
     the loss of both must be the sum of the losses of each.
 
-    Where random numbers are drawn it compares the loss per item of eight rows. Its backward passes
-    also let DDP choose its buckets: it does so after the first one, and sums round in another way
-    from then on.
+    Where random numbers are drawn it compares the loss per item of eight rows. For the passes in
+    train mode before that see checks.backward_passes.
     """
     run = step.training
     rows = [run.few[0], run.few[-1]]
     print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
     with weights.eager(run.model):
-        if checks.needs_all_weights(run.ranks, run.model):  # in train mode, as in a step
-            with checks.nothing_changes(run.model):
-                with checks.without_exchange(run.model):
-                    yield from try_batch(step, rows)
-                checks.check_all_used(run.ranks, run.model)
+        for _ in checks.backward_passes(run.ranks, run.model):
+            yield from try_batch(step, rows)
         run.model.eval()
         together = yield from try_batch(step, rows)
-        alone = []
         if together.draws:
             rows = run.few
             together = yield from try_batch(step, rows)
-        if not run.rows_depend:
-            for number, row in enumerate(rows):
-                alone.append((yield from try_batch(step, [row], number)))
+        alone = []
+        for number, row in enumerate(() if run.rows_depend else rows):
+            alone.append((yield from try_batch(step, [row], number)))
     run.model.train()
     step.losses = []
-    if alone:
-        compare(run, together, alone)
+    limit = 1e-4 if run.accelerator.mixed_precision == "no" else 5e-2
+    problem = alone and checks.differ("the loss", together, alone, limit)
+    if problem:
+        raise UserError(
+            f"{problem}: step.backward takes the sum over the items, not their mean "
+            "(reduction='sum', or mean=True with the count of that mean); if rows depend on each "
+            "other by intent, give rows_depend=True"
+        )
 
 
-def try_batch(step: "Step", samples: list[tuple], number: int = 0) -> Generator[Any, None, Tried]:
-    """Gives these samples to the body of the loop as one batch; returns a Tried. `number`: that of
-    its random numbers."""
+def try_batch(
+    step: "Step", samples: list[tuple], number: int = 0
+) -> Generator[Any, None, checks.Computed]:
+    """Gives these samples to the body of the loop as one batch; returns a Computed. `number`: that
+    of its random numbers."""
     run, accelerator = step.training, step.training.accelerator
     batches.seed_micro_batch(run.seed, 1, number)
     before = checks.random_state(accelerator.device)
@@ -208,26 +207,7 @@ def try_batch(step: "Step", samples: list[tuple], number: int = 0) -> Generator[
     yield from step.compute(micro_batch, send_to_device(batch, accelerator.device))
     checks.check_reduced(run.model)
     draws = checks.random_state(accelerator.device) != before
-    return Tried(float(step.losses[0]), num_items, draws)
-
-
-def compare(run: "Training", together: Tried, alone: list[Tried]) -> None:
-    """Raises UserError unless the loss of rows together is the sum of the loss of each."""
-    total = sum(each.loss for each in alone)
-    if together.draws:  # other numbers for each batch
-        pairs = [(each.loss, each.num_items) for each in (together, *alone)]
-        same = not checks.is_mean(pairs[0], pairs[1:])
-    else:
-        tolerance = 1e-4 if run.accelerator.mixed_precision == "no" else 5e-2
-        same = abs(together.loss - total) <= tolerance * sum(abs(each.loss) for each in alone)
-    if not same:
-        shown = " + ".join(f"{each.loss:.5g}" for each in alone)
-        raise UserError(
-            f"{len(alone)} rows together have the loss {together.loss:.5g}, and alone {shown}: "
-            "step.backward takes the sum over the items, not their mean (reduction='sum', or "
-            "mean=True with the count of that mean); padding must not count; if rows depend on "
-            "each other by intent, give rows_depend=True"
-        )
+    return checks.Computed(batch, num_items, {"": step.losses[0]}, draws)
 
 
 # ---- In the loop ---------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from samestep.base.signals import SIGNALS
 
 class StopRequest:
     """Records in its body that this process was asked to stop: by a signal, or by the death of its
-    launcher. A second Ctrl-C, more than a second after the first signal, interrupts it."""
+    launcher, the process `launcher`. A second Ctrl-C, more than a second after the first,
+    interrupts it."""
 
-    def __init__(self):
-        self.since: float | None = None  # when the first signal came
+    def __init__(self, launcher: int | None = None):
+        self.launcher = launcher
+        self.received: dict[int, float] = {}  # when each signal came first
         self.before: dict[int, Any] = {}  # the handlers of others
-        launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-        self.launcher = os.getppid() if launched else None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -33,12 +33,22 @@ class StopRequest:
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal. One Ctrl-C may come twice, from the terminal and from torchelastic."""
-        if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
-            self.__exit__()
-            raise KeyboardInterrupt
-        self.since = self.since or time.monotonic()
+        first = self.received.setdefault(number, time.monotonic())
+        if number == signal.SIGINT and time.monotonic() - first > 1:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Ends what this process does."""
+        self.__exit__()
+        raise KeyboardInterrupt
 
     def requested(self) -> int:
         """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
         orphaned = self.launcher is not None and os.getppid() != self.launcher
-        return int(orphaned or self.since is not None)
+        return int(orphaned or bool(self.received))
+
+
+def launcher_by_environment() -> int | None:
+    """The process id of the launcher, where it has set its variables."""
+    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    return os.getppid() if launched else None

@@ -5,18 +5,21 @@ import math
 import torch
 
 from samestep.base.errors import UserError
-from samestep.core.batches import StepPlan
+from samestep.core.batches import EvaluationSampler
 from samestep.core.exact import TreeSum, exchange
 from samestep.core.ranks import Ranks
 
 
 class EvaluationSums:
-    """Sums a task's eval_sums over the batches of each source, in float64."""
+    """Sums a task's eval_sums over all batches, in float64.
 
-    def __init__(self, plans: list[StepPlan], device: torch.device):
-        self.plans, self.trees = plans, [TreeSum() for _ in plans]
-        pairs = zip(self.trees, plans, strict=True)
-        self.places = ((tree, number) for tree, plan in pairs for number in plan.run())
+    The batches of all sources are numbered through, and added up one tree. Each adds a row for each
+    source: its own sums in that of its source, and zeros.
+    """
+
+    def __init__(self, sampler: EvaluationSampler, device: torch.device):
+        self.plan, self.sources = sampler.plan, len(sampler.counts)
+        self.tree, self.places = TreeSum(), sampler.places()
         # Apple's GPUs have no float64.
         self.device = torch.device("cpu") if device.type == "mps" else device
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
@@ -27,11 +30,13 @@ class EvaluationSums:
         layout = {name: tuple(value.shape) for name, value in sums.items()}
         if layout not in self.layouts:
             self.layouts.append(layout)
-        values = [value.to(self.device).double().reshape(-1) for value in sums.values()]
-        self.values = torch.cat(values)
-        tree, number = next(self.places, (None, 0))
-        if tree and len(self.layouts) == 1:
-            tree.add(number, [self.values])
+        values = torch.cat([value.to(self.device).double().flatten() for value in sums.values()])
+        number, source = next(self.places, (-1, 0))
+        self.zeros = values.new_zeros(self.sources, len(values))
+        if number >= 0 and len(self.layouts) == 1:
+            rows = self.zeros.clone()
+            rows[source] = values
+            self.tree.add(number, [rows.flatten()])
 
     def total(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
         """The sums of each source over all processes, in CPU memory; all processes must call it.
@@ -44,22 +49,19 @@ class EvaluationSums:
                 f"task.eval_sums returns tensors {first} for one batch, and {other} for another; "
                 "return the same for all"
             )
+        nodes = [sums for _, _, (sums,) in self.tree.nodes]
+        total = nodes[-1] if nodes else self.zeros.flatten()
+        runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
+        if len(runs) > 1 and ranks.layout.replica_size == 1:
+            exchange(total, nodes, runs)
+        elif nodes:
+            (total,) = self.tree.total()
+        total = total.cpu()
+        if ranks.layout.replica_size > 1:  # each has the sums of its parts of the rows, or zeros
+            total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.adds))
         totals = []
-        for plan, tree in zip(self.plans, self.trees, strict=True):
-            nodes = [sums for _, _, (sums,) in tree.nodes]
-            total = nodes[-1] if nodes else torch.zeros_like(self.values)
-            runs = [plan.run(rank) for rank in range(len(plan.shares))]
-            if len(runs) > 1 and ranks.layout.replica_size == 1:
-                for _ in exchange(total, nodes, runs):
-                    pass
-            elif nodes:
-                (total,) = tree.total()
-            if (
-                ranks.layout.replica_size > 1
-            ):  # each has the sums of its parts of the rows, or zeros
-                adds = ranks.layout.adds
-                total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * adds))
-            parts = total.cpu().split([math.prod(shape) for shape in first.values()])
+        for own in total.view(self.sources, -1):
+            parts = own.split([math.prod(shape) for shape in first.values()])
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})
         return totals

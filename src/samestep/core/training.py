@@ -32,7 +32,7 @@ from samestep.core.mesh import layout_of_accelerator
 from samestep.core.ranks import Ranks
 from samestep.core.saver import Saver
 from samestep.core.step import Step
-from samestep.core.stop import StopRequest
+from samestep.core.stop import StopRequest, launcher_by_environment
 from samestep.core.sums import EvaluationSums
 from samestep.core.weights import TrainingState
 
@@ -60,15 +60,12 @@ class Training:
     ):  # fmt: skip
         script.check_prepared(accelerator, model, optimizer, rows)
         if exact:
-            script.compute_exactly(accelerator)
+            script.compute_exactly(accelerator, optimizer)
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.seed, self.exact = Path(folder), seed, exact
         self.keep_checkpoints, self.accept_changes = keep_checkpoints, accept_changes
         self.num_workers, self.log_every, self.rows_depend = num_workers, log_every, rows_depend
         layout = layout_of_accelerator(accelerator)
-        # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
-        more = {"sync_with_dataloader": False, "sync_each_batch": layout.fsdp}
-        accelerator.gradient_state.plugin_kwargs.update(more)
         self.ranks = Ranks(layout)
         self.plan = plan_step(
             global_batch_size, micro_batch_size, layout.replicas, exact,
@@ -149,7 +146,7 @@ class Training:
         self.resume()
         begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
         left = max(max_steps - begin, 0)
-        with StopRequest() as stop:  # from here on signals are flags
+        with StopRequest(launcher_by_environment()) as stop:  # from here on signals are flags
             first = self.saver.samples(begin)
             loader = StepLoader(
                 self.rows, self.task, self.plan, self.ranks, stop.requested, first, left, workers,
@@ -193,7 +190,7 @@ class Training:
         """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
         self.resume()
         loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
-        totals = EvaluationSums(loader.sampler.plans, self.accelerator.device)
+        totals = EvaluationSums(loader.sampler, self.accelerator.device)
         for batch in loader.batches(self.model):
             totals.add(eval_sums(self.model, batch))
         # What the script draws from here on is the same on all processes.

@@ -11,28 +11,25 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
     TorchDynamoPlugin,
     parse_flag_from_env,
 )
 
 from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process
+from samestep.core import exact
 from samestep.project.launched import this_layout, without_gpu
 
 
 def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
-    """Arguments of Accelerator: on the CPU or not, how gradients are exchanged and accumulate.
+    """Arguments of Accelerator: on the CPU or not, and how gradients are exchanged. How they
+    accumulate, StepGradients sets.
 
-    `ddp`: arguments of DistributedDataParallelKwargs, such as bucket_cap_mb. StepGradients sets the
-    number of micro-batches whose gradients accumulate.
+    `ddp`: arguments of DistributedDataParallelKwargs, such as bucket_cap_mb.
     """
-    deterministic = cfg.deterministic or cfg.exact
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
-        torch.use_deterministic_algorithms(True)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.benchmark = True
+    if cfg.deterministic or cfg.exact:
+        exact.be_deterministic()
     # torchao's weights for gathering in fp8 have no memory of their own: they could not be saved.
     os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
@@ -44,12 +41,6 @@ def accelerator_options(cfg: Any, **ddp: Any) -> dict[str, Any]:
     given = {"gradient_as_bucket_view": True, "find_unused_parameters": unused, **ddp}
     return {
         "cpu": use_cpu(),
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=1,
-            sync_with_dataloader=False,
-            # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
-            sync_each_batch=this_layout().fsdp,
-        ),
         "dynamo_plugin": TorchDynamoPlugin(backend="no"),  # see compile_blocks
         "kwargs_handlers": [DistributedDataParallelKwargs(**given)],
     }

@@ -67,7 +67,7 @@ class EvalLoader(loader.EvalLoader):
 
     def batches(self, model: torch.nn.Module) -> Iterator[Batch]:  # type: ignore[override]
         """The batches of this process on its device, until the run is asked to stop."""
-        self.totals = EvaluationSums(self.sampler.plans, self.accelerator.device)
+        self.totals = EvaluationSums(self.sampler, self.accelerator.device)
         with self.run.meter.paused():
             yield from super().batches(model, self.run.stop.requested)
 

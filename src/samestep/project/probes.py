@@ -7,7 +7,7 @@ are found. A language model must not see the token that it predicts.
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from samestep.project.run import Run
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
 LIMIT, LIMIT_BELOW = 1e-4, 1e-3
 LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
-SMALLEST = 0.01  # sums below it are compared as if they were so large
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -47,19 +46,10 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     with weights.eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
         if not (run.cfg.exact or run.cfg.find_unused_parameters):  # exact counts them in each step
-            checks.try_backward(run.ranks, model, lambda: probe.loss_of(batch))
+            for _ in checks.backward_passes(run.ranks, model):
+                probe.loss_of(batch).backward()
     run.meter.stopwatch.watch(model)
     model.train()
-
-
-class Computed(NamedTuple):
-    """What a function of the task has computed of some samples."""
-
-    batch: Batch
-    items: int  # in the loss
-    sums: dict[str, torch.Tensor]
-    collate_draws: bool  # random numbers
-    draws: bool  # in collate or in the model
 
 
 class Probe:
@@ -79,18 +69,26 @@ class Probe:
     def check(self, name: str, samples: list[tuple]) -> Batch:
         """Checks the sums of a function on samples; the batch of as many as a device takes."""
         chosen = self.choose(samples)
-        found = self.compute(name, chosen)
-        sums = found.sums
+        found = together = self.compute(name, chosen)
+        compares = not self.dependent
         if found.draws:
-            self.check_drawn(name, samples, found)
-        elif not self.dependent:
-            self.compare(name, sums, [self.compute(name, [each]).sums for each in chosen])
-            if name == "loss_sum" and self.run.ranks.layout.cp == 1:
+            self.say_what_draws(name, found.collate_draws)
+            compares &= name == "loss_sum" and self.run.ranks.layout.cp == 1 and len(samples) > 2
+            chosen = samples
+        if compares:
+            if found.draws:
+                together = self.compute(name, chosen)
+            alone = [self.compute(name, [each], i) for i, each in enumerate(chosen, 1)]
+            if problem := checks.differ(f"task.{name}", together, alone, self.limit):
+                remedy = "give a sum over independent rows, or write rows_depend = True"
+                self.complain(f"{problem}; {remedy}")
+            if name == "loss_sum" and self.run.ranks.layout.cp == 1 and not found.draws:
                 self.check_labels(chosen[-1])
         if name == "loss_sum":
-            self.loss, self.rows, self.items = float(sums[""]), len(chosen), found.items
+            self.loss, self.items = float(found.sums[""]), found.num_items
+            self.rows = len(self.choose(samples))
         if name == "eval_sums":
-            totals = {key: value.cpu().double() for key, value in sums.items()}
+            totals = {key: value.cpu().double() for key, value in found.sums.items()}
             metrics: Any = {"loss": 0.0}
             with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
                 given = [totals]
@@ -100,7 +98,7 @@ class Probe:
             contract.check_metrics(metrics)
         return found.batch
 
-    def compute(self, name: str, samples: list[tuple], number: int = 0) -> Computed:
+    def compute(self, name: str, samples: list[tuple], number: int = 0) -> checks.Computed:
         """What the function gives for these samples. `number`: that of its random numbers."""
         device = self.run.accelerator.device
         batches.seed_micro_batch(self.run.cfg.seed, 1, number)
@@ -110,29 +108,17 @@ class Probe:
         batch = send_to_device(batch, device)
         sums = self.sums(name, batch)
         states.append(checks.random_state(device))
-        return Computed(batch, items, sums, states[1] != states[0], states[2] != states[0])
+        return checks.Computed(batch, items, sums, states[2] != states[0], states[1] != states[0])
 
-    def check_drawn(self, name: str, samples: list[tuple], found: Computed) -> None:
-        """Says what random numbers depend on; compares the loss per item of eight rows together
-        with that of each alone."""
-        if found.collate_draws and name == "loss_sum":
+    def say_what_draws(self, name: str, collate: bool) -> None:
+        """Says what random numbers depend on."""
+        if collate and name == "loss_sum":
             print_on_main(
                 "task.collate draws random numbers, by the micro-batch: micro_batch_size changes "
                 "the result"
             )
         remark = "it is not checked that rows are independent"
         print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
-        if name == "eval_sums" or self.dependent or self.run.ranks.layout.cp > 1:
-            return
-        groups = [samples, *([each] for each in samples)]
-        computed = [self.compute(name, each, number) for number, each in enumerate(groups)]
-        pairs = [(float(each.sums[""]), each.items) for each in computed]
-        if len(samples) > 2 and checks.is_mean(pairs[0], pairs[1:]):
-            self.complain(
-                f"task.{name} is {pairs[0][0]:.6g} for {len(samples)} rows together, but "
-                f"{sum(loss for loss, _ in pairs[1:]):.6g} as the sum of each alone; give a sum "
-                "over rows, not a mean, or write rows_depend = True"
-            )
 
     def choose(self, samples: list[tuple]) -> list[tuple]:
         """As many of these as a device takes, at most four, with the last one."""
@@ -163,7 +149,8 @@ class Probe:
                 continue
             elif one.is_floating_point():
                 size = float(one.masked_fill(one == outputs.PADDING, 0).abs().max())
-                difference = float((one - values).nan_to_num().abs().max()) / max(size, SMALLEST)
+                difference = float((one - values).nan_to_num().abs().max())
+                difference /= max(size, checks.SMALLEST)
             else:  # a few predictions of a new model may be as likely as others
                 difference, limit = float((one != values).float().mean()), LIMIT_UNEQUAL
             if difference > limit:
@@ -229,29 +216,6 @@ class Probe:
         with sharding.split_rows(self.run.accelerator, batch):
             return self.model(call, batch)
 
-    def compare(self, name: str, sums: dict, alone: list[dict]) -> None:
-        """Compares the sums of rows together with those of each alone."""
-        for key, value in sums.items():
-            place = f"task.{name}: {key!r}" if key else f"task.{name}"
-            single = [each[key].double() for each in alone]
-            if any(each.shape != value.shape for each in single):
-                raise ValueError(
-                    f"{place} has the shape {(*value.shape,)} for {len(alone)} rows and "
-                    f"{(*single[0].shape,)} for one; give a sum over the rows"
-                )
-            if not value.numel():
-                continue
-            total = torch.stack(single).sum(0)
-            size = max(float(torch.stack(single).abs().sum(0).max()), SMALLEST)
-            difference = float((value.double() - total).abs().max()) / size
-            if difference > self.limit:
-                self.complain(
-                    f"{place} is {float(value.sum()):.6g} for {len(alone)} rows together, but "
-                    f"{float(total.sum()):.6g} as the sum of each alone. A mean, padding without a "
-                    "mask, or a loss across rows does that: micro-batches would change the result; "
-                    "give a sum over independent rows, or write rows_depend = True"
-                )
-
     def check_labels(self, sample: tuple) -> None:
         """Changes the input of the last label: the loss of a language model must not change."""
         batch = self.batch([sample])
@@ -272,7 +236,7 @@ class Probe:
         ids = ids.clone()
         ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
         after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
-        if float((after - before).abs()) > self.limit * max(float(before.abs()), SMALLEST):
+        if float((after - before).abs()) > self.limit * max(float(before.abs()), checks.SMALLEST):
             self.complain(
                 "task.loss_sum: the model sees the token that it is to predict: labels equal "
                 "input_ids, and the loss of the last label changes with its own input; shift the "

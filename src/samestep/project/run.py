@@ -48,7 +48,8 @@ class Run:
 
     def samples(self, step: int) -> int:
         """Samples of the run up to the end of this step."""
-        return self.first_sample + (step - self.first_step) * self.cfg.global_batch_size
+        saved = self.resume_point.saved
+        return checkpoints.samples_at(step, saved, self.cfg.global_batch_size)
 
     def epochs(self, step: int) -> int:
         """Passes over the training data that are complete at the end of this step."""

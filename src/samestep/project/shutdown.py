@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +33,9 @@ from samestep.base.errors import (
 )
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.launching import STOPPED, write_exit_code
-from samestep.base.signals import SIGNALS, ignore_signals
+from samestep.base.signals import ignore_signals
 from samestep.core.ranks import SAVE_THREAD
+from samestep.core.stop import StopRequest as SignalFlags
 from samestep.project import rendezvous
 
 
@@ -57,7 +57,7 @@ def find_launcher() -> tuple[int | None, list[str]]:
 LAUNCHER_PID, LAUNCHER_WORDS = find_launcher()
 
 
-class StopRequest:
+class StopRequest(SignalFlags):
     """Records that this process was asked to stop, by a signal or by the death of its launcher.
 
     Until `training` is set there is nothing to save, and a signal ends the process: see `leave`. A
@@ -65,27 +65,26 @@ class StopRequest:
     """
 
     def __init__(self, program: str = "train.py"):
+        super().__init__(LAUNCHER_PID)
         self.program, self.training, self.leaving = program, False, False
         self.others: rendezvous.Rendezvous | None = None
-        self.received: dict[int, float] = {}  # when each signal came first
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
-                signal.signal(number, self.handle)
+        self.__enter__()
         if sys.platform == "linux":  # signals_blocked; Python 3.14 defaults to a fork server
             multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(after_in_child=self.obey)
         atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
 
     def handle(self, number: int, _: Any) -> None:
-        """Handles a signal. One Ctrl-C may come twice, from the terminal and from torchelastic."""
-        before = self.received.setdefault(number, time.monotonic())
-        if number == signal.SIGINT and time.monotonic() - before > 1:
-            os._exit(128 + number)
+        """Handles a signal: before training it ends the process."""
+        super().handle(number, _)
         if not self.training and not self.leaving:
             self.leaving = True
             error = self.tell_others()
             code, line = exit_code_for(error)
             leave(code, f"{self.program}: {one_line(line, 1000)}" if speaks_for(error) else "")
+
+    def interrupt(self) -> None:
+        os._exit(128 + signal.SIGINT)
 
     def tell_others(self) -> BaseException:
         """Why this process ends before training: it was asked to stop, or another one has failed.
@@ -104,11 +103,6 @@ class StopRequest:
         if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             ignore_signals(None)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def requested(self) -> int:
-        """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
-        orphaned = LAUNCHER_PID is not None and os.getppid() != LAUNCHER_PID
-        return int(orphaned or bool(self.received))
 
 
 def leave(code: int, line: str = "") -> NoReturn:
