@@ -5,6 +5,7 @@ env        lines for a shell, by which any launcher starts what an accelerate YA
 prepare    prepares the data, and no more
 predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
+replay     computes a step of a run again: its rows, its layers, it without some rows
 rows       the rows that a step of a run has trained on
 when       the steps that have trained on a row
 hardware   tests this machine: check, bench and smoke; recommend says which YAML

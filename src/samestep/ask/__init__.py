@@ -1,3 +1,3 @@
 """What a run can be asked: each verb is a module here. Every step of a run is a function."""
 
-VERBS = ("rows", "when")
+VERBS = ("replay", "rows", "when")

@@ -3,13 +3,14 @@
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from samestep.ask import again
 from samestep.ask.inverse import positions_of
 from samestep.ask.record import Record
+from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import batches
 from samestep.core.order import hash64
@@ -17,13 +18,67 @@ from samestep.project import config, contract, prepared, prepared_key, startup
 from samestep.streaming.lanes import unpack_id
 
 
-class Part(NamedTuple):
-    """The rows between two changes of their order."""
+class Part:
+    """The rows between two changes of their order, and what a person sees of each."""
 
-    entry: dict  # of the history
-    rows: batches.SampleDataset
-    tokenizer: Any  # or None
-    table: Any  # a datasets.Dataset with the place of each row, or None
+    def __init__(self, rows: batches.SampleDataset, data: Any):
+        self.rows, self.view, self.tokenizer = rows, rows.dataset, None
+        if (Path(getattr(data, "folder", "")) / "tokenizer_config.json").exists():
+            from transformers import AutoTokenizer  # 2 s
+
+            self.tokenizer = AutoTokenizer.from_pretrained(data.folder)
+        self.table = getattr(self.view, "dataset", self.view)
+        self.has_places = {"file", "line"} <= {*getattr(self.table, "column_names", ())}
+
+    def place(self, number: int) -> str:
+        """The source of a sample, and its place: the file and the line."""
+        if self.rows.is_stream:
+            epoch, shard, block, place = unpack_id(number)
+            name = Path(self.view.shards[shard]).name
+            return f"{name}, block {block}, sample {place}, epoch {epoch}"
+        words = []
+        ends = np.cumsum([each.rows for each in self.rows.sources])
+        if len(ends) > 1:
+            words.append(self.rows.sources[int(np.searchsorted(ends, number, "right"))].name)
+        if self.has_places:
+            note, kind = self.table[number], self.table.features["file"]
+            file = kind.int2str(note["file"]) if hasattr(kind, "int2str") else note["file"]
+            words.append(f"{file}, line {note['line']}")
+        return ": ".join(words)
+
+    def text(self, row: Any) -> str:
+        """A row as text: tokens decoded, other numbers by their names."""
+        words = []
+        for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
+            values = np.asarray(value)
+            if self.tokenizer and name.endswith("input_ids"):
+                words.append(self.tokenizer.decode(values[values >= 0], skip_special_tokens=True))
+            elif values.ndim == 0 and values.dtype.kind in "biufU":
+                words.append(f"{name}={value}")
+            elif not self.tokenizer:
+                words.append(f"{name} {values.dtype}{values.shape}")
+        return " ".join(" | ".join(words).split())
+
+    def line(self, number: int, row: Any, width: int) -> str:
+        """What is told of a sample in a line."""
+        place = self.place(number)
+        place = f"[{place}] " if place else ""
+        return one_line(f"{number:>8} {place}{self.text(row)[:width]}", 1000)
+
+    def find(self, word: str) -> list[int]:
+        """The rows that a number, a place or a text means. A sequence may hold a part of a text."""
+        word = " ".join(word.split())
+        if word.isdecimal():
+            if int(word) >= len(self.view):
+                raise UserError(f"row {word}: there are {len(self.view):,} rows, from 0 on")
+            return [int(word)]
+        pieces = {word[i : i + 30] for i in range(0, max(1, len(word) - 29), 10)}
+        scores = []
+        for number in range(len(self.view)):
+            text = f"{self.place(number)} {self.text(self.view[number])}"
+            scores.append(sum(piece in text for piece in pieces))
+        most = max(scores)
+        return [number for number, score in enumerate(scores) if most and score >= most / 4]
 
 
 class RunData:
@@ -62,22 +117,14 @@ class RunData:
                 f"the data have changed since step {step}, and those of then are not in {cache}: "
                 "its rows are not known"
             )
-        tokenizer = None
-        if (Path(getattr(data, "folder", "")) / "tokenizer_config.json").exists():
-            from transformers import AutoTokenizer  # 2 s
-
-            tokenizer = AutoTokenizer.from_pretrained(data.folder)
-        table = getattr(views[0], "dataset", views[0])
-        if not {"file", "line"} <= {*getattr(table, "column_names", ())}:
-            table = None
         rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
-        return Part(entry, rows, tokenizer, table)
+        return Part(rows, data)
 
     # ---- The rows of a step ----------------------------------------------------------------------
 
     def samples(self, step: int) -> list[tuple[int, Any]]:
         """The id and the row of each sample of a step, in the order of its micro-batches."""
-        view = self.part(step).rows.dataset
+        view = self.part(step).view
         if not self.is_stream:
             return [(each, view[each]) for each in self.ids(step)]
         if step != self.next:
@@ -103,7 +150,7 @@ class RunData:
             )
         saved = record.manifests.get(before, {})
         size, first = entry["global_batch_size"], saved.get("samples", 0)
-        self.part(step).rows.dataset.begin(entry["seed"], size, first, saved.get("lanes"))
+        self.part(step).view.begin(entry["seed"], size, first, saved.get("lanes"))
 
     def hash(self, first: int, last: int) -> str:
         """What metrics.jsonl calls the batch_hash of these steps."""
@@ -124,50 +171,3 @@ class RunData:
                 positions = positions_of(order, row, begin, end)
                 found += [entry["step"] + 1 + (each - begin) // size for each in positions]
         return found
-
-    # ---- What a person sees of a row -------------------------------------------------------------
-
-    def place(self, part: Part, number: int) -> str:
-        """The source of a sample, and its place: the file and the line."""
-        if self.is_stream:
-            epoch, shard, block, place = unpack_id(number)
-            name = Path(part.rows.dataset.shards[shard]).name
-            return f"{name}, block {block}, sample {place}, epoch {epoch}"
-        words = []
-        ends = np.cumsum([each.rows for each in part.rows.sources])
-        if len(ends) > 1:
-            words.append(part.rows.sources[int(np.searchsorted(ends, number, "right"))].name)
-        if part.table is not None:
-            note, kind = part.table[number], part.table.features["file"]
-            file = kind.int2str(note["file"]) if hasattr(kind, "int2str") else note["file"]
-            words.append(f"{file}, line {note['line']}")
-        return ": ".join(words)
-
-    def text(self, part: Part, row: Any) -> str:
-        """A row as text: tokens decoded, other numbers by their names."""
-        words = []
-        for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
-            values = np.asarray(value)
-            if part.tokenizer and name.endswith("input_ids"):
-                text = part.tokenizer.decode(values[values >= 0], skip_special_tokens=True)
-                words.append(" ".join(text.split()))
-            elif values.ndim == 0 and values.dtype.kind in "biufU":
-                words.append(f"{name}={value}")
-            elif not part.tokenizer:
-                words.append(f"{name} {values.dtype}{values.shape}")
-        return " | ".join(words)
-
-    def find(self, part: Part, word: str) -> list[int]:
-        """The rows that a number, a place or a text means. A sequence may hold a part of a text."""
-        rows, word = part.rows.dataset, " ".join(word.split())
-        if word.isdecimal():
-            if int(word) >= len(rows):
-                raise UserError(f"row {word}: there are {len(rows):,} rows, from 0 on")
-            return [int(word)]
-        pieces = {word[i : i + 30] for i in range(0, max(1, len(word) - 29), 10)}
-        scores = []
-        for number in range(len(rows)):
-            text = f"{self.place(part, number)} {self.text(part, rows[number])}"
-            scores.append(sum(piece in text for piece in pieces))
-        most = max(scores)
-        return [number for number, score in enumerate(scores) if most and score >= most / 4]

@@ -9,7 +9,6 @@ on; 1 they are not; 2 the input is wrong.
 """
 
 from samestep.ask.record import Record
-from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.programs import make_parser
 
@@ -38,8 +37,7 @@ def show(record: Record, step: int, width: int) -> int:
     part, positions = data.part(step), record.positions(step)
     print(f"step {step}: samples {positions[0]:,} to {positions[-1]:,} of the run")
     for number, row in data.samples(step):
-        line = f"{number:9} {data.place(part, number)}  {data.text(part, row)[:width]}"
-        print(one_line(line, 1000))
+        print(part.line(number, row, width))
     if not any(each.first <= step <= each.last for each in record.intervals):
         print("metrics.jsonl has no line about this step: nothing to compare with")
         return 0

@@ -44,11 +44,10 @@ def tell_computed(data, record: Record, word: str, width: int) -> None:
     for digest in dict.fromkeys(entry["data"] for entry in record.history):
         first = next(entry for entry in record.history if entry["data"] == digest)
         part = data.part(first["step"] + 1)
-        for row in data.find(part, word):
+        for row in part.find(word):
             count += 1
             steps = data.steps_of(row, digest)
-            text = data.text(part, part.rows.dataset[row])[:width]
-            print(one_line(f"row {row} {data.place(part, row)}  {text}", 1000))
+            print(f"row {part.line(row, part.view[row], width).strip()}")
             told = some([f"{step:,}" for step in steps], 20) or "none"
             print(f"  trained on {len(steps)} times until step {record.last:,}: {told}")
     if not count:
@@ -61,11 +60,12 @@ def tell_streamed(data, record: Record, word: str, width: int) -> None:
     for step in range(record.history[0]["step"] + 1, record.last + 1):
         part = data.part(step)
         for number, row in data.samples(step):
-            text = f"{number} {data.place(part, number)}  {data.text(part, row)}"
-            if word == str(number) or (not word.isdecimal() and word in text):
-                found[text[: width + 40]].append(step)
+            if word == str(number) or (
+                not word.isdecimal() and word in part.line(number, row, None)
+            ):
+                found[part.line(number, row, width).strip()].append(step)
     for text, steps in found.items():
-        print(f"sample {one_line(text, 1000)}\n  steps {', '.join(map(str, steps))}")
+        print(f"sample {text}\n  steps {', '.join(map(str, steps))}")
     if not found:
         raise UserError(
             f"no sample of steps 1 to {record.last:,} has the text {one_line(word, 60)}"

@@ -1,0 +1,211 @@
+"""A step of a run, computed again: what its rows, its layers, and it without some rows give.
+
+    python -m samestep replay runs/mine                        names steps that stand out
+    python -m samestep replay runs/mine --step 67
+    python -m samestep replay runs/mine --step 67 --without 178 --gradients
+
+It trains again from the newest checkpoint before, in a scratch folder, with the settings of then
+and the train.py and task.py of now. It prints what is logged beside what it computes, to the bit,
+and draws replay-N.png in the folder of the run. Exit codes: 0; 2 the input is wrong.
+"""
+
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from samestep.ask import again
+from samestep.ask.record import Interval, Record
+from samestep.base.console import one_line
+from samestep.base.errors import UserError
+from samestep.core import checkpoints
+from samestep.programs import make_parser
+
+NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
+WINDOW, THRESHOLD = 50, 5  # lines of a running median; deviations from it that stand out
+
+
+def main() -> int:
+    parser = make_parser("replay", __doc__)
+    add = parser.add_argument
+    add("run", help="folder of a run, such as runs/default")
+    add("--step", type=int, metavar="N", help="the step; without it: those that stand out")
+    add("--without", type=int, nargs="+", default=[], metavar="ROW", help="rows to leave out")
+    add("--top", type=int, default=8, metavar="K", help="rows to print (default: 8)")
+    add("--gradients", action="store_true", help="the norm of each row's gradient, too")
+    add("--processes", type=int, default=0, metavar="P", help="default: as many as it had")
+    add("--width", type=int, default=50, help="characters of a text (default: 50)")
+    args = parser.parse_args()
+    try:
+        record = Record(args.run)
+        return replay(record, args) if args.step is not None else show_spikes(record)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+# ---- Steps that stand out ------------------------------------------------------------------------
+
+
+def find_spikes(intervals: list[Interval]) -> list[tuple]:
+    """(step, name, value, median before, deviations) of the values that stand out of those before;
+    infinitely many deviations of one that is not finite."""
+    found, before = [], {"loss": [], "grad_norm": []}
+    for _, last, line in intervals:
+        worst = line.get("worst") or {}
+        for name, values in before.items():
+            step, value = last, line[name]
+            if worst.get(name) is not None and value is not None and worst[name] > value:
+                step, value = worst["step"], worst[name]
+            middle = statistics.median(values) if values else math.nan
+            if value is None:
+                found.append((step, name, math.nan, middle, math.inf))
+                continue
+            spread = 1.4826 * statistics.median(abs(each - middle) for each in values or [0])
+            spread = max(spread, abs(middle) / 100, 1e-12)
+            if len(values) >= 4 and (value - middle) / spread > THRESHOLD:
+                found.append((step, name, value, middle, (value - middle) / spread))
+            values[:] = [*values, value][-WINDOW:]
+    return found
+
+
+def show_spikes(record: Record) -> int:
+    found = find_spikes(record.intervals)
+    for step, name, value, middle, deviations in found:
+        text = f"{value:.4g}, {deviations:.1f} deviations above the median before, {middle:.4g}"
+        print(f"step {step:>8}: {name} {text if value == value else 'is not finite'}")
+    for line in record.log:
+        if line.get("event") == "skipped":
+            print(f"step {line['step']:>8}: skipped, loss or gradient was not finite")
+    count = len(record.intervals)
+    worst = max(found, key=lambda each: each[-1], default=None)
+    print(f"{len(found)} values stand out of {count} lines of metrics.jsonl", end="")
+    print(f"; python -m samestep replay {record.folder} --step {worst[0]}" if worst else "")
+    return 0
+
+
+# ---- A step --------------------------------------------------------------------------------------
+
+
+def check(record: Record, step: int) -> None:
+    """Raises UserError for a run that cannot be asked."""
+    sharding = record.manifest(step).get("hardware", {}).get("sharding", "none")
+    kinds = {"ZeRO": "DeepSpeed steps inside of backward", "tp": "tensor parallelism"}
+    kinds |= {"cp": "context parallelism", "sp": "sequence parallelism", "stages": "a pipeline"}
+    for kind, name in kinds.items():
+        if any(part.startswith(kind) for part in sharding.split(", ")):
+            raise UserError(f"step {step} was trained with {sharding}: {name} cannot be replayed")
+
+
+def replay(record: Record, args: Any) -> int:
+    step, began = args.step, time.perf_counter()
+    record.check_step(step)
+    check(record, step)
+    first, last, line = record.interval(step)
+    checkpoint = record.checkpoint_before(first)
+    if not checkpoint and record.history[0]["step"]:
+        raise UserError(f"there is no checkpoint before step {step} to begin from")
+    begin = checkpoints.step_of(checkpoint) if checkpoint else 0
+    lines = {each.last: each.line for each in record.intervals if begin < each.last <= last}
+    question = {"step": step, "last": last, "lines": [*lines], "data": record.entry(step)["data"]}
+    question |= {name: getattr(args, name) for name in ("without", "gradients", "width")}
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
+        folder = Path(scratch)
+        (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+        again.write_recipe(record, step, folder / "recipe.yaml", output_dir=str(folder / "run"))
+        words = ["-m", "samestep.ask.compute", "--config", str(folder / "recipe.yaml")]
+        words += ["--resume", str(checkpoint.resolve()) if checkpoint else "never"]
+        saved = record.manifests.get(begin)
+        if saved and saved["config"] != record.settings(step):
+            words += ["--accept_changes"]
+        envs = again.environments(record, step, args.processes)
+        code = again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs])
+        if code:
+            return code
+        answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    origin = f"from the checkpoint of step {begin}" if begin else "from the beginning"
+    print(f"{record.folder}, step {step}, {origin}, {time.perf_counter() - began:.0f} s")
+    show(answer, lines, line, args)
+    if "NO_PICTURE" not in os.environ:
+        print(draw(answer, record.folder / f"replay-{step}.png", step))
+    return 0
+
+
+def difference(before: Any, now: Any) -> str:
+    """How far two values are apart."""
+    if before == now or (before is None and now != now):  # a line has null for NaN
+        return "equal"
+    if isinstance(before, float) and isinstance(now, float):
+        return f"{abs(now - before) / max(abs(before), 1e-30):.1e} apart"
+    return "DIFFERS"
+
+
+def show(answer: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
+    """Prints an answer."""
+    for text in [answer["hardware"], *answer["changed"]]:
+        print(f"  {one_line(text, 500)}")
+    pairs = [(lines[now["step"]], now) for now in answer["lines"]]
+    same = [all(difference(a[n], b[n]) == "equal" for n in NAMES) for a, b in pairs]
+    print(f"  {sum(same)} of {len(same)} lines of metrics.jsonl are equal to the bit\n")
+    print(f"  line of step {line['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
+    for name in NAMES:
+        before, now = line[name], pairs[-1][1][name]
+        print(f"    {name:20} {before!s:>24} {now!s:>24}  {difference(before, now)}")
+    layers = answer["layers"]
+    twice = all(difference(answer[n], answer["again"][n]) == "equal" for n in ("loss", "layers"))
+    print(
+        f"\n  step {args.step} alone: loss {answer['loss']:.6g}, norm {answer['norm']:.6g}, "
+        f"{answer['items']:,} items; computed twice: "
+        f"{'equal' if twice or answer['norm'] != answer['norm'] else 'NOT EQUAL'}"
+    )
+    print("\n  norm of the gradient by layer")
+    for name, value in layers.items():
+        print(f"    {name[-32:]:32} {value:10.4g}")
+    if not answer["rows"]:
+        print("\n  rows_depend: the rows of this task mean nothing alone")
+        return
+    middle = statistics.median(each["loss"] for each in answer["rows"])
+    print(f"\n  rows by the loss of each alone, without dropout (median {middle:.4g})")
+    norm = f"{'norm':>9}" if args.gradients else ""
+    print(f"    {'loss':>9}{norm} {'items':>6}      row")
+    for each in sorted(answer["rows"], key=lambda each: -nan_first(each["loss"]))[: args.top]:
+        norm = f"{each['norm']:9.4g}" if args.gradients else ""
+        print(f"    {each['loss']:9.4g}{norm} {each['items']:6} {each['text']}")
+    if "without" in answer:
+        left = answer["without"]
+        print(f"\n  without {', '.join(map(str, args.without))}: {left['items']:,} items")
+        print(f"    {'loss':32} {answer['loss']:10.5g} -> {left['loss']:10.5g}")
+        print(f"    {'norm':32} {answer['norm']:10.5g} -> {left['norm']:10.5g}")
+        largest = sorted(layers, key=lambda n: -nan_first(abs(layers[n] - left["layers"][n])))
+        for name in largest[:3]:
+            print(f"    {name[-32:]:32} {layers[name]:10.4g} -> {left['layers'][name]:10.4g}")
+
+
+def nan_first(value: float) -> float:
+    return math.inf if value != value else value
+
+
+def draw(answer: dict, output: Path, step: int) -> Path:
+    """Draws the losses of the rows, and the norms by layer."""
+    from matplotlib.figure import Figure
+
+    from samestep.base.pictures import save_figure
+
+    figure = Figure(figsize=(9, 3.5), dpi=150, layout="constrained")
+    rows, layers = figure.subplots(1, 2)
+    shown = sorted(answer["rows"], key=lambda each: nan_first(each["loss"]))
+    rows.plot([each["loss"] for each in shown], "o")
+    for place, each in [*enumerate(shown)][-3:]:
+        rows.annotate(str(each["row"]), (place, each["loss"]), ha="right")
+    rows.set(title=f"rows of step {step}", ylabel="loss of each alone", xlabel="rows by loss")
+    for name, found in {"": answer, "without": answer.get("without")}.items():
+        if found:
+            layers.plot([*found["layers"].values()], "o-", label=name or f"step {step}")
+    layers.set_xticks(range(len(answer["layers"])), [n[-20:] for n in answer["layers"]])
+    layers.tick_params(axis="x", rotation=90, labelsize=6)
+    layers.set(title="norm of the gradient by layer", yscale="log")
+    layers.legend()
+    return save_figure(figure, output)
