@@ -35,8 +35,6 @@ from samestep.project.run import Run
 from samestep.project.saving import Saver
 from samestep.project.startup import RunStart
 
-train, _ = startup.find_project()
-
 
 def norms_by_layer(gradients: StepGradients) -> dict[str, float]:
     """The norm of the gradient of each layer."""
@@ -58,6 +56,7 @@ class Question:
     def __init__(self, run: Run, model: Any, gradients: StepGradients, rows: Any, step: int):
         self.run, self.model, self.gradients, self.step = run, model, gradients, step
         self.rows, end = rows, run.samples(step)
+        self.train, _ = startup.find_project()
         self.positions = [*rows.sort(range(end - run.plan.samples, end))]
         self.samples = rows.__getitems__(self.positions)
         self.rows_depend = getattr(run.task, "rows_depend", bool)()
@@ -84,7 +83,9 @@ class Question:
         asked = copy.copy(run)
         if not all(has_rows):  # each process computes as many micro-batches as in training
             asked.task = SimpleNamespace(**vars(run.task) | {"loss_sum": loss_sum})
-        losses = train.compute_step(asked, self.model, self.gradients, self.step, window, items)
+        losses = self.train.compute_step(
+            asked, self.model, self.gradients, self.step, window, items
+        )
         self.gradients.reduce()
         found = self.describe(losses, items)
         for parameter in self.gradients.parameters:
@@ -119,14 +120,15 @@ class Question:
 
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
+    """Writes answer.json."""
+    train, _ = startup.find_project()
     folder = Path(os.environ["SAMESTEP_REPLAY"])
     asked = json.loads((folder / "question.json").read_text())
     if asked["data"] not in ("", start.manifest["data"]["fingerprint"]):
         raise UserError(f"the data have changed since step {asked['step']}: it cannot be repeated")
     cfg, run = start.cfg, Run(start, ranks, stop)
     accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))
-    with contextlib.redirect_stdout(io.StringIO()):  # replay says it
-        run.set_accelerator(accelerator)
+    run.set_accelerator(accelerator)
     rows, step = run.train_rows(), asked["step"]
     if not rows.is_stream:  # before minutes of training
         end = run.samples(step)
@@ -202,5 +204,15 @@ def check_without(without: set[int], ids: list[int]) -> None:
         raise UserError("--without leaves no row of the step")
 
 
+def silent(function: Callable) -> Callable:
+    """The function, which prints nothing: an answer says what counts."""
+
+    def call(*arguments: Any) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return function(*arguments)
+
+    return call
+
+
 if __name__ == "__main__":
-    shutdown.run(main, train.prepare, "samestep replay")
+    shutdown.run(silent(main), lambda: startup.find_project()[0].prepare(), "samestep replay")

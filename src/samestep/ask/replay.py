@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.ask import again
-from samestep.ask.record import Interval, Record
+from samestep.ask.record import Interval, Record, answer
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
@@ -40,11 +40,7 @@ def main() -> int:
     add("--processes", type=int, default=0, metavar="P", help="default: as many as it had")
     add("--width", type=int, default=50, help="characters of a text (default: 50)")
     args = parser.parse_args()
-    try:
-        record = Record(args.run)
-        return replay(record, args) if args.step is not None else show_spikes(record)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    return answer(parser, show_spikes if args.step is None else replay, args)
 
 
 # ---- Steps that stand out ------------------------------------------------------------------------
@@ -72,7 +68,8 @@ def find_spikes(intervals: list[Interval]) -> list[tuple]:
     return found
 
 
-def show_spikes(record: Record) -> int:
+def show_spikes(args: Any) -> None:
+    record = Record(args.run)
     found = find_spikes(record.intervals)
     for step, name, value, middle, deviations in found:
         text = f"{value:.4g}, {deviations:.1f} deviations above the median before, {middle:.4g}"
@@ -84,7 +81,6 @@ def show_spikes(record: Record) -> int:
     worst = max(found, key=lambda each: each[-1], default=None)
     print(f"{len(found)} values stand out of {count} lines of metrics.jsonl", end="")
     print(f"; python -m samestep replay {record.folder} --step {worst[0]}" if worst else "")
-    return 0
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -100,8 +96,8 @@ def check(record: Record, step: int) -> None:
             raise UserError(f"step {step} was trained with {sharding}: {name} cannot be replayed")
 
 
-def replay(record: Record, args: Any) -> int:
-    step, began = args.step, time.perf_counter()
+def replay(args: Any) -> int:
+    record, step, began = Record(args.run), args.step, time.perf_counter()
     record.check_step(step)
     check(record, step)
     first, last, line = record.interval(step)
@@ -125,12 +121,12 @@ def replay(record: Record, args: Any) -> int:
         code = again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs])
         if code:
             return code
-        answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     origin = f"from the checkpoint of step {begin}" if begin else "from the beginning"
     print(f"{record.folder}, step {step}, {origin}, {time.perf_counter() - began:.0f} s")
-    show(answer, lines, line, args)
+    show(found, lines, line, args)
     if "NO_PICTURE" not in os.environ:
-        print(draw(answer, record.folder / f"replay-{step}.png", step))
+        print(draw(found, record.folder / f"replay-{step}.png", step))
     return 0
 
 
@@ -143,42 +139,42 @@ def difference(before: Any, now: Any) -> str:
     return "DIFFERS"
 
 
-def show(answer: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
-    """Prints an answer."""
-    for text in [answer["hardware"], *answer["changed"]]:
+def show(found: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
+    """Prints an found."""
+    for text in [found["hardware"], *found["changed"]]:
         print(f"  {one_line(text, 500)}")
-    pairs = [(lines[now["step"]], now) for now in answer["lines"]]
+    pairs = [(lines[now["step"]], now) for now in found["lines"]]
     same = [all(difference(a[n], b[n]) == "equal" for n in NAMES) for a, b in pairs]
     print(f"  {sum(same)} of {len(same)} lines of metrics.jsonl are equal to the bit\n")
     print(f"  line of step {line['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
     for name in NAMES:
         before, now = line[name], pairs[-1][1][name]
         print(f"    {name:20} {before!s:>24} {now!s:>24}  {difference(before, now)}")
-    layers = answer["layers"]
-    twice = all(difference(answer[n], answer["again"][n]) == "equal" for n in ("loss", "layers"))
+    layers = found["layers"]
+    twice = all(difference(found[n], found["again"][n]) == "equal" for n in ("loss", "layers"))
     print(
-        f"\n  step {args.step} alone: loss {answer['loss']:.6g}, norm {answer['norm']:.6g}, "
-        f"{answer['items']:,} items; computed twice: "
-        f"{'equal' if twice or answer['norm'] != answer['norm'] else 'NOT EQUAL'}"
+        f"\n  step {args.step} alone: loss {found['loss']:.6g}, norm {found['norm']:.6g}, "
+        f"{found['items']:,} items; computed twice: "
+        f"{'equal' if twice or found['norm'] != found['norm'] else 'NOT EQUAL'}"
     )
     print("\n  norm of the gradient by layer")
     for name, value in layers.items():
         print(f"    {name[-32:]:32} {value:10.4g}")
-    if not answer["rows"]:
+    if not found["rows"]:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
-    middle = statistics.median(each["loss"] for each in answer["rows"])
+    middle = statistics.median(each["loss"] for each in found["rows"])
     print(f"\n  rows by the loss of each alone, without dropout (median {middle:.4g})")
     norm = f"{'norm':>9}" if args.gradients else ""
     print(f"    {'loss':>9}{norm} {'items':>6}      row")
-    for each in sorted(answer["rows"], key=lambda each: -nan_first(each["loss"]))[: args.top]:
+    for each in sorted(found["rows"], key=lambda each: -nan_first(each["loss"]))[: args.top]:
         norm = f"{each['norm']:9.4g}" if args.gradients else ""
         print(f"    {each['loss']:9.4g}{norm} {each['items']:6} {each['text']}")
-    if "without" in answer:
-        left = answer["without"]
+    if "without" in found:
+        left = found["without"]
         print(f"\n  without {', '.join(map(str, args.without))}: {left['items']:,} items")
-        print(f"    {'loss':32} {answer['loss']:10.5g} -> {left['loss']:10.5g}")
-        print(f"    {'norm':32} {answer['norm']:10.5g} -> {left['norm']:10.5g}")
+        print(f"    {'loss':32} {found['loss']:10.5g} -> {left['loss']:10.5g}")
+        print(f"    {'norm':32} {found['norm']:10.5g} -> {left['norm']:10.5g}")
         largest = sorted(layers, key=lambda n: -nan_first(abs(layers[n] - left["layers"][n])))
         for name in largest[:3]:
             print(f"    {name[-32:]:32} {layers[name]:10.4g} -> {left['layers'][name]:10.4g}")
@@ -188,7 +184,7 @@ def nan_first(value: float) -> float:
     return math.inf if value != value else value
 
 
-def draw(answer: dict, output: Path, step: int) -> Path:
+def draw(found: dict, output: Path, step: int) -> Path:
     """Draws the losses of the rows, and the norms by layer."""
     from matplotlib.figure import Figure
 
@@ -196,15 +192,15 @@ def draw(answer: dict, output: Path, step: int) -> Path:
 
     figure = Figure(figsize=(9, 3.5), dpi=150, layout="constrained")
     rows, layers = figure.subplots(1, 2)
-    shown = sorted(answer["rows"], key=lambda each: nan_first(each["loss"]))
+    shown = sorted(found["rows"], key=lambda each: nan_first(each["loss"]))
     rows.plot([each["loss"] for each in shown], "o")
     for place, each in [*enumerate(shown)][-3:]:
         rows.annotate(str(each["row"]), (place, each["loss"]), ha="right")
     rows.set(title=f"rows of step {step}", ylabel="loss of each alone", xlabel="rows by loss")
-    for name, found in {"": answer, "without": answer.get("without")}.items():
-        if found:
-            layers.plot([*found["layers"].values()], "o-", label=name or f"step {step}")
-    layers.set_xticks(range(len(answer["layers"])), [n[-20:] for n in answer["layers"]])
+    for name, each in {"": found, "without": found.get("without")}.items():
+        if each:
+            layers.plot([*each["layers"].values()], "o-", label=name or f"step {step}")
+    layers.set_xticks(range(len(found["layers"])), [n[-20:] for n in found["layers"]])
     layers.tick_params(axis="x", rotation=90, labelsize=6)
     layers.set(title="norm of the gradient by layer", yscale="log")
     layers.legend()

@@ -8,7 +8,7 @@ all steps, and compares each line of metrics.jsonl. Exit codes: 0 they are those
 on; 1 they are not; 2 the input is wrong.
 """
 
-from samestep.ask.record import Record
+from samestep.ask.record import Record, answer
 from samestep.base.errors import UserError
 from samestep.programs import make_parser
 
@@ -21,37 +21,39 @@ def main() -> int:
     asked.add_argument("--verify", action="store_true", help="of all lines of metrics.jsonl")
     parser.add_argument("--width", type=int, default=60, help="characters of a text (default: 60)")
     args = parser.parse_args()
-    try:
-        record = Record(args.run)
-        if args.step is not None:
-            record.check_step(args.step)
-        return verify(record) if args.verify else show(record, args.step, args.width)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    if args.verify:
+        return answer(parser, verify, args.run)
+    return answer(parser, show, args.run, args.step, args.width)
 
 
-def show(record: Record, step: int, width: int) -> int:
+def show(run: str, step: int, width: int) -> int:
+    """Prints the rows of a step."""
+    record = Record(run)
+    positions = record.positions(step)
     from samestep.ask.data import RunData  # torch: 4 s
 
     data = RunData(record)
-    part, positions = data.part(step), record.positions(step)
     print(f"step {step}: samples {positions[0]:,} to {positions[-1]:,} of the run")
     for number, row in data.samples(step):
-        print(part.line(number, row, width))
-    if not any(each.first <= step <= each.last for each in record.intervals):
+        print(data.part(step).line(number, row, width))
+    if step > max((each.last for each in record.intervals), default=0):
         print("metrics.jsonl has no line about this step: nothing to compare with")
         return 0
-    interval = record.interval(step)
-    same = data.hash(interval.first, interval.last) == interval.line["batch_hash"]
-    what = f"the batch_hash of steps {interval.first} to {interval.last} in metrics.jsonl"
-    print(f"{what} {'is that of these rows' if same else 'DIFFERS'}: {interval.line['batch_hash']}")
+    first, last, line = record.interval(step)
+    same = data.hash(first, last) == line["batch_hash"]
+    told = "is that of these rows" if same else "DIFFERS"
+    print(
+        f"the batch_hash of steps {first} to {last} in metrics.jsonl {told}: {line['batch_hash']}"
+    )
     return int(not same)
 
 
-def verify(record: Record) -> int:
+def verify(run: str) -> int:
+    """Compares the rows of all steps with metrics.jsonl."""
+    record, wrong, samples = Record(run), [], 0
     from samestep.ask.data import RunData
 
-    data, wrong, samples = RunData(record), [], 0
+    data = RunData(record)
     lines = [each for each in record.intervals if each.last <= record.last]
     if not lines:
         raise UserError(f"{record.folder}/metrics.jsonl has no line with a loss to compare with")

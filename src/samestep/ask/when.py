@@ -12,30 +12,30 @@ read, not computed: all its samples are read again. Exit codes: 0; 2 the input i
 import sys
 from collections import defaultdict
 
-from samestep.ask.record import Record
+from samestep.ask.record import Record, answer
 from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
 from samestep.programs import make_parser
 
 
-def main() -> None:
+def main() -> int:
     parser = make_parser("when", __doc__)
     parser.add_argument("run", help="folder of a run, such as runs/default")
     parser.add_argument("row", nargs="+", metavar="ROW|TEXT", help="its number, text or place")
     parser.add_argument("--width", type=int, default=60, help="characters of a text (default: 60)")
     args = parser.parse_args()
-    try:
-        record = Record(args.run)
-        from samestep.ask.data import RunData  # torch: 4 s
+    return answer(parser, when, args.run, args.row, args.width)
 
-        data = RunData(record)
-        if begin := record.history[0]["step"]:
-            print(f"the order is known from step {begin + 1} on alone")
-        tell = tell_streamed if data.is_stream else tell_computed
-        for word in args.row:
-            tell(data, record, word, args.width)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+
+def when(run: str, words: list[str], width: int) -> None:
+    record = Record(run)
+    from samestep.ask.data import RunData  # torch: 4 s
+
+    data = RunData(record)
+    if begin := record.history[0]["step"]:
+        print(f"the order is known from step {begin + 1} on alone")
+    for word in words:
+        (tell_streamed if data.is_stream else tell_computed)(data, record, word, width)
 
 
 def tell_computed(data, record: Record, word: str, width: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.core import monitor, provenance
 from samestep.project.loading import TrainLoader
 from samestep.project.run import Run
@@ -72,4 +72,7 @@ class RunLog:
             line["epoch"] = samples / len(rows)
         self.note(**line, **numbers, lr=self.lr, **run.meter.read())
         if reason:
-            raise UserError(reason)
+            step, ids = note["step"], [*map(str, note.get("sample_ids", ()))]
+            rows = f", whose rows are {some(ids, 8)}" if ids else ""
+            again = f"python -m samestep replay {run.output} --step {step}"
+            raise UserError(f"{reason}. Step {step}{rows}: {again}")
