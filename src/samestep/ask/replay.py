@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.ask import again
-from samestep.ask.record import Interval, Record, answer
+from samestep.ask.record import Record, answer
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
@@ -46,41 +46,41 @@ def main() -> int:
 # ---- Steps that stand out ------------------------------------------------------------------------
 
 
-def find_spikes(intervals: list[Interval]) -> list[tuple]:
-    """(step, name, value, median before, deviations) of the values that stand out of those before;
-    infinitely many deviations of one that is not finite."""
+def find_spikes(record: Record) -> list[tuple[int, str, float]]:
+    """Steps that stand out, why, and by how many deviations: those that were skipped, and losses
+    and norms far above the median of the lines before. Of a line the worst step counts, too."""
     found, before = [], {"loss": [], "grad_norm": []}
-    for _, last, line in intervals:
-        worst = line.get("worst") or {}
+    for line in record.log:
+        if line.get("event") == "skipped":
+            found.append((line["step"], "skipped: loss or gradient was not finite", math.inf))
+    for _, last, line in record.intervals:
+        worst = line.get("worst") or {"step": last}
         for name, values in before.items():
-            step, value = last, line[name]
-            if worst.get(name) is not None and value is not None and worst[name] > value:
-                step, value = worst["step"], worst[name]
-            middle = statistics.median(values) if values else math.nan
+            step, value = max(
+                [(last, line[name]), (worst["step"], worst.get(name))],
+                key=lambda each: -math.inf if each[1] is None else each[1],
+            )
             if value is None:
-                found.append((step, name, math.nan, middle, math.inf))
                 continue
-            spread = 1.4826 * statistics.median(abs(each - middle) for each in values or [0])
-            spread = max(spread, abs(middle) / 100, 1e-12)
-            if len(values) >= 4 and (value - middle) / spread > THRESHOLD:
-                found.append((step, name, value, middle, (value - middle) / spread))
+            middle = statistics.median(values or [value])
+            spread = 1.4826 * statistics.median([abs(each - middle) for each in values or [0]])
+            above = (value - middle) / max(spread, abs(middle) / 100, 1e-12)
+            if len(values) >= 4 and above > THRESHOLD:
+                text = f"{name} {value:.4g}, {above:.1f} deviations above the median {middle:.4g}"
+                found.append((step, text, above))
             values[:] = [*values, value][-WINDOW:]
-    return found
+    return sorted(found)
 
 
 def show_spikes(args: Any) -> None:
     record = Record(args.run)
-    found = find_spikes(record.intervals)
-    for step, name, value, middle, deviations in found:
-        text = f"{value:.4g}, {deviations:.1f} deviations above the median before, {middle:.4g}"
-        print(f"step {step:>8}: {name} {text if value == value else 'is not finite'}")
-    for line in record.log:
-        if line.get("event") == "skipped":
-            print(f"step {line['step']:>8}: skipped, loss or gradient was not finite")
-    count = len(record.intervals)
-    worst = max(found, key=lambda each: each[-1], default=None)
-    print(f"{len(found)} values stand out of {count} lines of metrics.jsonl", end="")
-    print(f"; python -m samestep replay {record.folder} --step {worst[0]}" if worst else "")
+    found = find_spikes(record)
+    for step, text, _ in found:
+        print(f"step {step:>8}: {text}")
+    print(f"{len(found)} found in {len(record.intervals)} lines of metrics.jsonl")
+    if found:
+        worst = max(found, key=lambda each: each[2])
+        print(f"the largest: python -m samestep replay {record.folder} --step {worst[0]}")
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -163,7 +163,8 @@ def show(found: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
     if not found["rows"]:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
-    middle = statistics.median(each["loss"] for each in found["rows"])
+    losses = [each["loss"] for each in found["rows"]]
+    middle = statistics.median([each for each in losses if each == each] or losses)
     print(f"\n  rows by the loss of each alone, without dropout (median {middle:.4g})")
     norm = f"{'norm':>9}" if args.gradients else ""
     print(f"    {'loss':>9}{norm} {'items':>6}      row")
