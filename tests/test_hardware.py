@@ -473,7 +473,7 @@ def checked(monkeypatch):
     [
         ({}, None),
         ({"listed": (127, ""), "seen": 0}, None),
-        ({"listed": (15, LOST), "seen": 0}, f"nvidia-smi: {LOST}; see docs/measuring.md, A lost"),
+        ({"listed": (15, LOST), "seen": 0}, f"nvidia-smi: {LOST}; see docs/problems.md, a lost"),
         ({"seen": 0}, "torch sees 0 GPUs, and nvidia-smi lists 2: "),
         ({"hangs": "it hangs, for 30 minutes"}, "cuda:1 does not compute: it hangs, for"),
         ({"second": {**RIGHT, "wrong": ["1"]}}, "cuda:1 computes wrong numbers: 1"),

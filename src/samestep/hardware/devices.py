@@ -166,7 +166,7 @@ def look_at_nvidia_smi(section: Section) -> None:
     lost = re.findall(LOST, listed, re.IGNORECASE)
     if lost or code not in (0, 127):
         line = one_line([listed, *lost][-1], 200)
-        section.failures.append(f"nvidia-smi: {line}; see docs/measuring.md, A lost device")
+        section.failures.append(f"nvidia-smi: {line}; see docs/problems.md, a lost GPU")
     if there > seen and "CUDA_VISIBLE_DEVICES" not in os.environ:
         text = f"torch sees {seen} GPUs, and nvidia-smi lists {there}"
         if seen:
