@@ -8,6 +8,9 @@ plot       draws the curves of a run, or compares runs
 replay     computes a step of a run again: its rows, its layers, it without some rows
 rows       the rows that a step of a run has trained on
 when       the steps that have trained on a row
+diff       the first step in which two runs differ, and the cause
+receipt    writes the receipt of a run, by which anybody can audit it
+audit      trains a part of a run again, and compares the states to the last bit
 hardware   tests this machine: check, bench and smoke; recommend says which YAML
 example    lists whole task files, or writes one
 eject      copies the library's source beside train.py, to be changed

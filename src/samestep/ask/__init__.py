@@ -1,3 +1,3 @@
 """What a run can be asked: each verb is a module here. Every step of a run is a function."""
 
-VERBS = ("replay", "rows", "when")
+VERBS = ("audit", "diff", "receipt", "replay", "rows", "when")
