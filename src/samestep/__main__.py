@@ -5,9 +5,9 @@ env        lines for a shell, by which any launcher starts what an accelerate YA
 prepare    prepares the data, and no more
 predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
-replay     computes a step of a run again: its rows, its layers, it without some rows
 rows       the rows that a step of a run has trained on
 when       the steps that have trained on a row
+replay     computes a step of a run again: its rows, its layers, it without some rows
 diff       the first step in which two runs differ, and the cause
 receipt    writes the receipt of a run, by which anybody can audit it
 audit      trains a part of a run again, and compares the states to the last bit

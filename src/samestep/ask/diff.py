@@ -71,11 +71,12 @@ def first_row(records: list[Record]) -> str:
         return ""
     step, row, texts = min(found)
     when = f"trained on in step {step}" if step <= one.record.last else "not trained on yet"
-    text = f"row {row} ({one.place(part, row)}), {when}"
+    place = one.place(part, row)
+    text = f"row {row}{f' ({place})' if place else ''}, {when}"
     show("", f"{len(found)} rows differ; the first: {text}")
-    place = next(i for i in range(len(max(texts)) + 1) if texts[0][:i] != texts[1][:i])
+    at = next(i for i in range(len(max(texts)) + 1) if texts[0][:i] != texts[1][:i])
     for name, each in zip("AB", texts, strict=True):
-        show("", f"{name}: ...{each[max(place - 30, 0) : place + 40]}...")
+        show("", f"{name}: ...{each[max(at - 30, 0) : at + 40]}...")
     return text
 
 
