@@ -384,8 +384,9 @@ LAUNCHED = [  # words after `samestep launch`, the environment, what is said
     pytest.param(["train.py", "--sed", "1"], {}, "no field sed", marks=pytest.mark.slow),
     (NO_CHECK, {}, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
     (["--config_file", "none.yaml", *NO_CHECK[2:]], {}, "launch: none.yaml: No such file or dir"),
-    (["--config_file", "train.py"], {}, "samestep launch: argument --config_file/--config-file:"),
+    (["--config_file", "train.py"], {}, "launch: argument --config_file/--config-file: expected"),
     ([], {}, "samestep launch: name a program, such as train.py; see --help"),
+    (["--config_file", "configs/accelerate/cpu.yaml", "tran.py"], {}, "tran.py: No such file"),
 ]
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from conftest import ROOT, SOURCE, digest, status
+from conftest import ROOT, SOURCE, THREADS, digest, status
 from samestep.base import launching
 from samestep.core import mesh
 from samestep.programs import env
@@ -256,6 +256,35 @@ def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
     tiny.train(1, *flags, "--check", env=several)
     tiny.train(1, *flags, env=SBATCH | MASTER | ELASTIC)
     assert status(output)["state"] == "finished"
+
+
+ITSELF = """
+import os, sys
+if __name__ == "__main__":
+    found = map(os.environ.get, SHOWN)
+    print(os.getpid(), sys.argv, sys.path[0] == os.path.realpath("tools"), *found)
+    sys.exit(7)
+"""
+SHOWN = ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_single_process_becomes_the_program(tmp_path, threads):
+    """By runpy, or, where torch was imported with another number of threads, by exec."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "program.py").write_text(f"SHOWN = {SHOWN}\n{ITSELF}")
+    words = ["--config_file", str(FOLDER / "cpu.yaml"), "--mixed_precision", "bf16"]
+    words += ["--num_cpu_threads_per_process", threads, "tools/program.py", "--flag", "a b"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "samestep", "launch", *words],
+        cwd=tmp_path,
+        env=os.environ | THREADS,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    printed = run.communicate(timeout=100)[0]
+    argv = ["tools/program.py", "--flag", "a b"]
+    assert (run.returncode, printed) == (7, f"{run.pid} {argv} True bf16 True {threads}\n")
 
 
 # ---- Two launchers -------------------------------------------------------------------------------

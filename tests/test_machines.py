@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from conftest import ROOT, SOURCE, latest, lines, load_task, preloaded
+from conftest import ROOT, SOURCE, latest, lines, preloaded
 
 # ---- What all processes must have in common ------------------------------------------------------
 
@@ -101,16 +101,6 @@ def test_a_process_that_does_not_begin_is_named(tiny, tmp_path):
     ((code, _, errors),) = preloaded(tiny.path, [env], flags, seconds=60)
     said = "train.py: waited 2 s for process 0 to begin; all meet at "
     assert code == 1 and errors.startswith(said) and errors.count("\n") == 1
-
-
-def test_the_check_of_an_elastic_run_knows_the_processes_of_a_machine(tmp_path, monkeypatch):
-    file = tmp_path / "hardware.yaml"
-    file.write_text("num_processes: 8\n")
-    monkeypatch.setenv("PET_NNODES", "2:4")
-    launch = load_task("samestep.programs.launch")
-    for options, processes in ([], "8"), (["--num_processes", "2"], "2"):
-        known = launch.read_options(["--config_file", str(file), *options])
-        assert launch.elastic_variables(known) == {"LOCAL_WORLD_SIZE": processes}
 
 
 # ---- Two machines --------------------------------------------------------------------------------
