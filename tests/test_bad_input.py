@@ -287,26 +287,15 @@ def test_a_url_with_a_password_or_a_token_is_refused_in_any_field(tmp_path):
 
 
 HUB = "--task.model_name_or_path OWNER/NAME"
-ADAPTERS = f"{HUB} --task.lora_rank 8"
 RATES = [  # a recipe, flags, and what the line says of the learning rate; empty: there is none
     ("default", "", ""),  # new weights
     ("finetune", "", ""),
     ("finetune_demo", "", ""),
     ("lora", "", ""),
     ("lora_demo", "", ""),
-    ("finetune", "--learning_rate 1e-4", ""),
-    ("finetune", "--learning_rate 2e-4", "0.0002.* Qwen/.*; configs/train/finetune.yaml has 2e-05"),
-    ("default", HUB, "0.005.* OWNER/NAME; configs/train/finetune.yaml has 2e-05"),
-    ("default", f"{HUB} --learning_rate 1e-4", ""),
-    ("default", f"{HUB} --learning_rate 3e-4", "0.0003.*; configs/train/finetune.yaml has 2e-05"),
-    (
-        "finetune_demo",
-        "--learning_rate 2e-3",
-        "0.002.*; configs/train/finetune_demo.yaml has 0.001",
-    ),
-    ("finetune", f"{ADAPTERS} --learning_rate 1e-3", ""),
-    ("finetune", f"{ADAPTERS} --learning_rate 2e-3", "0.002.*; configs/train/lora.yaml has 0.0002"),
-    ("lora_demo", "--learning_rate 6e-3", "0.006.*; configs/train/lora_demo.yaml has 0.005"),
+    ("default", HUB, "0.005, .* OWNER/NAME; give at most 0.001"),
+    ("finetune_demo", "--learning_rate 2e-3", "0.002, .*; give at most 0.001"),
+    ("lora_demo", "--learning_rate 6e-3", "0.006, .*; give at most 0.005"),
 ]
 
 
@@ -317,18 +306,9 @@ def test_a_learning_rate_for_new_weights_is_named_with_pretrained_ones(
     monkeypatch.chdir(project.path)
     words = ["--config", f"configs/train/{recipe}.yaml", *flags.split()]
     cfg, _ = config.parse_config(train.Config, words, None)
-    found = config.remarks_on_rate(cfg, words)
+    found = config.remarks_on_rate(cfg)
     assert len(found) == bool(said)
     assert all(re.search(f"^warning: learning_rate is {said}$", line) for line in found)
-
-
-def test_without_a_recipe_for_fine_tuning_the_limit_is_named(tmp_path, train, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text("max_steps: 1\ntask:\n  model_name_or_path: m\n")
-    words = ["--config", "own.yaml", "--learning_rate", "2e-3"]
-    cfg, _ = config.parse_config(train.Config, words, None)
-    (line,) = config.remarks_on_rate(cfg, words)
-    assert line.endswith("is 0.002, high for the pretrained weights of m; give at most 0.001")
 
 
 def test_help_names_every_flag_and_no_other(project):

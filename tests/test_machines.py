@@ -29,13 +29,12 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    from samestep.core import ranks
-    from samestep.project import consistency
+    from samestep.core import checks, ranks
 
     found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
     with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
-        consistency.check_same(processes, FACTS)
+        checks.check_same(processes, FACTS)
 
 
 def test_devices_may_differ_but_not_with_exact():
@@ -54,8 +53,7 @@ def test_devices_may_differ_but_not_with_exact():
 
 def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     """Of another program than train.py too; what one process alone has loaded is no difference."""
-    from samestep.core import ranks
-    from samestep.project import consistency
+    from samestep.core import checks, ranks
 
     manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
     program = "import helper, json, sys; from pathlib import Path\n"
@@ -81,10 +79,10 @@ def test_the_program_and_modules_beside_it_are_compared(tmp_path):
         given = [found[i] for i in pair]
         processes = SimpleNamespace(gather=lambda _, given=given: [*zip("ab", given, strict=True)])
         with pytest.raises(ranks.UserError) as error:
-            consistency.check_same(processes, {})
+            checks.check_same(processes, {})
         assert [name for name in names if f"{name} is " in str(error.value)] == differ
     del given[0]["module helper.py"]
-    consistency.check_same(processes, {})
+    checks.check_same(processes, {})
 
 
 def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):

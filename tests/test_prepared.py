@@ -501,7 +501,7 @@ CHANGES = {  # starts, as (processes, word), and what the last of them says
     ),
     "random.Random(int(os.environ.get('RANK', 0))).shuffle(places)": (
         [(2, "a")],
-        "task.views gives other rows on another process",
+        "the rows are others on another process",
     ),
     "random.Random(os.environ.get('WORD')).shuffle(places)": (
         [(1, "a"), (1, "b")],

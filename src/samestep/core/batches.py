@@ -418,24 +418,22 @@ def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_samples(dataset: Any, task: Any, cuts: int = 1) -> list[tuple]:
+def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False) -> list[tuple]:
     """64 evenly spread samples of a view, read in one or two cuts: what reads many rows at once and
-    draws gives others then. A stream gives the first ones."""
+    draws gives others then. A stream gives the first ones. In training `augment` changes them, each
+    with a generator of its own."""
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     last = FINGERPRINT_ROWS - 1
     if not rows.is_stream:
         last = len(dataset) - 1
     ids = {i * last // (FINGERPRINT_ROWS - 1) for i in range(FINGERPRINT_ROWS)}
     places = sorted(ids)
-    if cuts == 1 or rows.is_stream or len(places) < 2:
-        return rows.__getitems__(places)
     middle = len(places) // 2
-    return rows.__getitems__(places[:middle]) + rows.__getitems__(places[middle:])
-
-
-def augmented(samples: list[tuple], task: Any) -> list[tuple]:
-    """What `augment`, if the task has it, makes of samples, each with a generator of its own."""
-    if not hasattr(task, "augment"):
+    if cuts == 1 or rows.is_stream or not middle:
+        samples = rows.__getitems__(places)
+    else:
+        samples = rows.__getitems__(places[:middle]) + rows.__getitems__(places[middle:])
+    if not training or not hasattr(task, "augment"):
         return samples
     return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
 

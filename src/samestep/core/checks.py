@@ -5,6 +5,7 @@ import hashlib
 import math
 import random
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,12 +13,13 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.base.console import print_on_main
+from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import UserError, some
 from samestep.core.ranks import Ranks
 from samestep.core.weights import bit_sums
 
 SMALLEST = 0.01  # sums below it are compared as if they were so large
+LOADED = "module "  # begins the name of a fact that some processes may lack
 ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
 
 # ---- A backward pass before the first step -------------------------------------------------------
@@ -183,6 +185,35 @@ def described(name: str, together: float, alone: float, rows: int) -> str:
 
 
 # ---- Are the processes alike? --------------------------------------------------------------------
+
+
+def check_same(ranks: Ranks, facts: dict[str, str]) -> None:
+    """Raises UserError on all processes, which names machines and differences, if there are any."""
+    everywhere = ranks.gather((socket.gethostname(), facts))
+    one_machine = len({host for host, _ in everywhere}) == 1
+    differences = []
+    for name in dict.fromkeys(name for _, each in everywhere for name in each):
+        places: dict[str, dict[str, None]] = {}  # by value
+        for rank, (host, each) in enumerate(everywhere):
+            if name in each or not name.startswith(LOADED):
+                place = f"process {rank}" if one_machine else host
+                places.setdefault(each.get(name, "missing"), {})[place] = None
+        if len(places) > 1:
+            longest = 20 if name.startswith("data ") else 300  # 20: of a digest
+            shown = [f"{one_line(v, longest)} on {some([*on], 3)}" for v, on in places.items()]
+            differences.append(f"{name} is {' and '.join(shown)}")
+    if not differences:
+        return
+    if one_machine and all(text.startswith("data ") for text in differences):
+        raise UserError(
+            "the rows are others on another process, which reads the same files; the order of a "
+            "set differs: sort it, or make the rows once, as in prepare_data"
+        )
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    raise UserError(
+        f"the processes do not run the same: {'; '.join(differences[:5])}{more}; give all of them "
+        "the same code, settings, data and versions"
+    )
 
 
 def kind_of_device(device: torch.device) -> str:

@@ -155,7 +155,6 @@ class ExactGradients(StepGradients):
     def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
         super().__init__(accelerator, ranks, model)
         self.sharded, self.tree, self.turn = ranks.layout.sharded, TreeSum(), Turn(StepPlan(1, 1))
-        self.problem: UserError | None = None
         self.blocks: list[TreeReduceScatter] = []
         if self.sharded:
             self.blocks = reduce_in_tree(model, accelerator, ranks.layout, self.turn)
@@ -167,24 +166,23 @@ class ExactGradients(StepGradients):
         super().start_step(plan)
         self.turn.plan = plan
         self.accelerator.gradient_accumulation_steps = self.divisor = 1
+        # A buffer's version counts its changes. In the first step its values are compared, too:
+        # torch.nn.functional.batch_norm changes them without a new version.
+        self.buffers = {
+            name: (buffer, buffer._version, buffer.clone() if self.checking else None)
+            for name, buffer in self.model.named_buffers()
+        }
 
     @contextlib.contextmanager
     def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
         """Computes the gradient of micro-batch `number` of the step in its body."""
         self.turn.number = number
-        # A buffer's version counts its changes. In the first step its values are compared, too:
-        # torch.nn.functional.batch_norm changes them without a new version.
-        before = {
-            name: (buffer, buffer._version, buffer.clone() if self.checking else None)
-            for name, buffer in self.model.named_buffers()
-        }
         alone: Any = contextlib.nullcontext()
         if not self.sharded:
             # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
             alone = getattr(self.model, "no_sync", contextlib.nullcontext)()
         with alone:
             yield
-        self.check_buffers(before)
         if not self.sharded:
             self.add_up(number)
 
@@ -199,27 +197,28 @@ class ExactGradients(StepGradients):
             found.append(grad)
         self.tree.add(number, found)
 
-    def check_buffers(self, before: dict[str, tuple]) -> None:
-        """Notes a problem if a micro-batch has changed a buffer, as BatchNorm does."""
+    def changed_buffer(self) -> UserError | None:
+        """What is wrong if a micro-batch of this step has changed a buffer, as BatchNorm does."""
         for name, buffer in self.model.named_buffers():
-            old, version, values = before.get(name, (None, 0, None))
+            old, version, values = self.buffers.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
             if same and self.checking:  # waits for the device
                 same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
-            if not same and not self.problem:
-                self.problem = UserError(
+            if not same:
+                return UserError(
                     f"exact: the model changes its buffer {own_name(name)} while it trains, so the "
                     "result depends on which process computes what; use GroupNorm or LayerNorm in "
                     "place of BatchNorm, or set exact to false"
                 )
+        return None
 
     def reduce(self) -> None:
         """Brings the sums over the whole step to the weights of each process. If a process has a
         problem, all raise it."""
         if self.ranks.layout.fsdp:
             self.check_used()
+        used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
         self.checking = False
-        used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
         assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
         if not self.sharded:
             plan = self.turn.plan

@@ -87,7 +87,7 @@ def describe(run: "Training", settings: dict) -> dict:
         found = []
         for number in range(2):
             batches.seed_everything(number)
-            samples = batches.read_samples(run.rows.dataset, run.task, 1 + number)
+            samples = batches.read_samples(run.rows.dataset, run.task, 1 + number, training=True)
             found.append(batches.hash_batch(run.rows.dataset, run.task, samples))
         if found[0] != found[1]:
             raise UserError(
@@ -121,20 +121,14 @@ def check_same(run: "Training", config: dict, data: dict, drawn: str) -> None:
     The weights of DDP are those of process 0. FSDP takes each part from the process that keeps it:
     if all have drawn the same numbers, they have the same weights.
     """
-    facts = {f"setting {name}": value for name, value in config.items()}
-    facts |= {f"rows ({name})": value for name, value in data.items()}
+    facts = {f"setting {name}": repr(value) for name, value in config.items()}
+    facts |= {f"data {name}": repr(value) for name, value in data.items()}
     form = weights.form_of(weights.bare_model(run.accelerator, run.model))
     facts["model (names and shapes of its weights)"] = digest(repr(form).encode())
     plugin = getattr(run.accelerator.state, "fsdp_plugin", None)
     if run.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
         facts["random state (call set_seed before the model is built)"] = drawn
-    found = run.ranks.gather(facts)
-    for rank, own in enumerate(found):
-        for name in {**found[0], **own}:
-            first, value = found[0].get(name), own.get(name)
-            if first != value:
-                shown = f"{value!r:.40}, not {first!r:.40}"
-                raise UserError(f"process {rank} differs from process 0 in its {name}: {shown}")
+    checks.check_same(run.ranks, facts)
 
 
 def digest(content: bytes) -> str:

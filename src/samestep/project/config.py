@@ -9,7 +9,6 @@ import difflib
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import textwrap
@@ -278,29 +277,15 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
 
 
-def remarks_on_rate(cfg: Any, arguments: list[str]) -> list[str]:
-    """A line if pretrained weights train at a learning rate that is meant for new ones.
-
-    It is above 1e-3 (LoRA: 5e-3), or at least ten times that of the task's own recipe: the one in
-    use if it fine-tunes, else finetune.yaml (LoRA: lora.yaml) beside it.
-    """
+def remarks_on_rate(cfg: Any) -> list[str]:
+    """A line if pretrained weights train at a learning rate that is meant for new ones: one above
+    1e-3, with LoRA above 5e-3."""
     name, rate = getattr(cfg.task, "model_name_or_path", ""), getattr(cfg, "learning_rate", 0.0)
-    if not name or cfg.eval_only:
+    limit = 5e-3 if getattr(cfg.task, "lora_rank", 0) else 1e-3
+    if not name or cfg.eval_only or rate <= limit:
         return []
-    field, file, limit = "task.model_name_or_path", "finetune.yaml", 1e-3
-    if getattr(cfg.task, "lora_rank", 0):
-        field, file, limit = "task.lora_rank", "lora.yaml", 5e-3
-    _, recipe, path = read_given(type(cfg), arguments)
-    if not recipe.get(field):
-        path, recipe = path.with_name(file), {}
-        with suppress(OSError, ValueError):  # there is none, or it is for another task
-            _, recipe, _ = read_given(type(cfg), ["--config", str(path)])
-    usual = recipe.get("learning_rate", math.inf)
-    if rate <= limit and rate < 10 * usual:
-        return []
-    hint = f"{path} has {usual:g}" if usual < rate else f"give at most {limit:g}"
     start = f"warning: learning_rate is {rate:g}, high for the pretrained weights of"
-    return [f"{start} {one_line(name, 100)}; {hint}"]
+    return [f"{start} {one_line(name, 100)}; give at most {limit:g}"]
 
 
 # ---- Names ---------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
 from samestep.base.files import read_json_object
+from samestep.core import checks
 from samestep.core.checkpoints import flatten
 from samestep.core.provenance import LIBRARY, short_hash
 from samestep.core.ranks import Ranks
@@ -24,7 +24,6 @@ VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
 HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
 OWN = ("train.py", "task.py")
-LOADED = "module "  # begins the name of a fact that some processes may lack
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
@@ -43,7 +42,7 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
         if file in OWN:
             facts |= {f"code {name}": digest for name, digest in functions.items()}
         else:
-            facts[f"{LOADED}{file}"] = short_hash(str(functions).encode())
+            facts[f"{checks.LOADED}{file}"] = short_hash(str(functions).encode())
     facts["library samestep"] = manifest["library"]
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
@@ -114,37 +113,6 @@ def hash_project(project: Path) -> dict[str, dict[str, str]]:
     program among them. `project`: the folder of train.py and task.py."""
     files = loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
-
-
-def check_same(processes: Ranks, facts: dict[str, str]) -> None:
-    """Raises UserError on all processes, which names machines and differences, if there are any."""
-    everywhere = processes.gather((socket.gethostname(), facts))
-    differences = []
-    for name in dict.fromkeys(name for _, each in everywhere for name in each):
-        hosts: dict[str, dict[str, None]] = {}  # by value
-        for host, each in everywhere:
-            if name in each or not name.startswith(LOADED):
-                hosts.setdefault(each.get(name, "missing"), {})[host] = None
-        if len(hosts) > 1:
-            longest = 20 if name.startswith("data ") else 300  # 20: of a digest
-            places = [
-                f"{one_line(value, longest)} on {some([*names], 3)}"
-                for value, names in hosts.items()
-            ]
-            differences.append(f"{name} is {' and '.join(places)}")
-    if not differences:
-        return
-    one_machine = len({host for host, _ in everywhere}) == 1  # its processes read the same files
-    if one_machine and all(text.startswith("data ") for text in differences):
-        raise UserError(
-            "task.views gives other rows on another process; the order of a set differs: sort it, "
-            "or make the rows in prepare_data, which runs once"
-        )
-    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-    raise UserError(
-        f"the machines do not run the same: {'; '.join(differences[:5])}{more}; give all of them "
-        "the same code, settings, data and versions"
-    )
 
 
 def check_shared(processes: Ranks, output: Path) -> None:

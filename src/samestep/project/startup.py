@@ -26,7 +26,7 @@ from samestep.base import run_folder
 from samestep.base.console import escaped, is_main, one_line
 from samestep.base.errors import UserError
 from samestep.base.files import read_json_object, read_text
-from samestep.core import batches, checkpoints, provenance
+from samestep.core import batches, checkpoints, checks, provenance
 from samestep.core.inputs import Stream, list_sources
 from samestep.core.mesh import Layout
 from samestep.core.order import first_mixture, next_mixture
@@ -384,8 +384,8 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         if isinstance(views[0], Stream):
             views[0].begin(cfg.seed, cfg.global_batch_size)
         batches.seed_everything(1 + number)
-        train, validation = (batches.read_samples(each, bound, 1 + number) for each in views)
-        train = batches.augmented(train, bound)
+        train = batches.read_samples(views[0], bound, 1 + number, training=True)
+        validation = batches.read_samples(views[1], bound, 1 + number)
         fingerprints = [batches.hash_batch(views[0], bound, train)]
         fingerprints += [batches.hash_batch(views[1], bound, validation)]
         built.append(fingerprints)
@@ -510,7 +510,7 @@ def prepare_run(
     manifest = collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = ResumePoint(cfg.max_steps)
     resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
-    resume_point.remarks += config.remarks_on_rate(cfg, arguments)
+    resume_point.remarks += config.remarks_on_rate(cfg)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
     try:
@@ -532,7 +532,7 @@ def agree_on_start(processes: Ranks, start: RunStart) -> ResumePoint:
     Raises UserError unless all processes run the same, and see the same run folder.
     """
     facts = consistency.collect_facts(start.manifest, start.cfg.exact)
-    consistency.check_same(processes, facts)
+    checks.check_same(processes, facts)
     resume_point = processes.from_main(start.resume_point)
     if not (start.cfg.check or resume_point.finished):
         consistency.check_shared(processes, start.output)
