@@ -98,7 +98,7 @@ def test_an_update_brings_what_is_new_and_keeps_edits(both):
     edit(project / "train.py", "\ndef main(", "\n# Mine.\ndef main(")
     edit(project / "task.py", "What is trained", "What I train")
     (project / "own.py").write_text("mine = 1\n")
-    (project / "docs" / "tracking.md").unlink()
+    (project / "docs" / "problems.md").unlink()
     mine = both.commit(project)
     with open(source / "train.py", "a", encoding="utf-8") as file:
         file.write("# New.\n")
@@ -124,7 +124,7 @@ def test_an_update_brings_what_is_new_and_keeps_edits(both):
     expected = {"template": None, "commit": second, "answers": {**answers, "mood": "good"}}
     assert both.record() == expected
     own = both.git("diff", "template", "--name-only").split()
-    assert own == ["docs/tracking.md", "own.py", "task.py", "train.py"]
+    assert own == ["docs/problems.md", "own.py", "task.py", "train.py"]
     assert "up to date" in both.update()
 
     # The second time, with another answer.
@@ -146,13 +146,13 @@ def test_conflicts_are_in_edited_lines_alone_and_an_update_can_be_undone(both):
     project, source = both.project, both.template / SOURCE
     for folder, word in ((project, "mine"), (source, "new")):
         edit(folder / "train.py", "\ndef main(", f"\n# {word}\ndef main(")
-    edit(source / "docs" / "tracking.md", "# Experiment tracking", "# Many runs")
-    (project / "docs" / "tracking.md").unlink()
+    edit(source / "docs" / "problems.md", "# Troubleshooting", "# Many runs")
+    (project / "docs" / "problems.md").unlink()
     both.commit(project)
     second, before = both.commit(both.template), both.state()
     for _ in range(2):
         lines = both.update(code=1).splitlines()
-        assert lines[0] == "conflicts in docs/tracking.md, train.py"
+        assert lines[0] == "conflicts in docs/problems.md, train.py"
         assert "<<<<<<< " in (project / "train.py").read_text(encoding="utf-8")
         both.refuses("there are uncommitted changes; commit or stash them")
         assert lines[2] == "or undo the update: git cherry-pick --abort"
@@ -161,12 +161,12 @@ def test_conflicts_are_in_edited_lines_alone_and_an_update_can_be_undone(both):
     assert both.record()["commit"] != second
     both.update(code=1)
     both.git("checkout", "--theirs", "train.py")
-    both.git("rm", "--quiet", "docs/tracking.md")
+    both.git("rm", "--quiet", "docs/problems.md")
     command = lines[1].partition(": ")[2].removesuffix(" && make setup")
     assert command == "git add --all && git commit --no-edit"
     both.run("bash", "-c", command)
     assert both.record()["commit"] == second and "up to date" in both.update()
-    assert both.git("diff", "template", "--name-only") == "docs/tracking.md"
+    assert both.git("diff", "template", "--name-only") == "docs/problems.md"
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_project_in_a_subfolder_of_a_repository(both, tmp_path):
     """Beside a second one, whose equal files stay as they are; one file of the first is removed."""
     place = tmp_path / "mono" / "sub [x]"
     first, second = both.bake(place), both.bake(place, slug="other")
-    (first / "docs" / "tracking.md").unlink()
+    (first / "docs" / "problems.md").unlink()
     both.commit(tmp_path / "mono")
     before = {path: path.read_bytes() for path in second.rglob("*") if path.is_file()}
     with open(both.template / SOURCE / "train.py", "a", encoding="utf-8") as file:
@@ -272,4 +272,4 @@ def test_a_project_in_a_subfolder_of_a_repository(both, tmp_path):
     assert {path: path.read_bytes() for path in second.rglob("*") if path.is_file()} == before
     assert both.git("status", "--porcelain", folder=first) == ""
     own = both.git("diff", "template", "--name-only", folder=first).splitlines()
-    assert own == [f"sub [x]/{first.name}/docs/tracking.md"]
+    assert own == [f"sub [x]/{first.name}/docs/problems.md"]
