@@ -1,6 +1,6 @@
 """How much memory training a model needs, and which YAML trains it on the devices that are here.
 
-The formula is that of docs/memory.md of the template; about 1 GB of CUDA and NCCL comes on top of it.
+The formula stands in docs/memory.md of the template; about 1 GB of CUDA and NCCL comes on top.
 """
 
 import argparse
