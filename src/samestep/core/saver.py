@@ -49,21 +49,20 @@ class Saver:
 
     def save_step(self, step: int) -> None:
         """Saves this step, unless it is saved already."""
-        if step == self.step:
-            return
+        if step != self.step:
+            self.write(self.ranks, *self.collect(step))
+            self.note_saved(step)
+
+    def collect(self, step: int) -> tuple[tensor_files.Share | None, dict]:
+        """What this process writes of a step, and the manifest of the checkpoint."""
         checks.check_alike(self.ranks, self.state.module, f"after step {step}")
         manifest, share = self.about(step), None
         if not self.ranks.layout.deepspeed:  # which writes what it holds
             with self.ranks.fail_together():
                 tensors, manifest["others"] = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
-        self.commit(share, manifest)
         self.step = step
-
-    def commit(self, share: tensor_files.Share | None, manifest: dict) -> None:
-        """Writes a checkpoint, and notes it in the status."""
-        self.write(self.ranks, share, manifest)
-        self.note_saved(manifest["step"])
+        return share, manifest
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base import files, run_folder
-from samestep.base.console import print_on_main
+from samestep.base.console import print_on_main, without_credentials
 from samestep.core import (
     batches,
     checkpoints,
@@ -23,9 +24,13 @@ from samestep.core import (
     weights,
 )
 from samestep.core.ranks import Ranks
-from samestep.project import contract, device, dtypes, hardware_file, shutdown
+from samestep.project import contract, device, dtypes, shutdown
 from samestep.project.startup import IDENTITY, RunStart, agree_on_start
 from samestep.report import speed, tracking
+
+# Variables that decide where and how a run computes; none of them holds a secret.
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DS_", "NCCL_", "TORCH_NCCL_", "GLOO_")
+NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
 
 
 class Run:
@@ -140,7 +145,7 @@ class Run:
         text = yaml.safe_dump(self.start.given, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
         hardware = self.start.manifest["hardware"]
-        hardware = hardware | {"environment": hardware_file.launch_variables()}
+        hardware = hardware | {"environment": launch_variables()}
         text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
         self.keep_identity()
@@ -203,3 +208,12 @@ class Run:
                 device.compile_blocks(module)
             with sharding.full_buffers(module, self.accelerator):
                 yield module
+
+
+def launch_variables() -> dict[str, str]:
+    """The variables that hardware.yaml lists beside these entries."""
+    chosen = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(PREFIXES) or name in NAMES:
+            chosen[name] = without_credentials(value)
+    return chosen

@@ -70,7 +70,10 @@ class Saver(saver.Saver):
         began = time.perf_counter()
         with self.run.meter.paused():
             self.wait()
-            self.save_step(step)
+            if self.asynchronous:
+                self.begin_to_save(step)
+            else:
+                self.save_step(step)
         self.takes_scores = True
         more = {"in_background": True} if self.asynchronous else self.hashed  # it may still fail
         log.note(save_seconds=time.perf_counter() - began, **more)
@@ -98,12 +101,10 @@ class Saver(saver.Saver):
                 failure = f"the scores of step {self.step} are not in its checkpoint"
                 attempt(failure, checkpoints.add_to_manifest, self.folder, self.step, found)
 
-    def commit(self, share: tensor_files.Share | None, manifest: dict) -> None:
-        """Writes a checkpoint, or begins to. An error in the background is `run.problem`; `wait`
-        and the next save raise it."""
-        if not self.asynchronous:
-            super().commit(share, manifest)
-            return
+    def begin_to_save(self, step: int) -> None:
+        """Copies a step to host memory, and lets a thread write it. Its error is `run.problem`;
+        `wait` and the next save raise it."""
+        share, manifest = self.collect(step)
         with self.ranks.fail_together():
             self.host = share.parts = host_copies(share.parts, self.host)
         self.thread = threading.Thread(
