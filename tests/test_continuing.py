@@ -327,31 +327,6 @@ def test_a_finished_run_without_its_model_exports_again_with_other_settings(quic
         assert f"is finished: 24 steps, and model/ is that of step {step}; " in quick(*base, *flags)
 
 
-def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
-    """Every file of model/, metrics.jsonl and status.json itself are flushed, in this order."""
-    program = """
-import os, sys
-flushed, sync = [], os.fsync
-def fsync(handle):
-    flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
-    sync(handle)
-os.fsync = fsync
-sys.argv = ["train.py", *sys.argv[1:]]
-import train
-train.shutdown.exit_process = lambda code: print("\\n".join(["flushed", *flushed]))
-train.shutdown.run(train.main, train.prepare)
-"""
-    output = tmp_path / "run"
-    printed = tiny.run("python", "-c", program, "--output_dir", output, *BASE).stdout
-    flushed = [
-        each.replace(str(output) + "/", "") for each in printed.split("flushed\n")[1].split()
-    ]
-    last = len(flushed) - 1 - flushed[::-1].index(".status.json.partial")
-    for name in ("metrics.jsonl", ".model.partial/weights.pt", ".model.partial/README.md"):
-        assert name in flushed[:last], (name, flushed)
-    assert str(output) in flushed[last:]
-
-
 def test_a_report_that_fails_or_is_killed_does_not_fail_the_run(quick, tmp_path):
     """Nor does a tracker that does not close. The next start does not export the model again."""
     closing = "from samestep.report import tracking; tracking.end_tracker = lambda _: 1 / 0"

@@ -167,9 +167,7 @@ ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 MEETINGS = [
     (2, 1, 3, True, "restart-2"),  # c10d on one machine; its store is not the launcher's own
     (2, 2, 3, False, ""),  # c10d on several machines, as samestep launch sets it up
-    (0, 2, 3, True, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # with a shared store
-    (0, 2, 0, True, ""),
-    (1, 2, 3, "static", "restart-1"),
+    (0, 2, 3, True, None),  # with a shared store: refused
 ]
 
 
@@ -182,13 +180,11 @@ def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, s
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}
     env |= {"GROUP_WORLD_SIZE": machines, "TORCHELASTIC_MAX_RESTARTS": most}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": bool(shared)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": shared}
     for name, value in (ELASTIC | env).items():
         monkeypatch.setenv(name, str(value))
-    if shared == "static":  # its launchers leave this in the store
-        store.set("id/torchelastic/role_info/0", "")
-    if expected.startswith("export"):
-        with pytest.raises(errors.UserError, match=expected):
+    if expected is None:
+        with pytest.raises(errors.UserError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
             rendezvous.restart_store()
     elif place := rendezvous.restart_store():
         place.set("mine", "")

@@ -160,6 +160,18 @@ WITH_EXACT = {
     "no": [("cpu_multi", 2), ("fsdp2", 2), ("fsdp2", 3), ("hsdp_odd", 6)],
     "bf16": [("fsdp2", 2)],
 }
+# torch's fused kernel for CPUs rounds the last values of a tensor, those that fill no vector, in
+# another way: in parts of 11, 11 and 10 of 32 values they are others than in a whole tensor.
+NOT_FUSED = """
+
+
+class AdamW(torch.optim.AdamW):
+    def __init__(self, *given, fused, **more):
+        super().__init__(*given, fused=False, **more)
+
+
+torch.optim.AdamW = AdamW
+"""
 
 
 @pytest.mark.slow
@@ -170,15 +182,14 @@ def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
     odd = (config / "hsdp.yaml").read_text().replace("dp_shard_size: 2", "dp_shard_size: 3")
     (config / "hsdp_odd.yaml").write_text(odd)
     cases = [("cpu", 1), *WITH_EXACT[precision]]
+    small = with_task(small, tmp_path, NOT_FUSED)
     outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
     for (hardware, processes), output in zip(cases, outputs, strict=True):
         flags = ["--exact", "true", "--task.dropout", "0.1", "--global_batch_size", "24"]
         flags += ["--max_steps", "2", "--output_dir", output]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
-    # On a CPU AdamW rounds moments in another way where a part of a tensor ends inside a vector.
-    whole = [output for output, (_, processes) in zip(outputs, cases, strict=True) if processes < 3]
-    assert len(states(*whole)) == 1
+    assert len(states(*outputs)) == 1
 
 
 @pytest.mark.slow
