@@ -70,6 +70,7 @@ training = Training(
     accelerator, model, optimizer, rows, folder=folder,
     seed=rank if mistake == "seed_differs" else 0, micro_batch_size=2,
     global_batch_size=4 if mistake == "small_steps" else 8, collate=collate, exact=exact,
+    count=(lambda batch: 3) if mistake == "count" else None,
     settings=settings, accept_changes=mistake in ("small_steps", "accept_changes"),
 )  # fmt: skip
 for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
@@ -78,7 +79,7 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
     for batch in step:
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
-        reduction = {"mean": "mean", "vector": "none"}.get(mistake, "sum")
+        reduction = {"mean": "mean", "count": "mean", "vector": "none"}.get(mistake, "sum")
         loss = F.mse_loss(net(x), y, reduction=reduction)
         if mistake == "nan" and step.number == 3:
             loss = loss * float("nan")
@@ -89,7 +90,7 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
             if mistake == "plain_backward":
                 accelerator.backward(loss)
             elif mistake != "no_backward":
-                step.backward(loss)
+                step.backward(loss, mean=mistake == "count")
         if mistake == "two_backwards":
             step.backward(F.mse_loss(model(x), y))
         if mistake == "step_inside":

@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 import types
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as preflight does, before torch
@@ -66,7 +65,10 @@ def begin(folder, env, arguments, files):
                 print(code, file=sys.stderr)
                 code = 1
         except BaseException:
-            traceback.print_exc()
+            try:
+                sys.excepthook(*sys.exc_info())
+            except SystemExit as end:
+                code = end.code
         threading._shutdown()  # as at the end of a program
         atexit._run_exitfuncs()
         sys.stdout.flush()

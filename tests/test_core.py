@@ -14,7 +14,7 @@ import pytest
 import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
 
-MISTAKES_SCRIPT = ROOT / "tests" / "own_mistakes.py"
+MISTAKES_SCRIPT, MASKED = (ROOT / "tests" / f"own_{name}.py" for name in ("mistakes", "masked"))
 EXAMPLE = ROOT / "examples" / "own_script.py"
 CPU_MULTI = ROOT / SOURCE / "configs" / "accelerate" / "cpu_multi.yaml"
 
@@ -69,6 +69,9 @@ MISTAKES = {
     "odd_state": (1, "bag is a set"),
     "two_sizes": (1, "global_batch_size is 8, and in settings 2; give the same"),
     "batchnorm": (1, "exact: "),
+    "sum": (1, "the loss is 3.4"),
+    "stream": (1, "rows are a IterableDataset; give a dataset with len() and [i]"),
+    "count": (1, "rows together, but "),
     "rows_differ": (2, "the rows are others on another process"),
     "targets_differ": (2, "the rows are others on another process"),
     "seed_differs": (2, "setting seed is 0 on process 0 and 1 on process 1; give all of them"),
@@ -81,12 +84,11 @@ SAME = ["no_zero_grad", "weights_differ", "collate_texts", "accumulation"]
 HARMLESS = ["collate_draws", "nan", "frozen"]
 
 
-def script(processes, *arguments, seconds=120, program=MISTAKES_SCRIPT, **env):
+def script(processes, *arguments, seconds=120, program=(MISTAKES_SCRIPT,), **env):
     """Exit code, stdout and stderr of each process of a script of one's own."""
-    envs = BakedProject(ROOT).envs(processes, **env)
-    for each in envs:
-        each.setdefault("ACCELERATE_USE_CPU", "true")
-    return preloaded(ROOT, envs, [program, *arguments], seconds)
+    on_cpu = {"ACCELERATE_USE_CPU": "true"}
+    envs = [{**each, **on_cpu, **env} for each in BakedProject(ROOT).envs(processes)]
+    return preloaded(ROOT, envs, [*program, *arguments], seconds)
 
 
 def words_of(ended):
@@ -98,9 +100,15 @@ def words_of(ended):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
     processes, said = MISTAKES[mistake]
-    ended = script(processes, mistake, tmp_path)
-    lines = [line for _, _, errors in ended for line in errors.splitlines() if "Error: " in line]
-    assert {code for code, *_ in ended} == {1} and said in "".join(lines), ended
+    program = MASKED if mistake in ("sum", "stream") else MISTAKES_SCRIPT
+    ended = script(processes, mistake, tmp_path, 4, program=[program])
+    lines = [line for _, _, errors in ended for line in errors.splitlines() if ": " in line]
+    if mistake == "exception":
+        assert {code for code, *_ in ended} == {1} and said in "".join(lines), ended
+    else:
+        assert [code for code, *_ in ended] == [2] * processes, ended
+        said = [line for line in lines if line.startswith(program.name) and said in line]
+        assert len(said) == processes and "Traceback" not in str(ended), ended
     saved = {path.name for path in tmp_path.glob("checkpoints/*")}
     late = {"exception", "break_inside", "main_alone"}  # after the save of step 2, or before it
     assert saved <= ({"step-00000002"} if mistake in late else set())
@@ -139,10 +147,10 @@ def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(tmp_path):
 def test_other_settings_and_other_frozen_weights_are_refused(tmp_path):
     words_of(script(1, "frozen", tmp_path))
     ((code, _, errors),) = script(1, "unequal_frozen", tmp_path, 6)
-    assert code == 1 and "was trained with other pretrained weights" in errors
+    assert code == 2 and "was trained with other pretrained weights" in errors
     words_of(script(1, "nothing", tmp_path / "other"))
     ((code, _, errors),) = script(1, "settings", tmp_path / "other", 6)
-    assert code == 1 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
+    assert code == 2 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
 
 
 def test_steps_of_another_size_go_on_at_the_next_sample(tmp_path):
@@ -167,7 +175,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tmp_pat
     shutil.rmtree(tmp_path / "checkpoints")
     before = (tmp_path / "status.json").read_text()
     ((code, _, errors),) = script(1, "nothing", tmp_path)
-    assert code == 1 and "status.json says that step 4 was saved; put its folder back" in errors
+    assert code == 2 and "status.json says that step 4 was saved; put its folder back" in errors
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "status.json").read_text() == before
 
@@ -178,6 +186,15 @@ def newest(folder):
 
 # ---- The same result, however it is launched -----------------------------------------------------
 
+# As accelerate launch sets it for a YAML.
+FSDP2 = {
+    "ACCELERATE_USE_CPU": "false",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
 # 8 of 40 steps of the example, in four micro-batches.
 FLAGS = ["--exact", "--max_steps", "8", "--micro_batch_size", "4", "--folder"]
 
@@ -186,7 +203,7 @@ FLAGS = ["--exact", "--max_steps", "8", "--micro_batch_size", "4", "--folder"]
 def alone(tmp_path_factory):
     """The example on one process."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, losses_of(words_of(script(1, *FLAGS, folder, program=EXAMPLE)))
+    return folder, losses_of(words_of(script(1, *FLAGS, folder, program=[EXAMPLE])))
 
 
 def losses_of(printed):
@@ -196,11 +213,42 @@ def losses_of(printed):
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes):
-    """Also after a kill of all, and the same command again on another number of processes."""
     folder, losses = alone
-    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=EXAMPLE)))
+    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=[EXAMPLE])))
     assert len(losses) == 8 and found == losses
     assert digest(newest(tmp_path)) == digest(newest(folder))
+
+
+def test_fsdp2_has_that_sha_too(alone, tmp_path):
+    folder, losses = alone
+    program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
+    found = losses_of(words_of(script(2, *FLAGS, tmp_path, program=program, **FSDP2)))
+    assert found == losses and digest(newest(tmp_path)) == digest(newest(folder))
+
+
+def test_bf16_has_one_sha_of_its_own(alone, tmp_path):
+    for processes in (1, 2):
+        flags = [*FLAGS, tmp_path / str(processes)]
+        words_of(script(processes, *flags, program=[EXAMPLE], ACCELERATE_MIXED_PRECISION="bf16"))
+    one, two = (digest(newest(tmp_path / str(processes))) for processes in (1, 2))
+    assert one == two != digest(newest(alone[0]))
+
+
+def test_what_is_drawn_registered_or_fetched_by_workers_changes_no_byte(tmp_path):
+    """A collator that masks, an average of the weights, OneCycleLR: on one process, on two, on
+    three with workers, and on two after four steps on one. One batch has no item in its loss."""
+    starts = {"one": [(1, 6)], "two": [(2, 6)], "moved": [(1, 4), (2, 6)], "workers": [(3, 6)]}
+    found = set()
+    for name, parts in starts.items():
+        printed = ""
+        for processes, steps in parts:
+            printed += words_of(script(processes, name, tmp_path / name, steps, program=[MASKED]))
+        losses = re.findall(r"^loss .*$", printed, re.MULTILINE)
+        assert len(losses) == 6 and "nan" not in printed
+        found.add((digest(newest(tmp_path / name)), *losses))
+    assert len(found) == 1
+    (path,) = newest(tmp_path / "one").glob("*.safetensors")
+    assert b"registered.0.module.bert" in path.read_bytes()
 
 
 # ---- Kills and signals ---------------------------------------------------------------------------
@@ -279,5 +327,5 @@ def test_a_launcher_that_is_killed_with_all_its_processes_loses_nothing(tmp_path
             os.killpg(run.pid, signal.SIGKILL)
         printed = run.communicate(timeout=140)[0]
     assert run.returncode == 0 and "continues from" in printed, printed
-    words_of(script(1, *flags, tmp_path / "whole", program=EXAMPLE))
+    words_of(script(1, *flags, tmp_path / "whole", program=[EXAMPLE]))
     assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))

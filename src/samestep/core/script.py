@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
-from samestep.base.errors import UserError
+from samestep.base.errors import Failed, UserError
 from samestep.core import batches, checks, exact, provenance, weights
 from samestep.core.loader import MicroBatch
 
@@ -21,6 +23,20 @@ if TYPE_CHECKING:
     from samestep.core.training import Training
 
 # ---- Before training -----------------------------------------------------------------------------
+
+
+def end_in_one_line() -> None:
+    """What ends the script is one line, if it is a UserError or of another process; the exit code
+    is that of train.py."""
+    others = sys.excepthook
+
+    def say(kind: type, error: BaseException, trace: Any) -> None:
+        if not isinstance(error, UserError | Failed):
+            return others(kind, error, trace)
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+    sys.excepthook = say
 
 
 def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: Any) -> None:

@@ -70,7 +70,8 @@ class Step:
     def backward(self, loss: torch.Tensor, mean: bool = False) -> None:
         """Adds the gradient of a batch: of the sum of the losses of its items, or of their mean."""
         if mean:
-            loss = loss * self.num_items
+            # Where no item is in the loss, its mean is 0 / 0.
+            loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
         self.losses.append(loss.detach())
         gradients = self.training.gradients
         if gradients:

@@ -1,5 +1,7 @@
 """A signal that asks a run to stop is a flag while the run trains."""
 
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -24,6 +26,8 @@ class StopRequest:
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                     self.before[number] = signal.signal(number, self.handle)
+        # At exit, before multiprocessing waits for them.
+        multiprocessing.util.Finalize(None, kill_workers, exitpriority=1)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -46,6 +50,14 @@ class StopRequest:
         """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
         orphaned = self.launcher is not None and os.getppid() != self.launcher
         return int(orphaned or bool(self.received))
+
+
+def kill_workers() -> None:
+    """Kills the workers of loaders: they ignore the SIGTERM that multiprocessing sends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def launcher_by_environment() -> int | None:

@@ -58,6 +58,7 @@ class Training:
         keep_checkpoints: int = 3, num_workers: int = 0, log_every: int = 1,
         rows_depend: bool = False, accept_changes: bool = False,
     ):  # fmt: skip
+        script.end_in_one_line()
         script.check_prepared(accelerator, model, optimizer, rows)
         if exact:
             script.compute_exactly(accelerator, optimizer)

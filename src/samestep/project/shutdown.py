@@ -72,7 +72,6 @@ class StopRequest(SignalFlags):
         if sys.platform == "linux":  # signals_blocked; Python 3.14 defaults to a fork server
             multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(after_in_child=self.obey)
-        atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal: before training it ends the process."""
@@ -250,13 +249,6 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < 64:
         raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
-
-
-def kill_workers() -> None:
-    """Kills the workers at exit: they ignore the SIGTERM that multiprocessing sends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
-    for worker in multiprocessing.active_children():
-        worker.kill()
 
 
 def exit_process(code: int) -> NoReturn:
