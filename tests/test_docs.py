@@ -31,7 +31,7 @@ PYTHON = ("python", "python3", ".venv/bin/python", ".venv/bench/bin/python")
 # Programs of others, and of the system: the files that they name are checked, and no flags.
 OTHERS = {
     *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
-    *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
+    *"kill kubectl mv nc nvidia-smi pip pkill py-spy rm sbatch sky source tail tensorboard".split(),
     *"head tar torchrun touch trackio transformers uv vllm wandb lm_eval".split(),
     *".venv/bin/cookiecutter cat ckpt-chaos".split(),
 }
