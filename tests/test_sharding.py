@@ -11,12 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import (
-    prepare_deepspeed_cmd_env,
-    prepare_multi_gpu_env,
-    prepare_simple_launcher_cmd_env,
-)
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -32,6 +26,7 @@ from conftest import (
     status,
     with_ddp,
 )
+from samestep.project import launcher
 from test_exact import BATCH_NORM, with_task
 from test_invariance import check_same_curve, curve
 
@@ -42,23 +37,11 @@ OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 @functools.cache
 def launcher_env(config, processes, precision):
     """What accelerate tells the processes about a YAML; precision "": that of the YAML."""
-    numbers = ["--num_processes", str(processes)]
-    numbers += ["--mixed_precision", precision] * bool(precision)
-    before = dict(os.environ)
-    try:
-        arguments = ["--config_file", config, *numbers, "train.py"]
-        arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        if arguments.use_deepspeed:
-            arguments.deepspeed_fields_from_accelerate_config = ""
-            _, env = prepare_deepspeed_cmd_env(arguments)
-            env["ACCELERATE_USE_CPU"] = "False"
-        elif processes == 1:
-            _, env = prepare_simple_launcher_cmd_env(arguments)
-        else:
-            env = prepare_multi_gpu_env(arguments)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    words = ["--config_file", config, "--num_processes", str(processes)]
+    words += ["--mixed_precision", precision] * bool(precision)
+    _, env = launcher.read([*words, "train.py"])
+    if "ACCELERATE_USE_DEEPSPEED" in env:
+        env["ACCELERATE_USE_CPU"] = "False"
     return {name: value for name, value in env.items() if name.startswith(OURS)}
 
 
