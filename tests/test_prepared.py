@@ -497,7 +497,7 @@ def views(cfg, data):
 CHANGES = {  # starts, as (processes, word), and what the last of them says
     "random.Random().shuffle(places)": (
         [(1, "a")],
-        "the same samples are another batch the second time: task.views, a row, collate or augment",
+        "the same samples are another batch the second time: views, a row, collate or augment",
     ),
     "random.Random(int(os.environ.get('RANK', 0))).shuffle(places)": (
         [(2, "a")],

@@ -438,6 +438,17 @@ def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False)
     return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
 
 
+def check_repeated(first: Any, second: Any) -> None:
+    """Raises ValueError unless what hash_batch gives for the same samples is the same twice."""
+    if first != second:
+        raise ValueError(
+            "the same samples are another batch the second time: views, a row, collate or augment "
+            "draws anew, or has a generator of its own; draw from torch, np.random or random, "
+            "which are seeded for views, for a row that is read alone and for collate, or in "
+            "augment, from its generator; what reads many rows at once (__getitems__) draws none"
+        )
+
+
 def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
     """Samples to try the task on: of these with items in the loss the seven shortest, and the
     longest."""

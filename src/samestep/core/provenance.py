@@ -16,7 +16,7 @@ import torch
 import samestep
 from samestep.base.console import one_line
 from samestep.base.errors import some
-from samestep.core.checkpoints import as_lines, differences
+from samestep.core.checkpoints import as_lines, check_settings, differences
 from samestep.core.mesh import AXES, Layout
 from samestep.core.ranks import Ranks
 
@@ -117,6 +117,16 @@ def changed_code(saved: dict, manifest: dict) -> dict[str, list]:
 
 
 # ---- Since the checkpoint ------------------------------------------------------------------------
+
+
+def compare(
+    path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict
+) -> tuple[dict[str, list], list[str]]:
+    """The settings and code that have changed since a checkpoint, and a line for each kind; for the
+    arguments, and what is refused, see checkpoints.check_settings."""
+    changed = check_settings(path, saved, manifest, effects, accept, defaults)
+    changed |= changed_code(saved, manifest)
+    return changed, [f"changed since the checkpoint: {each}" for each in describe_changes(changed)]
 
 
 def describe_changes(changes: dict[str, list]) -> list[str]:

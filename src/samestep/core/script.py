@@ -1,6 +1,5 @@
 """What Training asks of a script: a mistake that would be silent is found, and said in a line."""
 
-import hashlib
 import json
 import os
 import sys
@@ -97,7 +96,7 @@ def describe(run: "Training", settings: dict) -> dict:
 
     Raises UserError if the same rows are another batch the second time, or processes differ.
     """
-    drawn = digest(torch.get_rng_state().numpy().tobytes())  # reading rows seeds it
+    drawn = provenance.short_hash(torch.get_rng_state().numpy().tobytes())  # reading rows seeds it
     with run.ranks.fail_together():
         config = json.loads(json.dumps(settings, default=str))  # as it will be read
         found = []
@@ -105,12 +104,7 @@ def describe(run: "Training", settings: dict) -> dict:
             batches.seed_everything(number)
             samples = batches.read_samples(run.rows.dataset, run.task, 1 + number, training=True)
             found.append(batches.hash_batch(run.rows.dataset, run.task, samples))
-        if found[0] != found[1]:
-            raise UserError(
-                f"the same {len(samples)} rows are another batch the second time: a row or collate "
-                "has a generator of its own; draw from torch, np.random or random, which are "
-                "seeded for a row that is read alone and for collate, or in augment(row, generator)"
-            )
+        batches.check_repeated(*found)
         batches.seed_everything(0)
         run.few = batches.choose_probes(samples, run.task)
     data = {"samples": len(run.rows), "fingerprint": found[0]}
@@ -140,15 +134,11 @@ def check_same(run: "Training", config: dict, data: dict, drawn: str) -> None:
     facts = {f"setting {name}": repr(value) for name, value in config.items()}
     facts |= {f"data {name}": repr(value) for name, value in data.items()}
     form = weights.form_of(weights.bare_model(run.accelerator, run.model))
-    facts["model (names and shapes of its weights)"] = digest(repr(form).encode())
+    facts["model (names and shapes of its weights)"] = provenance.short_hash(repr(form).encode())
     plugin = getattr(run.accelerator.state, "fsdp_plugin", None)
     if run.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
         facts["random state (call set_seed before the model is built)"] = drawn
     checks.check_same(run.ranks, facts)
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:

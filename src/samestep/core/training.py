@@ -124,12 +124,8 @@ class Training:
         path, saved, passed_over = checkpoints.find_checkpoint(folder, "auto")
         lines = [f"passed over: {reason}" for reason in passed_over]
         if path:
-            changed = checkpoints.check_settings(
-                path, saved, self.manifest, {}, self.accept_changes, {}
-            )
-            changed |= provenance.changed_code(saved, self.manifest)
-            found = provenance.describe_changes(changed)
-            lines += [f"changed since the checkpoint: {each}" for each in found]
+            _, changes = provenance.compare(path, saved, self.manifest, self.accept_changes, {}, {})
+            lines += changes
             if line := provenance.hardware_line(saved["hardware"], self.manifest["hardware"]):
                 lines.append(line)
             lines.append(f"continues from {path}")

@@ -247,9 +247,5 @@ def hash_files(files: dict[str, str]) -> dict[str, str]:
 
 def hash_file(path: str) -> str:
     """A file's SHA-256."""
-    digest = hashlib.sha256()
-    block = bytearray(1 << 20)
     with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(block):
-            digest.update(memoryview(block)[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

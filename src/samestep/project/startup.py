@@ -96,12 +96,10 @@ class ResumePoint:
         if self.checkpoint:
             fields = config.fields_of(type(cfg)).items()
             defaults = {name: field.default for name, (_, field) in fields}
-            self.changed = checkpoints.check_settings(
-                self.checkpoint, self.saved, manifest, effects, cfg.accept_changes, defaults
+            self.changed, lines = provenance.compare(
+                self.checkpoint, self.saved, manifest, cfg.accept_changes, effects, defaults
             )
-            self.changed |= provenance.changed_code(self.saved, manifest)
-            for line in provenance.describe_changes(self.changed):
-                self.remarks.append(f"changed since the checkpoint: {line}")
+            self.remarks += lines
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -389,13 +387,7 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
         fingerprints = [batches.hash_batch(views[0], bound, train)]
         fingerprints += [batches.hash_batch(views[1], bound, validation)]
         built.append(fingerprints)
-    if built[0] != built[1]:
-        raise ValueError(
-            "the same samples are another batch the second time: task.views, a row, collate or "
-            "augment draws anew. Draw random numbers from torch, np.random or random, which are "
-            "seeded for views, for a row that is read alone and for collate; or in augment, from "
-            "its generator; what reads many rows at once (__getitems__) must draw none"
-        )
+    batches.check_repeated(*built)
     probes = [batches.choose_probes(each, bound) for each in (train, validation)]
     return data, bound, views, Samples(fingerprints, probes)
 
