@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import TensorDataset
 
-from samestep.core import Training
+from samestep import Training
 
 mistake, folder = sys.argv[1:3]
 exact = mistake in ("batchnorm", "frozen", "unequal_frozen")

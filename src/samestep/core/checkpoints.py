@@ -432,25 +432,24 @@ def check_settings(
     Raises ValueError if the result would change and `accept` is false. For `effects` see
     `result_settings`.
     """
-    before, after = result_settings(saved, effects), result_settings(current, effects)
-    default = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
-    changed = differences(before, {n: v for n, v in after.items() if n not in default})
-    other, made = "give the old settings, or another folder", f"{path} was made with"
+    other = "give the old settings, or another folder"
     if saved.get("identity", "") != current.get("identity", ""):
         kind = "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
             kind += ", other classes or another scale of numbers"
         raise ValueError(
-            f"{made} {kind}, so its weights mean something else; give the same data, or another "
-            "folder"
+            f"{path} was made with {kind}, so its weights mean something else; give the same data, "
+            "or another folder"
         )
-    rows = {"data fingerprint", "data validation"}
-    if changed and {*changed} <= rows and saved.get("prepared") == current["prepared"] != "":
+    before, after = result_settings(saved, effects), result_settings(current, effects)
+    new = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
+    changed = differences(before, {n: value for n, value in after.items() if n not in new})
+    made = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
+    same_data = saved.get("prepared") == current.get("prepared", "") != ""
+    if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
         made = f"task.views gives other rows of the same data than at an earlier start: {made}"
-    made = f"{made} other settings ({'; '.join(as_lines(changed))})"
-    for name in changed:
-        if "lanes" in saved and name in ("seed", "data fingerprint"):
-            raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
+    if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
+        raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
     if changed and not accept:
         raise ValueError(f"{made}; {other}, or accept_changes to continue with the new ones")
     return changed

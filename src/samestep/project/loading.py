@@ -45,15 +45,15 @@ class TrainLoader(loader.StepLoader):
         self.run.meter.add(facts.num_items, facts.ids_hash, tokens)
         return [(each.number, each.batch) for each in window], facts.num_items
 
-    def last_of_lanes(self, window: list[MicroBatch]) -> dict[int, tuple[int, int]]:
-        """Of each lane of a stream that this process has read: the last sample of the step, as its
-        place in the step and its id."""
+    def last_of_lanes(self, window: list[MicroBatch]) -> dict[int, int]:
+        """Of a stream: the sample with which each lane ends in the step, by lane, on the process
+        that has read it."""
         found = {}
         share = self.plan.samples // self.rows.dataset.lanes
         for each in window:
-            places = self.plan.positions(range(self.plan.samples), each.number)
-            for place, sample in zip(places, each.ids.tolist(), strict=True):
-                found[place // share] = (place, sample)
+            places = self.plan.positions(range(1, self.plan.samples + 1), each.number)
+            pairs = zip(places, each.ids.tolist(), strict=True)
+            found |= {end // share: sample for end, sample in pairs if end % share == 0}
         return found
 
 

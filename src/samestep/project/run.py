@@ -46,7 +46,7 @@ class Run:
         self.last_step = max(self.first_step, self.resume_point.max_steps)
         self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
-        self.lanes: dict[int, tuple[int, int]] = {}  # of a stream: see TrainLoader.last_of_lanes
+        self.lanes: dict[int, int] = {}  # of a stream: see TrainLoader.last_of_lanes
         # Outputs of the trained model for test inputs, and what failed: see ending.py.
         self.tested: tuple[list[dict] | None, Exception | None] = (None, None)
         self.shares = ""  # micro-batches of each process, where they were measured
@@ -94,10 +94,10 @@ class Run:
 
     def gather_lanes(self) -> list[int]:
         """Of a stream: the last sample of each lane in the newest step, over all processes."""
-        last: dict[int, tuple[int, int]] = {}
-        for own in self.ranks.gather(self.lanes):
-            last |= {lane: max(each, last.get(lane, each)) for lane, each in own.items()}
-        return [last[lane][1] for lane in sorted(last)]
+        last = {
+            lane: sample for own in self.ranks.gather(self.lanes) for lane, sample in own.items()
+        }
+        return [last[lane] for lane in sorted(last)]
 
     def print_summary(self) -> int:
         """Says why there is nothing to do; the exit code."""
