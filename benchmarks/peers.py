@@ -1,4 +1,4 @@
-"""The peers: five programs that do the work of work.py, each as its documentation writes it.
+"""The peers: six programs that do the work of work.py, each as its documentation writes it.
 
     python benchmarks/peers.py NAME
 
@@ -155,6 +155,36 @@ def lightning(todo: Work) -> None:
     ).fit(Module(), loader)
 
 
+def training(todo: Work) -> None:
+    """A loop with Accelerate around samestep's Training, which orders the samples by itself."""
+    from accelerate import Accelerator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from samestep import Training
+
+    accelerator, model = Accelerator(cpu=True), work.build_model(todo.size)
+    model, optimizer = accelerator.prepare(model, work.build_optimizer(model))
+    rows = work.build_dataset(todo).dataset
+    training = Training(
+        accelerator, model, optimizer, rows, folder=f"{todo.output}/run", seed=work.SEED,
+        global_batch_size=todo.size.batch, micro_batch_size=todo.micro_batch,
+        count=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), log_every=work.LOG_EVERY,
+    )  # fmt: skip
+    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
+        for step in training.steps(1_000_000):
+            for batch in step:
+                # clock.py does not count the rows that the loop is tried on.
+                with nullcontext() if training.gradients else _disable_current_modes():
+                    step.backward(model(**batch)["loss"], mean=True)
+            norm = step.clip(work.MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.loss is not None:
+                line = {"step": step.number, "loss": step.loss, "grad_norm": norm.item()}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+
 def baked(todo: Work) -> None:
     """train.py of a baked project, unchanged."""
     os.chdir(todo.project)
@@ -170,6 +200,7 @@ PEERS = {
     "Accelerate": raw_accelerate,
     "HF Trainer": trainer,
     "Lightning": lightning,
+    "Training": training,
     "baked project": baked,
 }
 

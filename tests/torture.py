@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import test_checkpoints
+import test_core
 import test_exact
 import test_stopping
-from conftest import lines, make_tiny
+from conftest import digest, lines, make_tiny
 from samestep.core import checkpoints
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
@@ -78,6 +79,35 @@ def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(),
     return tried, until_new
 
 
+def own_script_kills(root, kills, draw):
+    """The same with a script of one's own, with exact, in turns on two processes and on one."""
+    launchers = itertools.cycle(("torchrun", "accelerate"))
+
+    def start(output):
+        flags = ["--exact", "--micro_batch_size", 4, "--max_steps", 200, "--folder", output]
+        return test_core.start(next(launchers), *flags)
+
+    def end(output):
+        run = start(output)
+        printed = run.communicate()[0]
+        assert run.returncode == 0, printed
+        return digest(test_core.newest(output))
+
+    began, tried = time.monotonic(), 0
+    whole, longest = end(root / "own"), time.monotonic() - began
+    while tried < kills:
+        output = Path(tempfile.mkdtemp(dir=root)) / "run"
+        for _ in range(min(5, kills - tried)):
+            run = start(output)
+            time.sleep(draw.uniform(0.5, longest))
+            if run.poll() is not None:
+                break
+            test_stopping.kill_all(run)
+            tried += 1
+        assert end(output) == whole
+    print(f"kills of a script of one's own: {tried} survived", file=sys.stderr, flush=True)
+
+
 def checkpoint_files(root):
     """Crash points survived, kinds of damage detected, false alarms of 100 intact checkpoints."""
     points = test_checkpoints.crash_at_each_call(root / "crash")
@@ -106,6 +136,7 @@ def main():
         tried, seconds = training_kills(tiny, root, kills, draws[0], (1, 2), same)
         begun, _ = training_kills(tiny, root, fewer, draws[1], (1, 2), same, flags=BACKGROUND)
         changes, _ = training_kills(tiny, root, fewer, draws[2], (1, 3, 2, 4), exact, EXACT)
+        own_script_kills(root, fewer, draws[0])
         signals = test_stopping.SIGNALS * few
         for number, case in enumerate(signals):
             test_stopping.stop(tiny, root / f"stop-{number}", *case)
