@@ -53,6 +53,26 @@ exec(sys.argv.pop(1), {})
 sys.argv[0] = "train.py"
 train.shutdown.run(train.main, train.prepare)
 """
+# A question to a run, after a piece of Python; what it starts are forks, which need no imports.
+ASK = """
+import atexit, os, runpy, sys
+from samestep.ask import again
+def start(words, envs):
+    children = []
+    for env in envs:
+        children.append(os.fork())
+        if not children[-1]:
+            atexit._clear()  # it would remove the scratch folder
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+again.start = start
+exec(sys.argv.pop(1), {})
+from samestep.__main__ import main
+sys.exit(main())
+"""
 # What is baked and started here imports the library from its sources, not from a wheel.
 LIBRARY = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(LIBRARY)))
@@ -223,6 +243,25 @@ class BakedProject:
         found = [code for code, _, _ in ends]
         assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
         return text
+
+    def ask(self, *words, before="", code=0):
+        """What a question to a run prints; `before` is Python that runs before the imports of
+        task.py and train.py."""
+        before = before and f"import os, sys; sys.path[:0] = [os.getcwd()]\n{before}"
+        result = self.run("python", "-c", ASK, before, *words, check=False)
+        printed = result.stdout + result.stderr
+        assert result.returncode == code, f"{words} ended with {result.returncode}:\n{printed}"
+        return printed
+
+    def check_asked(self, run, step):
+        """The rows of a run are those computed, and a step is equal to the bit."""
+        printed = self.ask("rows", run, "--verify")
+        count = len(lines(run, "loss"))
+        assert f"{count} of {count} lines of metrics.jsonl" in printed
+        printed = self.ask("replay", run, "--step", step)
+        count = printed.partition(" lines of metrics.jsonl")[0].split()
+        assert count[-1] == count[-3] and "computed twice: equal" in printed, printed
+        return printed
 
     def forked(self, cases, **first):
         """How one process ended, for each case: its `flags`, and options of `ends`."""

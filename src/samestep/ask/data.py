@@ -114,8 +114,8 @@ class RunData:
             read = samples.fingerprints[0]
         if entry["data"] and entry["data"] != (startup.digest_view(views[0]) or read):
             raise UserError(
-                f"the data have changed since step {step}, and those of then are not in {cache}: "
-                "its rows are not known"
+                f"the data of the steps from {entry['step'] + 1} on have changed, and those of "
+                f"then are not in {cache}: their rows are not known"
             )
         rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
         return Part(rows, data)

@@ -113,10 +113,8 @@ def replay(args: Any) -> int:
         (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
         again.write_recipe(record, step, folder / "recipe.yaml", output_dir=str(folder / "run"))
         words = ["-m", "samestep.ask.compute", "--config", str(folder / "recipe.yaml")]
+        words += ["--accept_changes"]  # data are compared there
         words += ["--resume", str(checkpoint.resolve()) if checkpoint else "never"]
-        saved = record.manifests.get(begin)
-        if saved and saved["config"] != record.settings(step):
-            words += ["--accept_changes"]
         envs = again.environments(record, step, args.processes)
         code = again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs])
         if code:
@@ -174,8 +172,8 @@ def show(found: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
     if "without" in found:
         left = found["without"]
         print(f"\n  without {', '.join(map(str, args.without))}: {left['items']:,} items")
-        print(f"    {'loss':32} {found['loss']:10.5g} -> {left['loss']:10.5g}")
-        print(f"    {'norm':32} {found['norm']:10.5g} -> {left['norm']:10.5g}")
+        print(f"    {'loss':32} {found['loss']:10.6g} -> {left['loss']:10.6g}")
+        print(f"    {'norm':32} {found['norm']:10.6g} -> {left['norm']:10.6g}")
         largest = sorted(layers, key=lambda n: -nan_first(abs(layers[n] - left["layers"][n])))
         for name in largest[:3]:
             print(f"    {name[-32:]:32} {layers[name]:10.4g} -> {left['layers'][name]:10.4g}")

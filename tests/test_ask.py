@@ -1,0 +1,157 @@
+"""Questions to a run: the rows of a step, the steps of a row, a step computed again."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from conftest import kill_after, lines, reseal
+from samestep.ask.inverse import unpermute
+from samestep.core.order import hash64, permute
+from test_mixture import SOURCES
+
+ACCEPT = ["--accept_changes", "--lr_schedule", "constant"]
+
+
+@pytest.fixture(scope="module")
+def killed(tiny, quick, tmp_path_factory):
+    """A run that was killed after step 4, and resumed."""
+    output = tmp_path_factory.mktemp("ask") / "killed"
+    quick("--output_dir", output, before=kill_after(output, 4), codes=[-9])
+    quick("--output_dir", output)
+    assert [line["step"] for line in lines(output, "started")] == [0, 4]
+    return output
+
+
+def test_a_permutation_has_its_inverse():
+    for size in (1, 2, 3, 7, 10, 97, 1000, 12345):
+        places, key = np.arange(size, dtype=np.uint64), hash64(5, size)
+        assert (unpermute(permute(places, size, key), size, key) == places).all()
+
+
+# Every row of a run: the steps that have it, against those that are computed backwards.
+BRUTE = """
+import json
+from collections import defaultdict
+from samestep.ask.record import Record
+from samestep.ask.data import RunData
+record = Record(sys.argv.pop())
+data, seen = RunData(record), defaultdict(list)
+for step in range(1, record.last + 1):
+    for row in data.ids(step):
+        seen[row].append(step)
+digest = record.history[0]["data"]
+computed = {row: data.steps_of(row, digest) for row in range(len(data.part(1).view))}
+wrong = [row for row in computed if sorted(seen[row]) != computed[row]]
+print(json.dumps([len(record.history), len(computed), sum(map(len, seen.values())), wrong]))
+sys.exit()
+"""
+
+
+def test_when_is_the_inverse_of_rows(tiny, quick, tmp_path):
+    """Of a mixture whose weights, and a batch whose size changes."""
+    flags = ["--output_dir", tmp_path / "run", "--task.samples", 60, *ACCEPT]
+    quick(*flags, "--max_steps", 4, before=SOURCES.replace("WEIGHT", "2"))
+    after = SOURCES.replace("WEIGHT", "9")
+    quick(*flags, "--max_steps", 8, before=after)
+    quick(*flags, "--max_steps", 40, "--global_batch_size", 12, "--seed", 3, before=after)
+    samples = 8 * 8 + 32 * 12
+    printed = tiny.ask("rows", tmp_path / "run", "--verify", before=after)
+    assert f"40 of 40 lines of metrics.jsonl, {samples} samples" in printed
+    found = tiny.ask(tmp_path / "run", before=after + BRUTE)
+    assert json.loads(found) == [3, 60, samples, []]
+
+
+def test_rows_that_differ_are_said(tiny, killed, tmp_path):
+    output = shutil.copytree(killed, tmp_path / "run")
+    text = (output / "metrics.jsonl").read_text()
+    line = lines(output, "loss")[5]
+    (output / "metrics.jsonl").write_text(text.replace(line["batch_hash"], "0" * 16))
+    printed = tiny.ask("rows", output, "--verify", code=1)
+    assert "11 of 12 lines" in printed and "NOT those of steps 6 to 6" in printed
+    assert "metrics.jsonl DIFFERS" in tiny.ask("rows", output, "--step", 6, code=1)
+
+
+def test_a_step_of_a_run_that_was_killed_is_computed_again(tiny, killed):
+    """Without a row the loss is that of the others: there is no dropout."""
+    tiny.check_asked(killed, 7)
+    first = int(tiny.ask("rows", killed, "--step", 7).splitlines()[1].split()[0])
+    assert re.search(r"until step 12: (\d+, )*7\b", tiny.ask("when", killed, first))
+    printed = tiny.ask("replay", killed, "--step", 7, "--without", first, "--gradients")
+    loss, items = re.search(r"step 7 alone: loss (\S+),.* (\d+) items", printed).groups()
+    alone, norm, own = re.search(rf"^ +(\S+) +(\S+) +(\d+) +{first} ", printed, re.M).groups()
+    left = float(re.search(r"loss +\S+ -> +(\S+)", printed)[1])
+    others = int(items) - int(own)
+    assert f"without {first}: {others} items" in printed and float(norm) > 0
+    wanted = (float(loss) * int(items) - float(alone) * int(own)) / others
+    assert left == pytest.approx(wanted, rel=1e-3)
+    two = tiny.ask("replay", killed, "--step", 7, "--processes", 2)
+    assert "2 x cpu" in two and "computed twice: equal" in two
+    for line in re.findall(r"(?:loss|grad_norm) .* (?:(\S+) apart|equal)", two):
+        assert not line or float(line) < 1e-6
+
+
+def test_the_row_behind_a_spike_is_found(tiny, quick, tmp_path):
+    """Its step stands out, though a line tells of two steps; there it has the largest loss."""
+    flags = ["--task.poisoned", 20, "--task.poison", "500", "--learning_rate", 1e-4]
+    output = tmp_path / "run"
+    quick(*flags, "--max_steps", 40, "--log_every", 2, "--save_every", 10, "--output_dir", output)
+    steps = re.findall(r"(?<=: )[\d, ]+$", tiny.ask("when", output, 20).strip())[0].split(", ")
+    found = tiny.ask("replay", output)
+    told = re.findall(r"step +(\d+): loss", found)
+    assert told and {*told} <= {*steps}
+    printed = tiny.ask("replay", output, "--step", told[-1])
+    rows = printed.partition("rows by the loss of each alone")[2].splitlines()
+    assert rows[2].split()[2] == "20"
+
+
+def test_a_run_that_ends_by_nan_names_its_step_and_its_rows(tiny, quick, tmp_path):
+    flags = ["--task.poisoned", 20, "--max_skipped_steps", 1, "--output_dir", tmp_path / "run"]
+    last = quick(*flags, codes=[2]).strip().splitlines()[-1]
+    step, rows = re.search(r"Step (\d+), whose rows are ([\d, ]+): python -m", last).groups()
+    assert last.endswith(f"python -m samestep replay {tmp_path / 'run'} --step {step}")
+    assert "20" in rows.split(", ")
+    printed = tiny.check_asked(tmp_path / "run", step)
+    assert re.search(r"^ +nan +\d+ +20 ", printed, re.M)
+    assert f"step {step:>8}: skipped" in tiny.ask("replay", tmp_path / "run")
+
+
+SHARDED = ("ZeRO-2", "FSDP2, tp 2", "FSDP2, cp 2", "stages 2")
+NORM = "import task, torch\nold = task.build_model\n"
+NORM += "task.build_model = lambda cfg: torch.nn.Sequential(old(cfg), torch.nn.BatchNorm1d(4))"
+
+
+def test_what_cannot_be_asked_is_one_line(tiny, quick, killed, tmp_path):
+    def refused(said, *words, before=""):
+        printed = tiny.ask(*words, before=before, code=2)
+        assert printed.count("\n") == 1 and said in printed, printed
+
+    replay = ("replay", killed, "--step", 7)
+    refused("tells of steps 1 to 12; give one", "rows", killed, "--step", 13)
+    refused("no folder of a run", "when", tmp_path, 3)
+    refused("row 37: there are 37 rows", "when", killed, 37)
+    refused("no row has the text", "when", killed, "no such text")
+    refused("--without 99 is not a row of the step", *replay, "--without", 99)
+    other = "import task\ntask.torch.randn = task.torch.rand"
+    refused("the data have changed since step 7", *replay, before=other)
+    refused(
+        "the data of the steps from 1 on have changed", "rows", killed, "--step", 7, before=other
+    )
+    refused("BatchNorm, whose statistics", *replay, before=NORM)
+    depend = "import task\ntask.rows_depend = True"
+    refused("rows_depend: rows of this task mean nothing", *replay, "--gradients", before=depend)
+    assert "rows_depend" in tiny.ask(*replay, before=depend)
+    output = shutil.copytree(killed, tmp_path / "run")
+    checkpoint = output / "checkpoints" / "step-00000012"
+    hardware = json.loads((checkpoint / "manifest.json").read_text())["hardware"]
+    for sharding in SHARDED:
+        reseal(checkpoint, hardware=hardware | {"sharding": sharding})
+        refused("cannot be replayed", "replay", output, "--step", 12)
+    (entry,) = json.loads((checkpoint / "manifest.json").read_text())["history"]
+    reseal(checkpoint, hardware=hardware, history=[entry | {"step": 4, "samples": 32}])
+    refused("tells of steps 5 to 12", "rows", output, "--step", 4)
+    assert "known from step 5 on" in tiny.ask("when", output, 3)
+    reseal(checkpoint, history=[])
+    refused("no history of the order of rows", "rows", output, "--verify")
