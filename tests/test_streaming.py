@@ -343,6 +343,10 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
     if processes == 1:
         assert digest(output / LAST) == digest(whole / LAST)
+        row = streamed.ask("rows", output, "--step", 5).splitlines()[1]
+        told = streamed.ask("when", whole, row.split()[0])
+        assert "a stream: reads the samples of steps 1 to 9" in told and "\n  steps 5\n" in told
+    streamed.check_asked(output, 5)
 
 
 @pytest.mark.slow

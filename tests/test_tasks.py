@@ -487,6 +487,7 @@ def check_two_processes_and_a_lost_half(project, folder, *flags, whole=None):
     for file in whole.glob("model/*.safetensors"):
         assert file.read_bytes() == (folder / "again" / "model" / file.name).read_bytes()
     assert status(folder / "again")["state"] == "finished"
+    project.check_asked(folder / "again", 5)
     return printed
 
 
