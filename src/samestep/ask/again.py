@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,11 +17,13 @@ from samestep.base.files import read_text
 QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
 
 
-def write_recipe(record: Record, step: int, path: Path, **more: Any) -> None:
-    """Writes a recipe with the settings of a step, and these."""
-    settings = {n: v for n, v in record.settings(step).items() if n != "output_dir"}
+def write_recipe(record: Record, step: int, folder: Path) -> str:
+    """Writes a recipe with the settings of a step; its path."""
+    settings, path = record.settings(step), folder / "recipe.yaml"
     quiet = {name: value for name, value in QUIET.items() if name in settings}
-    path.write_text(yaml.safe_dump(settings | quiet | more, sort_keys=False), encoding="utf-8")
+    settings = settings | quiet | {"output_dir": str(folder / "run")}
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
 
 
 def environments(record: Record, step: int, processes: int = 0) -> list[dict[str, str]]:

@@ -5,13 +5,12 @@ train.py. The middle of a step, its learning rate and the optimizer are those of
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
-import contextlib
 import copy
-import io
 import json
 import math
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -56,36 +55,32 @@ class Question:
     def __init__(self, run: Run, model: Any, gradients: StepGradients, rows: Any, step: int):
         self.run, self.model, self.gradients, self.step = run, model, gradients, step
         self.rows, end = rows, run.samples(step)
-        self.train, _ = startup.find_project()
         self.positions = [*rows.sort(range(end - run.plan.samples, end))]
         self.samples = rows.__getitems__(self.positions)
-        self.rows_depend = getattr(run.task, "rows_depend", bool)()
 
     def compute(self, kept: Callable[[int], bool] = lambda _: True) -> dict[str, Any]:
-        """The loss, the norm of each layer, and the items of the step, of these samples alone."""
-        run, plan, window, has_rows, items = self.run, self.run.plan, [], [], 0
-        any_kept = [each for each in self.samples if kept(each[0])][:1]
+        """The step with these samples alone. Each process computes as many micro-batches as in
+        training: the loss of one without a sample counts nothing."""
+        run, plan, window, counts = self.run, self.run.plan, [], []
+        some = [each for each in self.samples if kept(each[0])][:1]
         for number in plan.run():
             samples = plan.positions(self.samples, number)
             left = [each for each in samples if kept(each[0])]
             seeds = self.rows.seeds(plan.positions(self.positions, number), [i for i, _ in samples])
             batches.seed_host(int(seeds.sum()))  # collate may draw
-            batch, (count, _), _ = batches.collate(run.task, left or any_kept)
+            batch, (count, _), _ = batches.collate(run.task, left or some)
             window.append((number, batch))
-            has_rows.append(bool(left))
-            items += count * len(left[:1]) * run.ranks.layout.leads
-        (items,) = run.ranks.sum_over_ranks(items)
-        flags = iter(has_rows)
+            counts.append(count if left else 0)
+        (items,) = run.ranks.sum_over_ranks(sum(counts) * run.ranks.layout.leads)
+        asked, flags = copy.copy(run), iter([count > 0 for count in counts])
 
         def loss_sum(model: Any, batch: Any) -> torch.Tensor:
             return run.task.loss_sum(model, batch) * next(flags)
 
-        asked = copy.copy(run)
-        if not all(has_rows):  # each process computes as many micro-batches as in training
+        if not all(counts):
             asked.task = SimpleNamespace(**vars(run.task) | {"loss_sum": loss_sum})
-        losses = self.train.compute_step(
-            asked, self.model, self.gradients, self.step, window, items
-        )
+        train, _ = startup.find_project()
+        losses = train.compute_step(asked, self.model, self.gradients, self.step, window, items)
         self.gradients.reduce()
         found = self.describe(losses, items)
         for parameter in self.gradients.parameters:
@@ -93,48 +88,67 @@ class Question:
         return found
 
     def describe(self, losses: list[torch.Tensor], items: int) -> dict[str, Any]:
-        """The same of a gradient that is complete, before it is clipped."""
+        """The loss, items and norms of a gradient that is complete, before it is clipped."""
         plan, layers = self.run.plan, norms_by_layer(self.gradients)
         (total,), _ = monitor.read_steps(self.run.ranks, plan.count, [plan.run()], [losses])
-        norm = math.sqrt(sum(value**2 for value in layers.values()))
+        norm = math.hypot(*layers.values())
         return {"loss": total / max(items, 1), "items": items, "norm": norm, "layers": layers}
 
     @torch.no_grad()
-    def rows_alone(self) -> list[dict[str, Any]]:
+    def rows_alone(self, part: Part) -> list[dict[str, Any]]:
         """The loss of each row alone, without dropout."""
-        found, task, plan = [], self.run.task, self.run.plan
-        micro_batches = [n for n in range(plan.count) for _ in plan.positions(self.samples, n)]
+        found = []
         self.model.eval()
         sharding.share_buffers(self.model, self.run.ranks.layout.fsdp)
         with weights.eager(self.model):
-            for number, sample in zip(micro_batches, self.samples, strict=True):
+            for sample in self.samples:
                 batches.seed_micro_batch(0, 1, sample[0])
-                batch, (items, _), _ = batches.collate(task, [sample])
+                batch, (items, _), _ = batches.collate(self.run.task, [sample])
                 batch = send_to_device(batch, self.run.accelerator.device)
-                loss = float(self.model(task.loss_sum, batch)) / max(items, 1)
-                found.append(
-                    {"micro_batch": number, "row": sample[0], "items": items, "loss": loss}
-                )
+                loss = float(self.model(self.run.task.loss_sum, batch)) / max(items, 1)
+                found.append({"row": sample[0], "items": items, "loss": loss})
+                found[-1]["line"] = part.line(*sample)
         self.model.train()
         return found
 
 
+def ask(question: Question, asked: dict, part: Part) -> dict[str, Any]:
+    """What is computed beside the step."""
+    without, answer = {*asked["without"]}, {"again": question.compute(), "rows": []}
+    if getattr(question.run.task, "rows_depend", bool)():
+        return answer
+    check_without(without, [number for number, _ in question.samples])
+    answer["rows"] = question.rows_alone(part)
+    if without:
+        answer["without"] = question.compute(lambda row: row not in without)
+    for each in answer["rows"] if asked["gradients"] else ():
+        each["norm"] = question.compute(lambda row: row == each["row"])["norm"]  # noqa: B023
+    return answer
+
+
+def check_without(without: set[int], ids: list[int]) -> None:
+    if missing := sorted(without - {*ids}):
+        raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
+    if without == {*ids}:
+        raise UserError("--without leaves no row of the step")
+
+
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Writes answer.json."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the answer says it
     train, _ = startup.find_project()
-    folder = Path(os.environ["SAMESTEP_REPLAY"])
+    folder, cfg, run = Path(os.environ["SAMESTEP_REPLAY"]), start.cfg, Run(start, ranks, stop)
     asked = json.loads((folder / "question.json").read_text())
     if asked["data"] not in ("", start.manifest["data"]["fingerprint"]):
         raise UserError(f"the data have changed since step {asked['step']}: it cannot be repeated")
-    cfg, run = start.cfg, Run(start, ranks, stop)
-    accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))
-    run.set_accelerator(accelerator)
-    rows, step = run.train_rows(), asked["step"]
+    rows, end = run.train_rows(), run.samples(asked["step"])
     if not rows.is_stream:  # before minutes of training
-        end = run.samples(step)
-        check_without({*asked["without"]}, rows.ids(range(end - cfg.global_batch_size, end)))
+        ids = rows.ids(range(end - cfg.global_batch_size, end))
+        check_without({*asked["without"]}, ids)
     if getattr(run.task, "rows_depend", bool)() and (asked["without"] or asked["gradients"]):
         raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
+    accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))
+    run.set_accelerator(accelerator)
     model = run.build_model()
     if any(isinstance(each, torch.nn.modules.batchnorm._BatchNorm) for each in model.modules()):
         raise UserError("the model has BatchNorm, whose statistics a question would change")
@@ -146,22 +160,21 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     loader = TrainLoader(run)
     step, _ = Saver(run, model, optimizer).load()
     means = monitor.StepMonitor(accelerator, ranks, run.plan.count, 0)
-    answer: dict[str, Any] = {"lines": [], "hardware": run.hardware, "first": step}
-    answer["changed"] = [each for each in run.resume_point.remarks if each[:7] == "changed"]
+    changed = [each for each in run.resume_point.remarks if each.startswith("changed")]
+    answer: dict[str, Any] = {"lines": [], "about": [run.hardware, *changed]}
 
     model.train()
     run.meter.start()
     loader.prefetch()
     while step < asked["last"]:
-        step += 1
+        step, question = step + 1, None
         window, items = loader.next_step()
         lr = train.lr_at(step, cfg, run.last_step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        question = None
         if step == asked["step"]:
             question = Question(run, model, gradients, loader.rows, step)
-            answer |= ask(question, asked, Part(loader.rows, start.data)) | {"lr": lr}
+            answer |= ask(question, asked, Part(loader.rows, start.data))
         losses = train.compute_step(run, model, gradients, step, window, items)
         loader.prefetch()
         gradients.reduce()
@@ -173,46 +186,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         optimizer.zero_grad()
         means.add(step, items, run.plan.run(), losses, norm)
         if step in asked["lines"]:
-            numbers, _, _ = means.read()
-            answer["lines"].append({"step": step, "lr": lr, **numbers, **run.meter.read()})
+            answer["lines"].append({"lr": lr, **means.read()[0], **run.meter.read()})
     if accelerator.is_main_process:
         (folder / "answer.json").write_text(json.dumps(answer))
-    accelerator.wait_for_everyone()
     return 0
 
 
-def ask(question: Question, asked: dict, part: Part) -> dict[str, Any]:
-    """What is computed beside the step."""
-    answer: dict[str, Any] = {"again": question.compute(), "rows": []}
-    if question.rows_depend:
-        return answer
-    without, rows = {*asked["without"]}, question.rows_alone()
-    check_without(without, [each["row"] for each in rows])
-    if without:
-        answer["without"] = question.compute(lambda row: row not in without)
-    for each, (number, row) in zip(rows, question.samples, strict=True):
-        each["text"] = part.line(number, row, asked["width"])
-        if asked["gradients"]:
-            each["norm"] = question.compute(lambda other: other == number)["norm"]  # noqa: B023
-    return answer | {"rows": rows}
-
-
-def check_without(without: set[int], ids: list[int]) -> None:
-    if missing := sorted(without - {*ids}):
-        raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
-    if without and without == {*ids}:
-        raise UserError("--without leaves no row of the step")
-
-
-def silent(function: Callable) -> Callable:
-    """The function, which prints nothing: an answer says what counts."""
-
-    def call(*arguments: Any) -> Any:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return function(*arguments)
-
-    return call
-
-
 if __name__ == "__main__":
-    shutdown.run(silent(main), lambda: startup.find_project()[0].prepare(), "samestep replay")
+    shutdown.run(main, lambda: startup.find_project()[0].prepare(), "samestep replay")

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from samestep.ask import again
-from samestep.ask.inverse import positions_of
 from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import batches
-from samestep.core.order import hash64
+from samestep.core.order import SampleOrder, hash64, permute
 from samestep.project import config, contract, prepared, prepared_key, startup
 from samestep.streaming.lanes import unpack_id
+
+WIDTH = 60  # characters of a text
 
 
 class Part:
@@ -59,23 +60,24 @@ class Part:
                 words.append(f"{name} {values.dtype}{values.shape}")
         return " ".join(" | ".join(words).split())
 
-    def line(self, number: int, row: Any, width: int) -> str:
+    def line(self, number: int, row: Any, width: int | None = WIDTH) -> str:
         """What is told of a sample in a line."""
         place = self.place(number)
         place = f"[{place}] " if place else ""
-        return one_line(f"{number:>8} {place}{self.text(row)[:width]}", 1000)
+        return f"{number:>8} {one_line(f'{place}{self.text(row)[:width]}', 1000)}"
 
     def find(self, word: str) -> list[int]:
-        """The rows that a number, a place or a text means. A sequence may hold a part of a text."""
-        word = " ".join(word.split())
+        """The rows that a number, a place or a text means: that hold most of its pieces, as a
+        sequence may hold a part."""
         if word.isdecimal():
             if int(word) >= len(self.view):
                 raise UserError(f"row {word}: there are {len(self.view):,} rows, from 0 on")
             return [int(word)]
+        word = " ".join(word.split())
         pieces = {word[i : i + 30] for i in range(0, max(1, len(word) - 29), 10)}
         scores = []
         for number in range(len(self.view)):
-            text = f"{self.place(number)} {self.text(self.view[number])}"
+            text = self.line(number, self.view[number], None)
             scores.append(sum(piece in text for piece in pieces))
         most = max(scores)
         return [number for number, score in enumerate(scores) if most and score >= most / 4]
@@ -100,9 +102,8 @@ class RunData:
 
     def read_part(self, entry: dict, step: int) -> Part:
         with tempfile.TemporaryDirectory() as folder:
-            recipe = Path(folder, "recipe.yaml")
-            again.write_recipe(self.record, step, recipe)
-            cfg, _ = config.parse_config(self.train.Config, ["--config", str(recipe)], None)
+            recipe = again.write_recipe(self.record, step, Path(folder))
+            cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
         cache, read = prepared_key.cache_of(cfg.task), ""
         if entry["prepared"] and prepared.is_intact(cache / entry["prepared"]):
             data = prepared.load(cache / entry["prepared"])  # although files may have changed
@@ -119,8 +120,6 @@ class RunData:
             )
         rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
         return Part(rows, data)
-
-    # ---- The rows of a step ----------------------------------------------------------------------
 
     def samples(self, step: int) -> list[tuple[int, Any]]:
         """The id and the row of each sample of a step, in the order of its micro-batches."""
@@ -141,16 +140,14 @@ class RunData:
 
     def seek(self, step: int) -> None:
         """A stream is read on from the checkpoint before, or from the beginning."""
-        record, entry = self.record, self.record.entry(step)
-        before = max((each for each in record.manifests if each < step), default=0)
+        manifests, entry = self.record.manifests, self.record.entry(step)
+        before = max((each for each in manifests if each < step), default=0)
         if before < entry["step"]:
-            raise UserError(
-                f"step {step} of a stream is read on from a checkpoint, and that of step "
-                f"{entry['step']}, after which the order is another one, is gone"
-            )
-        saved = record.manifests.get(before, {})
-        size, first = entry["global_batch_size"], saved.get("samples", 0)
-        self.part(step).view.begin(entry["seed"], size, first, saved.get("lanes"))
+            change = f"step {entry['step']}, after which the order is another one"
+            raise UserError(f"step {step} of a stream: the checkpoint of {change}, is gone")
+        saved, size = manifests.get(before, {}), entry["global_batch_size"]
+        begin = saved.get("samples", 0), saved.get("lanes")
+        self.part(step).view.begin(entry["seed"], size, *begin)
 
     def hash(self, first: int, last: int) -> str:
         """What metrics.jsonl calls the batch_hash of these steps."""
@@ -159,15 +156,30 @@ class RunData:
             total += int(hash64(np.array(self.ids(step))).view(np.int64).sum())
         return f"{total % 2**64:016x}"
 
-    # ---- The steps of a row ----------------------------------------------------------------------
-
     def steps_of(self, row: int, data: str) -> list[int]:
         """The steps that have trained on a row of these data, by their digest in the history."""
-        found = []
-        for entry, end in self.record.spans():
-            begin, size = entry["samples"], entry["global_batch_size"]
-            if entry["data"] == data and begin < end:
+        found, history = [], self.record.history
+        ends = [each["step"] for each in history[1:]] + [self.record.last]
+        for entry, end in zip(history, ends, strict=True):
+            if entry["data"] == data and entry["step"] < end:
+                begin, size = entry["samples"], entry["global_batch_size"]
                 order = self.part(entry["step"] + 1).rows.order
-                positions = positions_of(order, row, begin, end)
+                last = begin + (end - entry["step"]) * size
+                positions = positions_of(order, row, begin, last)
                 found += [entry["step"] + 1 + (each - begin) // size for each in positions]
         return found
+
+
+def positions_of(order: SampleOrder, row: int, begin: int, end: int) -> list[int]:
+    """The positions from `begin` up to `end` of a run that take this row: the order, backwards."""
+    mixture, origin = order.mixture, int(order.first)
+    source = int(np.searchsorted(order.firsts, row, side="right")) - 1
+    first, size, seed = order.orders[source]
+    before = int(mixture.places[source])  # what the source had given when the mixture began
+    passes = np.arange(before // size, mixture.count(end - origin)[source] // size + 1)
+    places = permute(np.full(len(passes), row - first), size, hash64(seed, passes), back=True)
+    turns = passes * size + places.astype(np.int64) - before
+    weight, slots = int(mixture.weights[source]), np.flatnonzero(mixture.table == source)
+    periods, turns = np.divmod(turns[turns >= 0], weight)
+    positions = origin + periods * len(mixture.table) + slots[turns]
+    return sorted(positions[(positions >= begin) & (positions < end)].tolist())

@@ -1,10 +1,6 @@
-"""What the folder of a run says of it: settings, checkpoints, history, lines of metrics.
-
-Needs neither the data of the run nor torch.
-"""
+"""What the folder of a run says of it. Needs neither its data nor torch."""
 
 import contextlib
-import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
@@ -42,19 +38,20 @@ class Record:
     """The record of a run; raises UserError for a folder that holds none.
 
     manifests: of the checkpoints that are there, by step, in order.
+    config:    the settings of the newest start; a script of one's own writes none.
+    log:       the lines of metrics.jsonl; intervals: those with a loss.
     history:   see provenance.extend_history.
     last:      the last step that is known.
     """
 
     def __init__(self, folder: str | Path):
-        self.folder, self.manifests = Path(folder), {}
+        self.folder, self.manifests, self.intervals = Path(folder), {}, []
         for path in reversed(checkpoints.list_checkpoints(self.folder / "checkpoints")):
             with contextlib.suppress(ValueError):
                 self.manifests[checkpoints.step_of(path)] = checkpoints.verify(path, hashed=False)
-        self.config: dict[str, Any] = {}  # of the newest start; a script of one's own has none
+        self.config: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             self.config = yaml.safe_load(read_text(self.folder / "config.yaml"))
-        self.log = run_folder.read_metrics(self.folder)
         if not (self.manifests or self.config):
             raise UserError(f"{self.folder} is no folder of a run; give one, such as runs/default")
         newest = max(self.manifests, default=0)
@@ -63,26 +60,18 @@ class Record:
         begin = {"step": 0, "samples": 0, "mixture": None, "data": "", "prepared": "", **facts}
         self.history = self.manifest(newest).get("history") if self.manifests else [begin]
         if not self.history:
-            raise UserError(
-                f"{self.folder}: its checkpoints have no history of the order of rows; "
-                "an older samestep has made them"
-            )
-        self.last = max([newest, *(each.last for each in self.intervals)])
-        for line in self.log:
-            changed = any(name.startswith(ROWS) for name in line.get("changes", ()))
-            if changed and line["step"] >= newest:  # no checkpoint tells of what came after
-                self.last = min(self.last, line["step"])
-
-    @functools.cached_property
-    def intervals(self) -> list[Interval]:
-        """The lines with a loss, and the steps that each tells of."""
-        found, before = [], 0
+            raise UserError(f"{self.folder}: an older samestep has made it, without a history")
+        self.log, before, self.last = run_folder.read_metrics(self.folder), 0, newest
         for line in self.log:
             if "loss" in line:
-                found.append(Interval(before + 1, line["step"], line))
+                self.intervals.append(Interval(before + 1, line["step"], line))
             if "loss" in line or "started" in line:
                 before = line["step"]
-        return found
+                self.last = max(newest, before)
+            changed = any(name.startswith(ROWS) for name in line.get("changes", ()))
+            if changed and line["step"] >= newest:  # no checkpoint tells of what came after
+                self.last = line["step"]
+                break
 
     def interval(self, step: int) -> Interval:
         for each in self.intervals:
@@ -111,20 +100,12 @@ class Record:
                 return path
         return None
 
-    # ---- Which samples a step has ----------------------------------------------------------------
-
-    def check_step(self, step: int) -> None:
-        """Raises UserError for a step whose samples are not known."""
+    def entry(self, step: int) -> dict:
+        """The entry of the history that tells of a step; raises UserError without one."""
         first = self.history[0]["step"] + 1
         if not first <= step <= self.last:
-            raise UserError(
-                f"step {step}: {self.folder} tells of steps {first} to {self.last}; give one of "
-                "them"
-            )
-
-    def entry(self, step: int) -> dict:
-        """The entry of the history that tells of a step."""
-        self.check_step(step)
+            known = f"{self.folder} tells of steps {first} to {self.last}"
+            raise UserError(f"step {step}: {known}; give one of them")
         return [each for each in self.history if each["step"] < step][-1]
 
     def positions(self, step: int) -> range:
@@ -133,8 +114,3 @@ class Record:
         size = entry["global_batch_size"]
         first = entry["samples"] + (step - 1 - entry["step"]) * size
         return range(first, first + size)
-
-    def spans(self) -> list[tuple[dict, int]]:
-        """The entries of the history, each with the position where it ends."""
-        ends = [each["samples"] for each in self.history[1:]]
-        return [*zip(self.history, [*ends, self.positions(self.last)[-1] + 1], strict=True)]

@@ -38,7 +38,6 @@ def main() -> int:
     add("--top", type=int, default=8, metavar="K", help="rows to print (default: 8)")
     add("--gradients", action="store_true", help="the norm of each row's gradient, too")
     add("--processes", type=int, default=0, metavar="P", help="default: as many as it had")
-    add("--width", type=int, default=50, help="characters of a text (default: 50)")
     args = parser.parse_args()
     return answer(parser, show_spikes if args.step is None else replay, args)
 
@@ -89,40 +88,41 @@ def show_spikes(args: Any) -> None:
 def check(record: Record, step: int) -> None:
     """Raises UserError for a run that cannot be asked."""
     sharding = record.manifest(step).get("hardware", {}).get("sharding", "none")
-    kinds = {"ZeRO": "DeepSpeed steps inside of backward", "tp": "tensor parallelism"}
-    kinds |= {"cp": "context parallelism", "sp": "sequence parallelism", "stages": "a pipeline"}
-    for kind, name in kinds.items():
-        if any(part.startswith(kind) for part in sharding.split(", ")):
-            raise UserError(f"step {step} was trained with {sharding}: {name} cannot be replayed")
+    if (
+        {part.split()[0] for part in sharding.split(", ")}
+        - {"none", "FSDP2", "dp_replicate"}
+        - {"dp_shard"}
+    ):
+        raise UserError(
+            f"step {step} was trained with {sharding}; DeepSpeed, tensor and context parallelism "
+            "and pipelines cannot be replayed"
+        )
 
 
 def replay(args: Any) -> int:
     record, step, began = Record(args.run), args.step, time.perf_counter()
-    record.check_step(step)
+    entry, (first, last, _) = record.entry(step), record.interval(step)
     check(record, step)
-    first, last, line = record.interval(step)
     checkpoint = record.checkpoint_before(first)
     if not checkpoint and record.history[0]["step"]:
         raise UserError(f"there is no checkpoint before step {step} to begin from")
     begin = checkpoints.step_of(checkpoint) if checkpoint else 0
     lines = {each.last: each.line for each in record.intervals if begin < each.last <= last}
-    question = {"step": step, "last": last, "lines": [*lines], "data": record.entry(step)["data"]}
-    question |= {name: getattr(args, name) for name in ("without", "gradients", "width")}
+    question = {"step": step, "last": last, "lines": [*lines], "data": entry["data"]}
+    question |= {"without": args.without, "gradients": args.gradients}
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         folder = Path(scratch)
-        (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
-        again.write_recipe(record, step, folder / "recipe.yaml", output_dir=str(folder / "run"))
-        words = ["-m", "samestep.ask.compute", "--config", str(folder / "recipe.yaml")]
-        words += ["--accept_changes"]  # data are compared there
+        (folder / "question.json").write_text(json.dumps(question))
+        words = ["-m", "samestep.ask.compute", "--config", again.write_recipe(record, step, folder)]
         words += ["--resume", str(checkpoint.resolve()) if checkpoint else "never"]
+        words += ["--accept_changes"]  # data are compared there
         envs = again.environments(record, step, args.processes)
-        code = again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs])
-        if code:
+        if code := again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs]):
             return code
-        found = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
-    origin = f"from the checkpoint of step {begin}" if begin else "from the beginning"
-    print(f"{record.folder}, step {step}, {origin}, {time.perf_counter() - began:.0f} s")
-    show(found, lines, line, args)
+        found = json.loads((folder / "answer.json").read_text())
+    origin = f"the checkpoint of step {begin}" if begin else "the beginning"
+    print(f"{record.folder}, step {step}, from {origin}, {time.perf_counter() - began:.0f} s")
+    show(found, [*lines.values()], args)
     if "NO_PICTURE" not in os.environ:
         print(draw(found, record.folder / f"replay-{step}.png", step))
     return 0
@@ -137,50 +137,41 @@ def difference(before: Any, now: Any) -> str:
     return "DIFFERS"
 
 
-def show(found: dict, lines: dict[int, dict], line: dict, args: Any) -> None:
-    """Prints an found."""
-    for text in [found["hardware"], *found["changed"]]:
+def show(found: dict, lines: list[dict], args: Any) -> None:
+    """Prints an answer."""
+    for text in found["about"]:
         print(f"  {one_line(text, 500)}")
-    pairs = [(lines[now["step"]], now) for now in found["lines"]]
+    pairs = [*zip(lines, found["lines"], strict=True)]
     same = [all(difference(a[n], b[n]) == "equal" for n in NAMES) for a, b in pairs]
     print(f"  {sum(same)} of {len(same)} lines of metrics.jsonl are equal to the bit\n")
-    print(f"  line of step {line['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
-    for name in NAMES:
-        before, now = line[name], pairs[-1][1][name]
-        print(f"    {name:20} {before!s:>24} {now!s:>24}  {difference(before, now)}")
-    layers = found["layers"]
-    twice = all(difference(found[n], found["again"][n]) == "equal" for n in ("loss", "layers"))
+    print(f"  line of step {lines[-1]['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
+    for before, now in ((lines[-1][name], found["lines"][-1][name]) for name in NAMES):
+        print(f"    {before!s:>45} {now!s:>24}  {difference(before, now)}")
+    twice = repr(found["layers"]) == repr(found["again"]["layers"])  # NaN, too
     print(
         f"\n  step {args.step} alone: loss {found['loss']:.6g}, norm {found['norm']:.6g}, "
-        f"{found['items']:,} items; computed twice: "
-        f"{'equal' if twice or found['norm'] != found['norm'] else 'NOT EQUAL'}"
+        f"{found['items']:,} items; computed twice: {'equal' if twice else 'NOT EQUAL'}"
     )
-    print("\n  norm of the gradient by layer")
-    for name, value in layers.items():
-        print(f"    {name[-32:]:32} {value:10.4g}")
+    left = found.get("without", {"layers": {}})
+    told = f", and without {', '.join(map(str, args.without))}" if args.without else ""
+    print(f"\n  norm of the gradient by layer{told}")
+    for name, value in found["layers"].items():
+        print(f"    {name[-32:]:32} {value:10.4g} {left['layers'].get(name, '')!s:>10.10}")
+    if args.without:
+        print(f"    {'all':32} {found['norm']:10.6g} {left['norm']:10.6g}")
+        print(f"    {'loss':32} {found['loss']:10.6g} {left['loss']:10.6g}")
     if not found["rows"]:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
-    losses = [each["loss"] for each in found["rows"]]
-    middle = statistics.median([each for each in losses if each == each] or losses)
-    print(f"\n  rows by the loss of each alone, without dropout (median {middle:.4g})")
-    norm = f"{'norm':>9}" if args.gradients else ""
-    print(f"    {'loss':>9}{norm} {'items':>6}      row")
-    for each in sorted(found["rows"], key=lambda each: -nan_first(each["loss"]))[: args.top]:
-        norm = f"{each['norm']:9.4g}" if args.gradients else ""
-        print(f"    {each['loss']:9.4g}{norm} {each['items']:6} {each['text']}")
-    if "without" in found:
-        left = found["without"]
-        print(f"\n  without {', '.join(map(str, args.without))}: {left['items']:,} items")
-        print(f"    {'loss':32} {found['loss']:10.6g} -> {left['loss']:10.6g}")
-        print(f"    {'norm':32} {found['norm']:10.6g} -> {left['norm']:10.6g}")
-        largest = sorted(layers, key=lambda n: -nan_first(abs(layers[n] - left["layers"][n])))
-        for name in largest[:3]:
-            print(f"    {name[-32:]:32} {layers[name]:10.4g} -> {left['layers'][name]:10.4g}")
+    print("\n  rows by the loss of each alone, without dropout: loss, items, row")
+    for each in by_loss(found["rows"])[: args.top]:
+        norm = f" norm {each['norm']:.4g}" if args.gradients else ""
+        print(f"    {each['loss']:10.4g}{norm} {each['items']:6} {each['line']}")
 
 
-def nan_first(value: float) -> float:
-    return math.inf if value != value else value
+def by_loss(rows: list[dict]) -> list[dict]:
+    """The largest first, and before that what is not finite."""
+    return sorted(rows, key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
 
 
 def draw(found: dict, output: Path, step: int) -> Path:
@@ -189,18 +180,16 @@ def draw(found: dict, output: Path, step: int) -> Path:
 
     from samestep.base.pictures import save_figure
 
-    figure = Figure(figsize=(9, 3.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     rows, layers = figure.subplots(1, 2)
-    shown = sorted(found["rows"], key=lambda each: nan_first(each["loss"]))
-    rows.plot([each["loss"] for each in shown], "o")
-    for place, each in [*enumerate(shown)][-3:]:
-        rows.annotate(str(each["row"]), (place, each["loss"]), ha="right")
-    rows.set(title=f"rows of step {step}", ylabel="loss of each alone", xlabel="rows by loss")
-    for name, each in {"": found, "without": found.get("without")}.items():
-        if each:
-            layers.plot([*each["layers"].values()], "o-", label=name or f"step {step}")
-    layers.set_xticks(range(len(found["layers"])), [n[-20:] for n in found["layers"]])
-    layers.tick_params(axis="x", rotation=90, labelsize=6)
+    shown = by_loss(found["rows"])
+    rows.bar([str(each["row"]) for each in shown], [each["loss"] for each in shown])
+    rows.set(title=f"step {step}: loss of each row alone")
+    layers.plot([*found["layers"]], [*found["layers"].values()], "o-", label="the step")
+    if "without" in found:
+        layers.plot([*found["without"]["layers"].values()], "o-", label="without the rows")
     layers.set(title="norm of the gradient by layer", yscale="log")
     layers.legend()
+    for axes in (rows, layers):
+        axes.tick_params(axis="x", rotation=90, labelsize=6)
     return save_figure(figure, output)

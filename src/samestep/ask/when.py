@@ -11,6 +11,7 @@ read, not computed: all its samples are read again. Exit codes: 0; 2 the input i
 
 import sys
 from collections import defaultdict
+from typing import Any
 
 from samestep.ask.record import Record, answer
 from samestep.base.console import one_line
@@ -22,51 +23,45 @@ def main() -> int:
     parser = make_parser("when", __doc__)
     parser.add_argument("run", help="folder of a run, such as runs/default")
     parser.add_argument("row", nargs="+", metavar="ROW|TEXT", help="its number, text or place")
-    parser.add_argument("--width", type=int, default=60, help="characters of a text (default: 60)")
     args = parser.parse_args()
-    return answer(parser, when, args.run, args.row, args.width)
+    return answer(parser, when, args.run, args.row)
 
 
-def when(run: str, words: list[str], width: int) -> None:
+def when(run: str, words: list[str]) -> None:
     record = Record(run)
     from samestep.ask.data import RunData  # torch: 4 s
 
-    data = RunData(record)
-    if begin := record.history[0]["step"]:
-        print(f"the order is known from step {begin + 1} on alone")
+    data, first = RunData(record), record.history[0]["step"] + 1
+    if first > 1:
+        print(f"the order is known from step {first} on alone")
     for word in words:
-        (tell_streamed if data.is_stream else tell_computed)(data, record, word, width)
-
-
-def tell_computed(data, record: Record, word: str, width: int) -> None:
-    """Prints the rows that a word means, and the steps of each."""
-    count = 0
-    for digest in dict.fromkeys(entry["data"] for entry in record.history):
-        first = next(entry for entry in record.history if entry["data"] == digest)
-        part = data.part(first["step"] + 1)
-        for row in part.find(word):
-            count += 1
-            steps = data.steps_of(row, digest)
-            print(f"row {part.line(row, part.view[row], width).strip()}")
+        found = scan(data, word) if data.is_stream else compute(data, word)
+        if not found:
+            raise UserError(f"no row has the text {one_line(word, 60)}")
+        for line, steps in found.items():
             told = some([f"{step:,}" for step in steps], 20) or "none"
-            print(f"  trained on {len(steps)} times until step {record.last:,}: {told}")
-    if not count:
-        raise UserError(f"no row has the text {one_line(word, 60)}")
+            print(f"row {line}\n  {len(steps)} times until step {record.last:,}: {told}")
 
 
-def tell_streamed(data, record: Record, word: str, width: int) -> None:
-    print(f"a stream: reads the samples of steps 1 to {record.last:,} again", file=sys.stderr)
-    found, word = defaultdict(list), " ".join(word.split())
+def compute(data: Any, word: str) -> dict[str, list[int]]:
+    """The steps of the rows that a word means."""
+    found, history = {}, data.record.history
+    for digest in dict.fromkeys(entry["data"] for entry in history):
+        first = next(entry["step"] for entry in history if entry["data"] == digest)
+        part = data.part(first + 1)
+        for row in part.find(word):
+            found[part.line(row, part.view[row]).strip()] = data.steps_of(row, digest)
+    return found
+
+
+def scan(data: Any, word: str) -> dict[str, list[int]]:
+    """The same of a stream."""
+    record, found = data.record, defaultdict(list)
+    print(f"a stream: reads the samples until step {record.last:,} again", file=sys.stderr)
     for step in range(record.history[0]["step"] + 1, record.last + 1):
         part = data.part(step)
         for number, row in data.samples(step):
-            if word == str(number) or (
-                not word.isdecimal() and word in part.line(number, row, None)
-            ):
-                found[part.line(number, row, width).strip()].append(step)
-    for text, steps in found.items():
-        print(f"sample {text}\n  steps {', '.join(map(str, steps))}")
-    if not found:
-        raise UserError(
-            f"no sample of steps 1 to {record.last:,} has the text {one_line(word, 60)}"
-        )
+            text = str(number) if word.isdecimal() else part.line(number, row, None)
+            if word in text and (len(word) == len(text) or not word.isdecimal()):
+                found[part.line(number, row).strip()].append(step)
+    return found

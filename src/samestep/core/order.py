@@ -33,8 +33,9 @@ def hash64(*words: Any) -> np.ndarray:
     return bits
 
 
-def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
+def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarray:
     """Places below `sizes`, permuted: each key has a permutation of the places below its size.
+    `back`: the inverse.
 
     All are uint64, and broadcast to the shape of `places`. It is a Feistel network over the pairs
     (p % a, p // a), where a * b just covers the size, applied again to the few values that fall
@@ -51,9 +52,14 @@ def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
         a, key = widths[outside], keys[outside]
         b = (sizes[outside] + a - np.uint64(1)) // a
         right, left = np.divmod(places[outside], a)
-        for turn in range(24):  # with 12, tiny data sets still showed a pattern
-            left = (left + hash64(key + np.uint64(turn << 32) + right)) % a
-            left, right, a, b = right, left, b, a
+        turns = range(24)  # with 12, tiny data sets still showed a pattern
+        for turn in reversed(turns) if back else turns:
+            if back:
+                left, right, a, b = right, left, b, a
+            moved = hash64(key + np.uint64(turn << 32) + right)
+            left = (left + (a - moved % a if back else moved)) % a
+            if not back:
+                left, right, a, b = right, left, b, a
         places[outside] = right * a + left
         outside = places >= sizes
     return places
