@@ -43,7 +43,7 @@ endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
 .PHONY: help demo docs test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
-	bench-scale figure gpu
+	bench-scale figure receipt audit gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,12 @@ bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minute
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 15 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
+
+receipt: $(TESTS)  ## write docs/receipt.json, of the first run of the figure of README.md: a minute
+	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py --receipt
+
+audit: $(TESTS)  ## train 20 steps of docs/receipt.json again, and compare the states: a minute
+	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py --audit
 
 figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py

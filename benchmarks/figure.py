@@ -1,10 +1,13 @@
 """Draws the figure of README.md: the same losses on 1, 2 and 4 processes, and with five kills.
 
-    make figure      # in the template: docs/reproducible.png and its numbers, reproducible.json
+    make figure      # in the template: docs/reproducible.png, its numbers and its receipt
+    make receipt     # the first of its runs alone: docs/receipt.json, unless a loss differs
+    make audit       # trains 20 steps of that receipt on 2 processes, and compares the states
 
 Each run trains the same recipe with `exact: true`, on CPU processes. The last one is killed with
 kill -9, and resumed by the same command, until it has been killed five times. The program ends with
-an error where the losses or the weights of two runs differ.
+an error where the losses or the weights of two runs differ. Kernels and BLAS take the instructions
+that each x86-64 has: others would round in another way.
 """
 
 import hashlib
@@ -23,7 +26,9 @@ import psutil
 from compare import HERE, about_machine, bake, environment, say
 
 DOCS = HERE.parent / "docs"
+RECEIPT = DOCS / "receipt.json"
 STEPS, KILLS = 200, 5
+INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 RECIPE = {
     "exact": "true",
     "max_steps": STEPS,
@@ -33,6 +38,7 @@ RECIPE = {
     "learning_rate": 1e-2,
     "eval_every": 0,
     "save_every": 10,
+    "keep_every": 50,
     "log_every": 1,
     "task.context_length": 64,
     "task.vocab_size": 1024,
@@ -49,7 +55,9 @@ def start(project: Path, processes: int, output: str) -> subprocess.Popen:
     command += ["--num_processes", str(processes), "train.py", "--output_dir", output]
     command += [f"--{name}={value}" for name, value in RECIPE.items()]
     with open(project / f"{processes}.log", "a") as log:
-        return subprocess.Popen(command, cwd=project, env=environment(), stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, cwd=project, env=environment(**INSTRUCTIONS), stdout=log, stderr=log
+        )
 
 
 def losses(output: Path) -> dict[int, float]:
@@ -91,6 +99,19 @@ def train(project: Path, processes: int, kills: int = 0) -> dict:
     return {"losses": losses(project / output), "sha256": digest, "killed_after_steps": killed}
 
 
+def ask(project: Path, *words: str) -> int:
+    """The exit code of a verb."""
+    command = [sys.executable, "-m", "samestep", *words]
+    return subprocess.run(command, cwd=project, env=environment(**INSTRUCTIONS)).returncode
+
+
+def write_receipt(project: Path) -> str:
+    """Writes the receipt of the run on one process; the last entry of its chain."""
+    if ask(project, "receipt", "runs/1-0", "--output", str(RECEIPT)):
+        sys.exit("the run has no receipt")
+    return json.loads(RECEIPT.read_text())["chain"]
+
+
 def draw(report: dict, file: Path) -> None:
     import matplotlib
 
@@ -107,6 +128,7 @@ def draw(report: dict, file: Path) -> None:
             axis.text(step, axis.get_ylim()[1], " kill -9", color=color, fontsize=10)
     text = f"largest difference between two losses of a step: {report['largest_difference']:g}"
     text += f"\nSHA-256 of the weights of all four runs:\n{report['sha256']}"
+    text += f"\nthe last of the 20 states of docs/receipt.json:\n{report['chain']}"
     white = {"facecolor": "white", "edgecolor": "none"}
     place = {"transform": axis.transAxes, "bbox": white, "family": "monospace", "fontsize": 11}
     axis.text(0.27, 0.58, text, **place)
@@ -121,9 +143,19 @@ def main() -> None:
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="figure"))
     try:
         project = bake(folder)
+        if "--audit" in sys.argv:
+            words = ["--steps", "0:20", "--processes", "2", "--anyway"]
+            sys.exit(ask(project, "audit", str(RECEIPT), *words))
         runs = {"1 process": train(project, 1)}
+        if "--receipt" in sys.argv:
+            known = json.loads((DOCS / "reproducible.json").read_text())["runs"]["1 process"]
+            if known != json.loads(json.dumps(runs["1 process"])):
+                sys.exit("the losses are not those of docs/reproducible.json: make figure")
+            write_receipt(project)
+            return
         runs |= {f"{number} processes": train(project, number) for number in (2, 4)}
         runs[f"2 processes, killed {KILLS} times"] = train(project, 2, KILLS)
+        chain = write_receipt(project)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps = range(1, STEPS + 1)
@@ -134,7 +166,8 @@ def main() -> None:
         sys.exit(f"the runs differ by {largest}, their weights are {digests}")
     report = {"command": "make figure", **about_machine(), "load": os.getloadavg()[0]}
     report |= {"seconds": round(time.monotonic() - began), "recipe": RECIPE}
-    report |= {"largest_difference": largest, "sha256": digests.pop(), "runs": runs}
+    report |= {"largest_difference": largest, "sha256": digests.pop()}
+    report |= {"chain": chain, "runs": runs}
     (DOCS / "reproducible.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(report, DOCS / "reproducible.png")
     print(f"docs/reproducible.png, after {report['seconds']} s")

@@ -88,8 +88,7 @@ class Audit:
             raise UserError(f"not what the receipt{hint} was made of: {words}; --anyway tries it")
         for matters, words in lines.items():
             if words:
-                must = "may matter" if matters else "must not matter"
-                print(f"  differs, which {must}: {'; '.join(words)}")
+                print(f"  differs, and {'must not' if matters else 'may'}: {'; '.join(words)}")
 
     def compare(self, record: Record, step: int) -> bool:
         """Prints whether the state of a new checkpoint is that of the receipt."""

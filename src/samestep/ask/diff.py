@@ -7,8 +7,13 @@ losses and states. In a project's folder it names the first row that differs, an
 trained on it. Exit codes: 0 the same run; 1 they differ; 2 the input is wrong.
 """
 
+import os
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from samestep.ask import made
 from samestep.ask.record import Record
@@ -63,9 +68,10 @@ def first_row(records: list[Record]) -> str:
     one, (part, other) = data[0], [each.part(each.record.last) for each in data]
     found = []
     for row in range(min(len(part.rows.dataset), len(other.rows.dataset))):
-        texts = [one.text(each, each.rows.dataset[row]) for each in (part, other)]
-        if texts[0] != texts[1] and len(found) < 1000:
+        pair = [each.rows.dataset[row] for each in (part, other)]
+        if not is_equal(*pair) and len(found) < 1000:
             steps = one.steps_of(row, part.entry["data"])
+            texts = [one.text(part, each) for each in pair]
             found.append((min(steps, default=1 << 60), row, texts))
     if not found:
         return ""
@@ -74,10 +80,17 @@ def first_row(records: list[Record]) -> str:
     place = one.place(part, row)
     text = f"row {row}{f' ({place})' if place else ''}, {when}"
     show("", f"{len(found)} rows differ; the first: {text}")
-    at = next(i for i in range(len(max(texts)) + 1) if texts[0][:i] != texts[1][:i])
+    at = len(os.path.commonprefix(texts))
     for name, each in zip("AB", texts, strict=True):
         show("", f"{name}: ...{each[max(at - 30, 0) : at + 40]}...")
     return text
+
+
+def is_equal(one: Any, two: Any) -> bool:
+    """Whether two rows have the same values."""
+    if isinstance(one, Mapping):
+        return one.keys() == two.keys() and all(is_equal(one[name], two[name]) for name in one)
+    return np.array_equal(one, two)
 
 
 def first_other_rows(records: list[Record]) -> list[tuple[int, str]]:

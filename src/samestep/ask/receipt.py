@@ -25,7 +25,7 @@ from samestep.programs import make_parser
 
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
-SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
+SECRET = re.compile(r"(^|[_. ])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
 TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
 
 

@@ -1,0 +1,260 @@
+"""diff, receipt and audit: what two runs differ in, and whether a run is the one of a receipt."""
+
+import json
+import shutil
+
+import pytest
+
+from conftest import ROOT, BakedProject, lines, make_tiny, reseal
+from samestep.ask import made, receipt
+from samestep.core import state_hash
+
+EXACT = ("--exact", "true", "--task.dropout", "0.1")
+ROWS = """
+def files(cfg):
+    return ["rows.txt"]
+
+
+def prepare_data(cfg, folder):
+    import datasets
+
+    found = datasets.DatasetDict()
+    seeds = [int(text) for text in Path("rows.txt").read_text().split()]
+    for name, part in (("train", seeds[:37]), ("validation", seeds[37:])):
+        rows = [{**Numbers(cfg, seed, 1, 0.0)[0], "seed": seed} for seed in part]
+        found[name] = datasets.Dataset.from_list(
+            [{n: torch.as_tensor(v).tolist() for n, v in row.items()} for row in rows]
+        )
+    return found
+
+
+def views(cfg, data):
+    return data["train"].with_format("torch"), data["validation"].with_format("torch")
+"""
+OPTIMIZER = ("train.py", "fused=True)", "fused=True, eps=1e-3)")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project whose rows lie in a file, with runs/one: exact, with dropout, on one process."""
+    project = make_tiny(tmp_path_factory.mktemp("audit"))
+    (project.path / "rows.txt").write_text("\n".join(map(str, range(48))))
+    with open(project.path / "task.py", "a") as file:
+        file.write(ROWS)
+    project.train(1, *EXACT, "--output_dir", "runs/one")
+    assert "3 states, of steps 4 to 12" in ask(project, 0, "receipt", "runs/one")
+    return project
+
+
+def edit(project, name, old, new):
+    file = project.path / name
+    assert file.read_text().count(old) == 1
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.fixture
+def clone(project, tmp_path):
+    """The project without its runs, but for the receipt."""
+    ignored = shutil.ignore_patterns("runs", ".cache")
+    copied = BakedProject(shutil.copytree(project.path, tmp_path / "clone", ignore=ignored))
+    shutil.copy(project.path / "runs" / "one" / "receipt.json", copied.path)
+    return copied
+
+
+def ask(project, code, *words):
+    """What a verb prints, and its error; it ends with this exit code."""
+    result = project.run("python", "-m", "samestep", *words, check=False)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+# ---- receipt -------------------------------------------------------------------------------------
+
+
+def test_a_receipt_has_the_chain_of_all_saves_and_nothing_of_this_machine(project, tmp_path):
+    hidden = ("--task.prepare_host", "/home/somebody")
+    hidden += ("--keep_checkpoints", "1", "--eval_every", "0")
+    project.train(1, *EXACT, *hidden, "--output_dir", tmp_path / "run")
+    printed = ask(project, 0, "receipt", str(tmp_path / "run"))
+    found = receipt.read(tmp_path / "run" / "receipt.json")
+    logged = {line["step"]: line["state"] for line in lines(tmp_path / "run", "state")}
+    assert {save["step"]: save["state"] for save in found["saves"]} == logged
+    assert [*logged] == [4, 8, 12]
+    assert [save["step"] for save in found["saves"] if "weights" in save] == [12]  # 4, 8 are gone
+    chain = ""
+    for save in found["saves"]:
+        chain = state_hash.chain_hash({**save, "previous": chain})
+    assert chain == found["chain"]
+    assert found["left_out"] == ["settings task.prepare_host"]
+    assert "left out, as paths of this machine or secrets: task.prepare_host" in printed
+    text = (tmp_path / "run" / "receipt.json").read_text()
+    assert "/home" not in text and str(tmp_path) not in text and len(text) < 12_000
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("task.api_key", "x"), ("task.hub_token", "x"), ("password", "x"), ("data", "/data/a"),
+        ("data", ["a", "~/b"]), ("data", "file:///a"), ("data", "https://me:pw@host/a"),
+        ("note", "hf_" + 20 * "a"), ("data", {"a": "/b"}),
+    ],
+)  # fmt: skip
+def test_paths_and_secrets_are_not_public(name, value):
+    assert not receipt.is_public(f"settings {name}", value)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("data", "hf://datasets/a/b"), ("data", "rows/a.jsonl"), ("max_tokens", 3), ("lr", 1e-3)],
+)
+def test_other_settings_are_public(name, value):
+    assert receipt.is_public(f"settings {name}", value)
+
+
+def test_a_receipt_is_of_the_run_since_its_last_change(project, tmp_path):
+    output = ("--output_dir", tmp_path / "run")
+    project.train(1, *EXACT, *output, "--max_steps", "8")
+    project.train(1, *EXACT, *output, "--accept_changes", "true", "--learning_rate", "0.02")
+    printed = ask(project, 0, "receipt", str(tmp_path / "run"))
+    found = receipt.read(tmp_path / "run" / "receipt.json")
+    assert "the run was changed after step 8" in printed
+    assert [save["step"] for save in found["saves"]] == [8, 12]
+    assert found["previous"] == made_chain(tmp_path / "run", 4)
+    printed = ask(project, 2, "audit", str(tmp_path / "run" / "receipt.json"), "--steps", "0:12")
+    assert "give A:B of steps 8, 12, whose states are known" in printed
+
+
+def made_chain(run, step):
+    manifest = json.loads((run / "checkpoints" / f"step-{step:08}" / "manifest.json").read_text())
+    return state_hash.chain_hash(manifest)
+
+
+def test_a_state_without_a_hash_has_no_receipt(project, tmp_path):
+    run = shutil.copytree(project.path / "runs" / "one", tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    for path in (run / "checkpoints").iterdir():
+        hardware = json.loads((path / "manifest.json").read_text())["hardware"]
+        reseal(path, state="", previous="", hardware={**hardware, "sharding": "ZeRO-2"})
+    printed = ask(project, 2, "receipt", str(run))
+    assert "was trained with ZeRO-2; receipts are supported for DDP and FSDP2" in printed
+    assert "has no valid checkpoint" in refused_empty(project, tmp_path)
+
+
+def refused_empty(project, tmp_path):
+    (tmp_path / "empty").mkdir()
+    shutil.copy(project.path / "runs" / "one" / "config.yaml", tmp_path / "empty")
+    return ask(project, 2, "receipt", str(tmp_path / "empty"))
+
+
+# ---- audit ---------------------------------------------------------------------------------------
+
+
+def test_a_clone_audits_from_the_beginning_on_two_processes_and_from_a_checkpoint(project, clone):
+    printed = ask(clone, 0, "audit", "receipt.json", "--steps", "0:8", "--processes", "2")
+    assert "differs, and may: processes: 1 -> 2" in printed
+    states = [save["state"][:16] for save in receipt.read(clone.path / "receipt.json")["saves"]]
+    for step, state in zip((4, 8), states, strict=False):
+        assert f"step {step:6}: equal {state}" in printed
+    assert "=> the same run, to the bit" in printed
+    run = str(project.path / "runs" / "one")
+    printed = ask(clone, 0, "audit", "receipt.json", "--steps", "8:12", "--run", run)
+    assert f"step     12: equal {states[2]}" in printed and "step      8" not in printed
+    assert not (clone.path / "runs").exists()
+
+
+def test_an_edited_optimizer_is_refused_and_anyway_names_the_first_weight(clone):
+    edit(clone, *OPTIMIZER)
+    assert "made of: code of train.build_optimizer; --anyway" in refused(clone)
+    printed = ask(clone, 1, "audit", "receipt.json", "--anyway")
+    assert "differs, and must not: code of train.build_optimizer" in printed
+    assert "step      4: NOT EQUAL" in printed and "step      8" not in printed
+    assert "4 of 4 weights differ, the first: 0.bias" in printed
+    assert "=> NOT the run of the receipt" in printed
+
+
+def refused(project, *words):
+    return ask(project, 2, "audit", "receipt.json", *words)
+
+
+def test_other_data_and_what_is_no_receipt_are_refused(project, clone):
+    numbers = (clone.path / "rows.txt").read_text().split()
+    (clone.path / "rows.txt").write_text("\n".join(["999", *numbers[1:]]))
+    assert "made of: other rows to train on; --anyway tries it" in refused(clone)
+    assert "to go on after step 4 give --run" in refused(clone, "--steps", "4:8")
+    assert "give A:B of steps 0, 4, 8, 12" in refused(clone, "--steps", "0:9")
+    assert "give A:B of steps 0, 4, 8, 12" in refused(clone, "--steps", "8:4")
+    other = str(project.path / "runs")
+    assert "is no folder of a run" in refused(clone, "--steps", "4:8", "--run", other)
+    file = clone.path / "receipt.json"
+    text, state = file.read_text(), receipt.read(file)["saves"][0]["state"]
+    changed = state.replace(state[0], "0" if state[0] != "0" else "1", 1)
+    for old, new in ((state, changed), ('"torch": "2', '"torch": "3'), ("eps", "epS")):
+        file.write_text(text.replace(old, new, 1))
+        if file.read_text() != text:
+            assert "receipt.json was changed: its digest is another" in refused(clone)
+    found = json.loads(text)
+    found["saves"][0]["state"] = changed  # with a digest of its own, but not the chain
+    content = {name: value for name, value in found.items() if name != "sha256"}
+    file.write_text(json.dumps(content | {"sha256": made.digest_of(content)}))
+    assert "was changed" in refused(clone)
+    file.write_text("[]")
+    assert "receipt.json is no receipt" in refused(clone)
+
+
+def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project, clone):
+    project.train(1, "--output_dir", "runs/two")
+    assert "not exact" in ask(project, 0, "receipt", "runs/two")
+    path = str(project.path / "runs" / "two" / "receipt.json")
+    printed = ask(clone, 2, "audit", path, "--processes", "2")
+    assert "made of: processes: 1 -> 2; --anyway tries it" in printed
+    found = {n: v for n, v in receipt.read(clone.path / "receipt.json").items() if n != "sha256"}
+    before = found["facts"]["versions torch"]
+    found["facts"] |= {"versions torch": "1.0", "versions datasets": "1.0"}
+    found = json.dumps(found | {"sha256": made.digest_of(found)})
+    (clone.path / "receipt.json").write_text(found)
+    assert f"made of: torch: 1.0 -> {before}; --anyway" in refused(clone)
+
+
+def test_an_own_script_is_audited_by_its_command(clone):
+    shutil.copy(ROOT / "examples" / "own_script.py", clone.path)
+    script = ("own_script.py", "--folder", "runs/words", "--exact")
+    clone.run("python", *script, ACCELERATE_USE_CPU="true")
+    ask(clone, 0, "receipt", "runs/words")
+    audit = ("audit", "runs/words/receipt.json", "--run", "runs/words", "--steps", "20:30")
+    words = ["python", "-m", "samestep", *audit, "--", "python", *script]
+    printed = clone.run(*words, ACCELERATE_USE_CPU="true").stdout
+    assert "step     30: equal" in printed and "=> the same run, to the bit" in printed
+    words = [*words, "--lr", "1e-3"]
+    printed = clone.run(*words, check=False, ACCELERATE_USE_CPU="true")
+    assert printed.returncode == 2 and "lr: 0.002 -> 0.001" in printed.stderr
+    assert "=> the same run" in ask(clone, 0, "diff", "runs/words", "runs/words")
+
+
+# ---- diff ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, processes, edits, code, texts",
+    [
+        (("--seed", "1"), 1, (), 1, ["settings   seed: 0 -> 1", "rows       step 1 is the first",
+            "=> another result from step 1 on; cause: seed: 0 -> 1"]),
+        ((), 1, (OPTIMIZER,), 1, ["code       code of train.build_optimizer",
+            "optimizer  group 0 eps: 1e-08 -> 0.001", "rows       the same in all 12 lines",
+            "state      differs first at step 4: 4 of 4 weights, first 0.bias",
+            "from the line of step 2 on; cause: group 0 eps"]),
+        ((), 1, (("rows.txt", "\n20\n", "\n999\n"),), 1, ["data       other rows to train on",
+            "1 rows differ; the first: row 20, trained on in step ", "A: ...seed=20", "B: ...seed=999"]),
+        ((), 2, (), 0, ["hardware   processes: 1 -> 2", "loss       equal to the bit in all 12",
+            "state      equal at the 3 steps", "=> the same run, in spite of processes: 1 -> 2"]),
+        (("--save_every", "6"), 1, (), 0, ["state      equal at the 1 steps", "=> the same run\n"]),
+    ],
+)  # fmt: skip
+def test_diff_names_the_first_difference_and_its_cause(
+    project, clone, flags, processes, edits, code, texts
+):
+    for each in edits:
+        edit(clone, *each)
+    clone.train(processes, *EXACT, *flags, "--output_dir", "runs/b")
+    printed = ask(clone, code, "diff", str(project.path / "runs" / "one"), "runs/b")
+    for text in texts:
+        assert text in printed, printed
