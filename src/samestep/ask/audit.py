@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
@@ -42,7 +41,7 @@ class Audit:
 
     def __init__(self, path: Path, steps: str, run: Path | None, anyway: bool):
         self.receipt, self.run, self.anyway = receipt.read(path), run, anyway
-        self.facts = self.receipt["facts"]
+        self.facts = made.facts_of(self.receipt)
         self.saves = {save["step"]: save for save in self.receipt["saves"]}
         known = sorted({self.receipt["begins"], *self.saves})
         known = known if known[0] in (0, *self.saves) else known[1:]
@@ -75,17 +74,17 @@ class Audit:
         changed = made.differing(self.facts, facts)
         lines: dict[bool, list[str]] = {False: [], True: []}
         for name, pair in changed.items():
-            is_setting = name.startswith("settings ")
             matters = made.matters(name, self.facts["settings exact"], self.effects)
-            if name in self.told or is_setting and (name not in self.facts or not matters):
+            left_out = name.startswith(("settings ", "data ")) and name not in self.facts
+            if name in self.told or left_out or (name.startswith("settings ") and not matters):
                 continue
             self.told.add(name)
             lines[matters].append(made.describe(name, *pair))
         if lines[True] and not self.anyway:
-            names = [f"--{each.partition(' ')[2]}" for each in self.receipt["left_out"]]
-            hint = f" (it leaves out {', '.join(names)}: give your own)" if names else ""
+            names = ", --".join(self.receipt["left_out"])
+            hint = f"; give --{names}, which the receipt leaves out" if names else ""
             words = "; ".join(lines[True])
-            raise UserError(f"not what the receipt{hint} was made of: {words}; --anyway tries it")
+            raise UserError(f"not what the receipt was made of: {words}{hint}; --anyway tries it")
         for matters, words in lines.items():
             if words:
                 print(f"  differs, and {'must not' if matters else 'may'}: {'; '.join(words)}")
@@ -128,20 +127,16 @@ def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tu
     from samestep.project import startup
 
     train, task = startup.find_project()
-    settings: dict[str, Any] = {}
-    for name in (each for each in audit.facts if each.startswith("settings ")):
-        *inner, short = name.partition(" ")[2].split(".")
-        (settings.setdefault("task", {}) if inner else settings)[short] = audit.facts[name]
     recipe = scratch / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(settings | QUIET), encoding="utf-8")
+    recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
     words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
     start = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"])
     audit.effects, every = startup.change_effects(start.cfg), start.cfg.save_every
     if every and every != "epoch" and audit.last % every and audit.last != max(audit.saves):
         raise UserError(f"step {audit.last} was saved by a stop; give a multiple of {every}")
-    hardware = {n.partition(" ")[2]: v for n, v in audit.facts.items() if n[:9] == "hardware "}
-    envs = again.environments_of(audit.receipt["environment"], hardware, processes)
+    variables, hardware = audit.receipt["environment"], audit.receipt["hardware"]
+    envs = again.environments_of(variables, hardware, processes)
     found = made.facts_of(start.manifest) | {"hardware processes": len(envs)}
     audit.check(audit.facts | found)  # what is not known yet is compared with the first checkpoint
     return [sys.executable, "train.py", *words], envs

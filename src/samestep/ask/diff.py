@@ -31,7 +31,7 @@ def show(what: str, text: str) -> None:
 
 def compare_facts(records: list[Record]) -> dict[str, list[str]]:
     """Prints what the runs were made of, where it differs: `result` and `rounding`, by effect."""
-    changed = made.differing(*map(made.newest, records))
+    changed = made.differing(*(made.facts_of(made.newest(record)) for record in records))
     effects: dict[str, str] = {}
     if any(name.startswith("settings ") for name in changed) and Path("train.py").is_file():
         from samestep.project import config, startup

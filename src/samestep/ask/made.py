@@ -77,18 +77,18 @@ def last_change(record: Record) -> int:
             starts.append((line["step"], hardware_facts(line["started"])))
     if not record.log:  # a script of one's own
         starts = [(step, facts_of(manifest)) for step, manifest in record.manifests.items()]
-    exact, step = newest(record)["settings exact"], 0
+    exact, step = newest(record)["config"]["exact"], 0
     for (_, before), (after, now) in pairwise(starts):
         if any(matters(name, exact, {}) for name in differing(before, now)):
             step = after
     return step
 
 
-def newest(record: Record) -> Facts:
-    """The facts of the newest checkpoint; raises UserError without any."""
+def newest(record: Record) -> dict[str, Any]:
+    """The manifest of the newest checkpoint; raises UserError without any."""
     if not record.manifests:
         raise UserError(f"{record.folder} has no valid checkpoint; give the folder of a run")
-    return facts_of([*record.manifests.values()][-1])
+    return [*record.manifests.values()][-1]
 
 
 def saves_of(record: Record) -> list[dict]:

@@ -20,55 +20,67 @@ from samestep.base.console import protect_output, without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
-from samestep.core import state_hash
+from samestep.core import checkpoints, state_hash
 from samestep.programs import make_parser
 
+PARTS = ("code", "library", "identity", "frozen_weights", "optimizer", "hardware")
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
-SECRET = re.compile(r"(^|[_. ])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
+SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
 TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
 
 
 def is_public(name: str, value: Any) -> bool:
-    """Whether a fact may be published: it names no place of a machine, and opens no door."""
+    """Whether a setting may be published: it names no place of a machine, and opens no door."""
     text = json.dumps(value)
     if SECRET.search(name) or TOKEN.search(text) or without_credentials(text) != text:
         return False
     return not LOCAL.search(text)
 
 
-def public(facts: dict) -> dict:
-    return {name: value for name, value in facts.items() if is_public(name, value)}
+def publish(config: dict) -> tuple[dict, list[str]]:
+    """The settings that may be published, and the names of those that are left out."""
+    settings = checkpoints.flatten(config)
+    left_out = [n for n, value in settings.items() if not is_public(n, value) and n not in OWN]
+    kept = settings.keys() - {*left_out, *OWN}
+    found = {name: value for name, value in config.items() if name in kept}
+    if isinstance(config.get("task"), dict):
+        task = {n: value for n, value in config["task"].items() if f"task.{n}" in kept}
+        found["task"] = task
+    return found, left_out
 
 
 def make(record: Record) -> dict[str, Any]:
     """The receipt of a run; raises UserError for one that cannot have any."""
-    facts, begins = made.newest(record), made.last_change(record)
-    facts = {n: value for n, value in facts.items() if n.removeprefix("settings ") not in OWN}
+    manifest, begins = made.newest(record), made.last_change(record)
     chain = [each for each in made.saves_of(record) if each["step"] >= begins]
-    sharding = facts["hardware sharding"]
+    sharding = manifest["hardware"]["sharding"]
     if sharding not in ("none", "FSDP2") or not chain:
         raise UserError(
             f"{record.folder} was trained with {sharding}; receipts are supported for DDP and FSDP2"
         )
-    weights = {}
-    for step in (each["step"] for each in chain if each["step"] in record.manifests):
-        weights[step] = made.weights_at(record, step)
-    names = [*weights[chain[-1]["step"]]]
+    names: list[str] = []
     saves = []
-    for each in chain:
+    for each in reversed(chain):
         save = {"step": each["step"], "state": each["state"]}
-        if [*weights.get(each["step"], ())] == names:
-            save["weights"] = "".join(weights[each["step"]].values())
-        saves.append(save)
+        if each["step"] in record.manifests:
+            weights = made.weights_at(record, each["step"])
+            names = names or [*weights]
+            if [*weights] == names:
+                save["weights"] = "".join(weights.values())
+        saves.insert(0, save)
     variables: dict[str, str] = {}
     if (record.folder / "hardware.yaml").exists():  # which a script of one's own does not write
         variables = yaml.safe_load(read_text(record.folder / "hardware.yaml"))["environment"]
+    variables = {n: v for n, v in variables.items() if n.startswith(PREFIXES) and is_public(n, v)}
+    config, left_out = publish(manifest["config"])
     content = {
         "receipt": 1,
-        "facts": public(facts),
-        "left_out": sorted(facts.keys() - public(facts).keys()),
-        "environment": public({n: v for n, v in variables.items() if n.startswith(PREFIXES)}),
+        "config": config,
+        "left_out": left_out,
+        **{name: manifest[name] for name in PARTS},
+        "data": {name: value for name, value in manifest["data"].items() if is_public(name, value)},
+        "environment": variables,
         "begins": begins,
         "names": names,
         "previous": chain[0]["previous"],
@@ -110,9 +122,9 @@ def main() -> None:
     states = f"{len(steps)} states, of steps {steps[0]} to {steps[-1]}"
     print(f"{path}: {len(text) / 1e3:.1f} kB, {states}, {found['sha256'][:16]}")
     if found["left_out"]:
-        names = ", ".join(name.partition(" ")[2] for name in found["left_out"])
+        names = ", ".join(found["left_out"])
         print(f"left out, as paths of this machine or secrets: {names}")
     if found["begins"]:
         print(f"the run was changed after step {found['begins']}: it can be audited from there on")
-    if not found["facts"]["settings exact"]:
+    if not found["config"]["exact"]:
         print("not exact: it can be audited on as many processes and threads alone")
