@@ -6,27 +6,29 @@
     python -m samestep audit receipt.json --steps 0:20 --task.data my.jsonl
     python -m samestep audit receipt.json --steps 0:20 --run runs/words -- python own_script.py
 
-What must be equal is compared first: code, data, settings, versions. A command after -- is run in a
-copy of this folder without its runs, where it writes into RUN; it is ended when the last step is
-saved. With `exact` the processes do not matter. Exit codes: 0 equal; 1 not equal; 2 refused.
+Code, data and versions are compared first. A command after -- is run in a copy of this folder
+without its runs, where it writes into RUN. What trains is ended when the last step is saved. With
+`exact` the processes do not matter. Exit codes: 0 equal; 1 not equal; 2 refused.
 """
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
 import yaml
 
 from samestep.ask import again, made, receipt
-from samestep.ask.record import Record
-from samestep.base.console import one_line, protect_output
+from samestep.ask.record import Record, answer
+from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
 from samestep.programs import make_parser
@@ -39,69 +41,56 @@ NOT_COPIED = (".git", ".venv", "__pycache__")
 class Audit:
     """The steps `first` + 1 to `last` of a receipt; raises UserError for others."""
 
-    def __init__(self, path: Path, steps: str, run: Path | None, anyway: bool):
-        self.receipt, self.run, self.anyway = receipt.read(path), run, anyway
-        self.facts = made.facts_of(self.receipt)
+    def __init__(self, args: Namespace, is_script: bool):
+        self.is_script = is_script
+        self.receipt, self.run, self.anyway = receipt.read(args.receipt), args.run, args.anyway
         self.saves = {save["step"]: save for save in self.receipt["saves"]}
-        known = sorted({self.receipt["begins"], *self.saves})
-        known = known if known[0] in (0, *self.saves) else known[1:]
-        first, _, last = steps.partition(":")
-        try:
-            self.first, self.last = int(first or known[0]), int(last or known[-1])
-        except ValueError:
-            self.first = self.last = -1
-        if not {self.first, self.last} <= {*known} or self.first >= self.last:
+        known = [*self.saves] if self.receipt["begins"] else [0, *self.saves]
+        asked = re.fullmatch(r"(\d*):(\d*)", args.steps)
+        steps = [int(asked[1] or known[0]), int(asked[2] or known[-1])] if asked else []
+        if not asked or not {*steps} <= {*known} or steps[0] >= steps[1]:
             shown = ", ".join(map(str, known))
-            raise UserError(f"--steps {steps}: give A:B of steps {shown}, whose states are known")
-        self.effects: dict[str, str] = {}  # see startup.change_effects
-        self.told: set[str] = set()  # differences that were printed
-        self.seen: set[int] = set()  # steps that were compared
-        self.checkpoint = self.find_checkpoint() if self.first else None
-
-    def find_checkpoint(self) -> Path:
-        """The checkpoint of the first step, whose state is that of the receipt."""
-        if not self.run:
+            raise UserError(f"--steps {args.steps}: give A:B of the steps {shown}")
+        self.first, self.last = steps
+        self.seen: set[int] = set()
+        self.checkpoint: Path | None = None
+        if self.first and not self.run:
             raise UserError(f"to go on after step {self.first} give --run, the folder of the run")
-        record = Record(self.run)
-        saved = record.manifests.get(self.first, {}).get("state")
-        if saved != self.saves[self.first]["state"]:
-            raise UserError(f"{self.run} has no checkpoint with the state of step {self.first}")
-        made.weights_at(record, self.first)
-        return checkpoints.checkpoint_folder(self.run / "checkpoints", self.first).absolute()
+        if self.first:
+            record = Record(self.run)
+            made.weights_at(record, self.first)
+            if record.manifests[self.first]["state"] != self.saves[self.first]["state"]:
+                raise UserError(f"{self.run} has another state after step {self.first}")
+            folder = self.run / "checkpoints"
+            self.checkpoint = checkpoints.checkpoint_folder(folder, self.first).absolute()
 
-    def check(self, facts: made.Facts) -> None:
-        """Compares what both are made of; raises UserError where other bits must be expected."""
-        changed = made.differing(self.facts, facts)
-        lines: dict[bool, list[str]] = {False: [], True: []}
-        for name, pair in changed.items():
-            matters = made.matters(name, self.facts["settings exact"], self.effects)
-            left_out = name.startswith(("settings ", "data ")) and name not in self.facts
-            if name in self.told or left_out or (name.startswith("settings ") and not matters):
+    def check(self, manifest: dict) -> None:
+        """Compares what both are made of, as far as it is known; raises UserError where other bits
+        must be expected."""
+        given, found = made.facts_of(self.receipt), made.facts_of(manifest)
+        free = {*made.FREE, *(made.LAYOUT if self.receipt["config"]["exact"] else ())}
+        for name, pair in made.differing(given, found).items():
+            later = name not in found and name.startswith(made.LATER)
+            hidden = name not in given and name.startswith(("settings ", "data "))
+            if later or hidden:
                 continue
-            self.told.add(name)
-            lines[matters].append(made.describe(name, *pair))
-        if lines[True] and not self.anyway:
-            names = ", --".join(self.receipt["left_out"])
-            hint = f"; give --{names}, which the receipt leaves out" if names else ""
-            words = "; ".join(lines[True])
-            raise UserError(f"not what the receipt was made of: {words}{hint}; --anyway tries it")
-        for matters, words in lines.items():
-            if words:
-                print(f"  differs, and {'must not' if matters else 'may'}: {'; '.join(words)}")
+            text = made.describe(name, *pair)
+            if name not in free and not self.anyway:
+                raise UserError(f"not what the receipt was made of: {text}; --anyway tries it")
+            print(f"  differs, and {'may' if name in free else 'must not'}: {text}")
 
     def compare(self, record: Record, step: int) -> bool:
         """Prints whether the state of a new checkpoint is that of the receipt."""
+        save, state = self.saves[step], record.manifests[step]["state"]
         self.seen.add(step)
-        self.check(made.facts_of(record.manifests[step]))
-        save = self.saves[step]
-        same = record.manifests[step]["state"] == save["state"]
-        print(f"  step {step:6}: {'equal' if same else 'NOT EQUAL'} {save['state'][:16]}")
-        if not same and "weights" in save:
-            digits = [save["weights"][i : i + 8] for i in range(0, len(save["weights"]), 8)]
-            given = dict(zip(self.receipt["names"], digits, strict=True))
+        word = "equal" if state == save["state"] else "NOT EQUAL"
+        print(f"  step {step:6}: {word} {save['state'][:16]}")
+        if state != save["state"] and "weights" in save:
+            digits = save["weights"]
+            given = {n: digits[8 * i : 8 * i + 8] for i, n in enumerate(self.receipt["names"])}
             changed = checkpoints.differences(given, made.weights_at(record, step))
             print(f"    {len(changed)} of {len(given)} weights differ, the first: {min(changed)}")
-        return same
+        return state == save["state"]
 
     def follow(self, started: list[subprocess.Popen], folder: Path, log: Path) -> bool:
         """Compares checkpoints as they come, until the last or another state; whether all were
@@ -110,12 +99,15 @@ class Audit:
             codes = [each.poll() for each in started]
             for path in reversed(checkpoints.list_checkpoints(folder / "checkpoints")):
                 step = checkpoints.step_of(path)
-                is_new = self.first < step <= self.last and step in self.saves.keys() - self.seen
-                if is_new and not self.compare(Record(folder), step):
-                    return False
+                if self.first < step <= self.last and step in self.saves.keys() - self.seen:
+                    record = Record(folder)
+                    if self.is_script and not self.seen:
+                        self.check(record.manifests[step])
+                    if not self.compare(record, step):
+                        return False
             if self.last not in self.seen and (None not in codes or any(codes)):
                 said = [line for line in log.read_text(errors="replace").splitlines() if line]
-                reason = one_line(said[-1]) if said else "it printed nothing"
+                reason = one_line((said or ["nothing was printed"])[-1])
                 raise UserError(f"the run ended before step {self.last} was saved: {reason}")
             time.sleep(0.05)
         return True
@@ -131,14 +123,11 @@ def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tu
     recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
     words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
-    start = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"])
-    audit.effects, every = startup.change_effects(start.cfg), start.cfg.save_every
-    if every and every != "epoch" and audit.last % every and audit.last != max(audit.saves):
-        raise UserError(f"step {audit.last} was saved by a stop; give a multiple of {every}")
+    manifest = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"]).manifest
     variables, hardware = audit.receipt["environment"], audit.receipt["hardware"]
     envs = again.environments_of(variables, hardware, processes)
-    found = made.facts_of(start.manifest) | {"hardware processes": len(envs)}
-    audit.check(audit.facts | found)  # what is not known yet is compared with the first checkpoint
+    hardware = manifest["hardware"] | {"processes": len(envs)}
+    audit.check(manifest | {"config": {}, "hardware": hardware})  # settings are the receipt's
     return [sys.executable, "train.py", *words], envs
 
 
@@ -152,10 +141,10 @@ def copy_folder(audit: Audit, copied: Path) -> Path:
     if not audit.run or not (copied / audit.run).resolve().is_relative_to(copied.resolve()):
         raise UserError("give --run, the folder below this one where the command writes")
     shutil.copytree(Path(), copied, symlinks=True, ignore=leave_out)
-    run = copied / audit.run
     if audit.checkpoint:
-        shutil.copytree(audit.checkpoint, run / "checkpoints" / audit.checkpoint.name)
-    return run
+        place = copied / audit.run / "checkpoints" / audit.checkpoint.name
+        shutil.copytree(audit.checkpoint, place)
+    return copied / audit.run
 
 
 def train_again(audit: Audit, flags: list[str], command: list[str], processes: int) -> bool:
@@ -188,8 +177,16 @@ def kill(started: subprocess.Popen) -> None:
     started.wait()
 
 
+def run(args: Namespace, flags: list[str], command: list[str]) -> int:
+    began, audit = time.monotonic(), Audit(args, bool(command))
+    print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
+    equal = train_again(audit, flags, command, args.processes)
+    verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
+    print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
+    return int(not equal)
+
+
 def main() -> int:
-    protect_output()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
     parser = make_parser("audit", __doc__)
     parser.add_argument("receipt", type=Path, help="file that samestep receipt has written")
@@ -200,13 +197,4 @@ def main() -> int:
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     args, flags = parser.parse_known_args(words[:end])
-    began = time.monotonic()
-    try:
-        audit = Audit(args.receipt, args.steps, args.run, args.anyway)
-        print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
-        equal = train_again(audit, flags, words[end + 1 :], args.processes)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
-    print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
-    return int(not equal)
+    return answer(parser, run, args, flags, words[end + 1 :])

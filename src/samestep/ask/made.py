@@ -2,93 +2,50 @@
 
 import hashlib
 import json
-from itertools import pairwise
 from typing import Any
 
 from samestep.ask.record import Record
 from samestep.base.errors import UserError
 from samestep.core import checkpoints, state_hash
 
-HARDWARE = ("processes", "nodes", "sharding", "threads", "cpu_name", "precision", "cpu", "gpu")
-LAYOUT = tuple(f"hardware {name}" for name in HARDWARE[:4])  # free with exact
-FREE = ("hardware cpu_name", "versions python", "versions datasets")
-DATA = {"fingerprint": "rows to train on", "validation": "rows to evaluate on"}
-DATA |= {"identity": "tokenizer or classes", "frozen_weights": "frozen weights"}
-
-Facts = dict[str, Any]  # by `GROUP NAME`, such as `code task.py task.loss_sum`
-Changes = dict[str, list]  # two values, by fact
+FREE = ("hardware cpu_name", "hardware devices", "hardware python", "hardware datasets")
+LAYOUT = tuple(f"hardware {n}" for n in ("processes", "nodes", "sharding", "threads"))  # of exact
+LATER = ("settings ", "code optimizer", *FREE[:2], *LAYOUT)  # known when the model is built
 
 
-def facts_of(manifest: dict) -> Facts:
-    """What decides the result of a run, as a manifest has it."""
+def facts_of(manifest: dict) -> dict[str, Any]:
+    """What decides the result of a run, by `GROUP NAME`: settings, code, data, hardware."""
     facts = {f"settings {n}": v for n, v in checkpoints.flatten(manifest["config"]).items()}
     for number, group in enumerate(manifest.get("optimizer", ())):
-        facts |= {f"optimizer group {number} {name}": value for name, value in group.items()}
+        facts |= {f"code optimizer {number} {name}": value for name, value in group.items()}
     for file, functions in manifest["code"].items():
         facts |= {f"code {file} {name}": digest for name, digest in functions.items()}
     facts["code samestep samestep"] = manifest["library"]
-    known = {name: manifest[name] for name in DATA if name in manifest}
-    facts |= {f"data {name}": value for name, value in (manifest["data"] | known).items()}
-    return facts | hardware_facts(manifest["hardware"])
+    facts |= {f"data {name}": value for name, value in manifest["data"].items()}
+    facts["data identity"] = manifest["identity"]
+    return facts | {f"hardware {name}": value for name, value in manifest["hardware"].items()}
 
 
-def hardware_facts(hardware: dict) -> Facts:
-    facts = {}
-    for name, value in hardware.items():
-        if name != "devices":
-            facts[f"{'hardware' if name in HARDWARE else 'versions'} {name}"] = value
-    return facts
-
-
-def differing(before: Facts, after: Facts) -> Changes:
+def differing(before: dict, after: dict) -> dict[str, list]:
     """The facts that differ, in their order; of code, those of files that both have loaded."""
-    changed = checkpoints.differences(before, after)
     loaded = [{n.split()[1] for n in facts if n.startswith("code ")} for facts in (before, after)]
-    kept = loaded[0] & loaded[1]
-    return {n: v for n, v in changed.items() if not n.startswith("code ") or n.split()[1] in kept}
-
-
-def matters(name: str, exact: bool, effects: dict[str, str]) -> bool:
-    """Whether the bits of a result depend on a fact. `effects`: see startup.change_effects."""
-    if name.startswith("settings "):
-        return effects.get(name.removeprefix("settings ")) != "nothing"
-    return name not in FREE and not (exact and name in LAYOUT)
+    both, changed = loaded[0] & loaded[1], checkpoints.differences(before, after)
+    return {n: v for n, v in changed.items() if not n.startswith("code ") or n.split()[1] in both}
 
 
 def describe(name: str, before: Any, after: Any) -> str:
-    """A few words for a fact that differs."""
+    """A few words for a fact that differs: digests say nothing to a reader."""
     group, _, short = name.partition(" ")
-    if group == "code":
+    if group == "code" and not short.startswith("optimizer"):
         return f"code of {short.split()[1]}"
-    if group == "data" and short in DATA:
-        return f"other {DATA[short]}"
-    return f"{short}: {before} -> {after}"
-
-
-# ---- States --------------------------------------------------------------------------------------
-
-
-def last_change(record: Record) -> int:
-    """The step after which a run was last started with other settings, code, data, versions or
-    hardware than before; 0: it never was."""
-    starts = []
-    for line in record.log:
-        if "started" in line:
-            starts.append((line["step"], hardware_facts(line["started"])))
-    if not record.log:  # a script of one's own
-        starts = [(step, facts_of(manifest)) for step, manifest in record.manifests.items()]
-    exact, step = newest(record)["config"]["exact"], 0
-    for (_, before), (after, now) in pairwise(starts):
-        if any(matters(name, exact, {}) for name in differing(before, now)):
-            step = after
-    return step
+    return f"other data ({short})" if group == "data" else f"{short}: {before} -> {after}"
 
 
 def newest(record: Record) -> dict[str, Any]:
     """The manifest of the newest checkpoint; raises UserError without any."""
     if not record.manifests:
         raise UserError(f"{record.folder} has no valid checkpoint; give the folder of a run")
-    return [*record.manifests.values()][-1]
+    return record.manifests[max(record.manifests)]
 
 
 def saves_of(record: Record) -> list[dict]:

@@ -15,15 +15,14 @@ from typing import Any
 import yaml
 
 from samestep.ask import made
-from samestep.ask.record import Record
-from samestep.base.console import protect_output, without_credentials
+from samestep.ask.record import Record, answer
+from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
-from samestep.core import checkpoints, state_hash
+from samestep.core import state_hash
 from samestep.programs import make_parser
 
-PARTS = ("code", "library", "identity", "frozen_weights", "optimizer", "hardware")
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
 SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
@@ -33,54 +32,41 @@ TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
 def is_public(name: str, value: Any) -> bool:
     """Whether a setting may be published: it names no place of a machine, and opens no door."""
     text = json.dumps(value)
-    if SECRET.search(name) or TOKEN.search(text) or without_credentials(text) != text:
-        return False
-    return not LOCAL.search(text)
+    hidden = name in OWN or SECRET.search(name) or TOKEN.search(text) or LOCAL.search(text)
+    return not hidden and without_credentials(text) == text
 
 
-def publish(config: dict) -> tuple[dict, list[str]]:
-    """The settings that may be published, and the names of those that are left out."""
-    settings = checkpoints.flatten(config)
-    left_out = [n for n, value in settings.items() if not is_public(n, value) and n not in OWN]
-    kept = settings.keys() - {*left_out, *OWN}
-    found = {name: value for name, value in config.items() if name in kept}
-    if isinstance(config.get("task"), dict):
-        task = {n: value for n, value in config["task"].items() if f"task.{n}" in kept}
-        found["task"] = task
-    return found, left_out
+def public(values: dict) -> dict:
+    """Those that may be published, of the task's settings, too."""
+    found = {n: public(v) if n == "task" and isinstance(v, dict) else v for n, v in values.items()}
+    return {name: value for name, value in found.items() if is_public(name, value)}
 
 
 def make(record: Record) -> dict[str, Any]:
     """The receipt of a run; raises UserError for one that cannot have any."""
-    manifest, begins = made.newest(record), made.last_change(record)
+    manifest = made.newest(record)
+    begins = max((line["step"] for line in record.log if "changes" in line), default=0)
     chain = [each for each in made.saves_of(record) if each["step"] >= begins]
     sharding = manifest["hardware"]["sharding"]
     if sharding not in ("none", "FSDP2") or not chain:
-        raise UserError(
-            f"{record.folder} was trained with {sharding}; receipts are supported for DDP and FSDP2"
-        )
-    names: list[str] = []
+        raise UserError(f"{record.folder}: receipts support DDP and FSDP2, not {sharding}")
     saves = []
-    for each in reversed(chain):
+    names = [*made.weights_at(record, manifest["step"])]
+    for each in chain:
         save = {"step": each["step"], "state": each["state"]}
         if each["step"] in record.manifests:
             weights = made.weights_at(record, each["step"])
-            names = names or [*weights]
-            if [*weights] == names:
-                save["weights"] = "".join(weights.values())
-        saves.insert(0, save)
+            save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
+        saves.append(save)
     variables: dict[str, str] = {}
     if (record.folder / "hardware.yaml").exists():  # which a script of one's own does not write
         variables = yaml.safe_load(read_text(record.folder / "hardware.yaml"))["environment"]
-    variables = {n: v for n, v in variables.items() if n.startswith(PREFIXES) and is_public(n, v)}
-    config, left_out = publish(manifest["config"])
+    parts = ("code", "library", "identity", "optimizer", "hardware")
     content = {
         "receipt": 1,
-        "config": config,
-        "left_out": left_out,
-        **{name: manifest[name] for name in PARTS},
-        "data": {name: value for name, value in manifest["data"].items() if is_public(name, value)},
-        "environment": variables,
+        **{name: public(manifest[name]) for name in ("config", "data")},
+        **{name: manifest[name] for name in parts},
+        "environment": public({n: v for n, v in variables.items() if n.startswith(PREFIXES)}),
         "begins": begins,
         "names": names,
         "previous": chain[0]["previous"],
@@ -106,25 +92,18 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    protect_output()
+def write(run: Path, path: Path) -> None:
+    found = make(Record(run))
+    text = json.dumps(found, indent=1) + "\n"
+    replace_text(path, text)
+    steps = [save["step"] for save in found["saves"]]
+    exact = "exact" if found["config"]["exact"] else "for as many processes only"
+    print(f"{path}: {len(text) / 1e3:.1f} kB, states of steps {steps[0]} to {steps[-1]}, {exact}")
+
+
+def main() -> int:
     parser = make_parser("receipt", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/default")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/receipt.json")
     args = parser.parse_args()
-    try:
-        found, path = make(Record(args.run)), args.output or args.run / "receipt.json"
-        text = json.dumps(found, indent=1) + "\n"
-        replace_text(path, text)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    steps = [save["step"] for save in found["saves"]]
-    states = f"{len(steps)} states, of steps {steps[0]} to {steps[-1]}"
-    print(f"{path}: {len(text) / 1e3:.1f} kB, {states}, {found['sha256'][:16]}")
-    if found["left_out"]:
-        names = ", ".join(found["left_out"])
-        print(f"left out, as paths of this machine or secrets: {names}")
-    if found["begins"]:
-        print(f"the run was changed after step {found['begins']}: it can be audited from there on")
-    if not found["config"]["exact"]:
-        print("not exact: it can be audited on as many processes and threads alone")
+    return answer(parser, write, args.run, args.output or args.run / "receipt.json")
