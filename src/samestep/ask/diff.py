@@ -65,7 +65,7 @@ def first_row(records: list[Record]) -> str:
 def first_lines(records: list[Record]) -> list[int]:
     """Prints the first line of metrics.jsonl with other rows, and that with other numbers; their
     steps."""
-    found, lines = [], [{each.last: each for each in record.intervals} for record in records]
+    lines = [{each.last: each for each in record.intervals} for record in records]
     common = [step for step in lines[0] if step in lines[1]]
     sums = []
     for each in lines:  # up to a step: log_every may differ
@@ -82,7 +82,7 @@ def first_lines(records: list[Record]) -> list[int]:
                 show("loss", f"{name} of step {step}: {a} and {b}{apart}")
                 return [*other[:1], step]
     show("loss", f"equal to the bit in {len(same)} lines")
-    return [*found, *other[:1]]
+    return other[:1]
 
 
 def first_state(records: list[Record]) -> list[int]:
@@ -96,8 +96,9 @@ def first_state(records: list[Record]) -> list[int]:
         changed = checkpoints.differences(*weights)
         text += f": {len(changed)} of {len(weights[0])} weights, first {min(changed)}"
     show("state", text)
-    if not common and not all(record.intervals for record in records):
-        raise UserError("no step was logged or saved by both runs")
+    logged = [{each.last for each in record.intervals} for record in records]
+    if not common and not logged[0] & logged[1]:
+        raise UserError("no step was logged or saved by both runs: nothing to compare")
     return other
 
 
