@@ -9,8 +9,8 @@ from samestep.base.errors import UserError
 from samestep.core import checkpoints, state_hash
 
 FREE = ("hardware cpu_name", "hardware devices", "hardware python", "hardware datasets")
-LAYOUT = tuple(f"hardware {n}" for n in ("processes", "nodes", "sharding", "threads"))  # of exact
-LATER = ("settings ", "code optimizer", *FREE[:2], *LAYOUT)  # known when the model is built
+LAYOUT = ("hardware processes", "hardware nodes", "hardware threads")  # may differ with exact
+LATER = ("settings ", "code optimizer", "hardware sharding", *FREE[:2], *LAYOUT)  # unknown at first
 
 
 def facts_of(manifest: dict) -> dict[str, Any]:
