@@ -211,7 +211,7 @@ for step in training.steps(9, save_every=3):
 
 def test_an_own_script_is_audited_by_its_command(clone):
     (clone.path / "mine.py").write_text(SCRIPT)
-    clone.run("python", "mine.py", "0.1", OMP_NUM_THREADS="1")
+    clone.run("python", "-m", "mine", "0.1")
     ask(clone, 0, "receipt", "runs/mine")
     words = ("audit", "runs/mine/receipt.json", "--run", "runs/mine", "--steps")
     printed = ask(clone, 0, *words, "3:6", "--", "python", "mine.py", "0.1")
