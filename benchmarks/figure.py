@@ -128,12 +128,12 @@ def draw(report: dict, file: Path) -> None:
             axis.text(step, axis.get_ylim()[1], " kill -9", color=color, fontsize=10)
     text = f"largest difference between two losses of a step: {report['largest_difference']:g}"
     text += f"\nSHA-256 of the weights of all four runs:\n{report['sha256']}"
-    text += f"\nthe last of the 20 states of docs/receipt.json:\n{report['chain']}"
+    text += f"\nchain of the 20 states in docs/receipt.json:\n{report['chain']}"
     white = {"facecolor": "white", "edgecolor": "none"}
     place = {"transform": axis.transAxes, "bbox": white, "family": "monospace", "fontsize": 11}
-    axis.text(0.27, 0.58, text, **place)
+    axis.text(0.27, 0.52, text, **place)
     axis.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS + 1))
-    axis.legend(loc=(0.26, 0.77), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
+    axis.legend(loc=(0.26, 0.79), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=100)
