@@ -79,14 +79,6 @@ def test_a_score_that_is_nan_is_no_answer(models, monkeypatch):
 # ---- Its models ----------------------------------------------------------------------------------
 
 
-def test_a_config_that_is_none_is_no_model(models, tmp_path):
-    for content in (b"null", b"\xff\xfe", b'{"architectures": []}'):
-        (tmp_path / "config.json").write_bytes(content)
-        assert model_card.pipeline_task(tmp_path) is None
-    result = programs.run(predict, models, "--model", tmp_path, "x")
-    assert refused(result, f"{tmp_path} holds no model of transformers")
-
-
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
     "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
