@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep.base import console
+from samestep.base.errors import catch
 from samestep.base.files import (
     DISK_FULL,
     fsync,
@@ -268,13 +269,6 @@ def verify(path: Path, hashed: bool = True) -> dict:
     return manifest
 
 
-def has_right_sizes(path: Path) -> bool:
-    try:
-        return bool(verify(path, hashed=False))
-    except ValueError:
-        return False
-
-
 # ---- Checkpoints of a run ------------------------------------------------------------------------
 
 
@@ -365,7 +359,7 @@ def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> Non
     if not keep:
         return
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    intact = [path for path in older if has_right_sizes(path)]
+    intact = [path for path in older if catch(verify, path, False)[0]]
     for path in intact[keep:]:
         step = step_of(path)
         if step != best and not (keep_every and step % keep_every == 0):

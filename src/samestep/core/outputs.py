@@ -5,7 +5,6 @@ keeps totals alone.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +84,8 @@ def merge(parts: list[Part], rows: int) -> Batch:
     assert sum(len(part.ids) for part in parts) == rows
     merged = {}
     for name, values in [*parts[0].arrays.items()]:
-        shape = longest(part.arrays[name].shape[1:] for part in parts)
+        sizes = [part.arrays[name].shape[1:] for part in parts]
+        shape = [max(each) for each in zip(*sizes, strict=True)]
         padding = PADDING
         if values.dtype.kind in "bu":
             padding = 0
@@ -100,11 +100,6 @@ def merge(parts: list[Part], rows: int) -> Batch:
 def describe(part: Part) -> dict[str, str]:
     """What must be the same for all batches: the type and the number of dimensions."""
     return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}
-
-
-def longest(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The largest size of each dimension."""
-    return tuple(map(max, zip(*shapes, strict=True)))
 
 
 def bytes_per_row(outputs: Batch) -> int:

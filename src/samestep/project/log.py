@@ -72,7 +72,7 @@ class RunLog:
             line["epoch"] = samples / len(rows)
         self.note(**line, **numbers, lr=self.lr, **run.meter.read())
         if reason:
-            step, ids = note["step"], [*map(str, note.get("sample_ids", ()))]
-            rows = f", whose rows are {some(ids, 8)}" if ids else ""
+            step, found = note["step"], [*map(str, note.get("sample_ids", ()))]
+            named = f", whose rows are {some(found, 8)}" if found else ""
             again = f"python -m samestep replay {run.output} --step {step}"
-            raise UserError(f"{reason}. Step {step}{rows}: {again}")
+            raise UserError(f"{reason}. Step {step}{named}: {again}")
