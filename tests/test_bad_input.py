@@ -51,7 +51,6 @@ FLAGS = {  # what is written, and what the line says
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
     "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
     "--num_epochs 2 --max_steps 9": "both given; give one of them",
-    "--tracker wandb --project team/name": "project is 'team/name'; give a name of at most 128",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact cannot be combined with compile",
     "--ddp_bucket_cap_mb 50": "accelerator_options in train.py takes DDP's arguments",

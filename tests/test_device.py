@@ -36,9 +36,9 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
 @pytest.mark.parametrize("tf32", ["false", "true"])
 def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
     """torch computes convolutions in TF32 unless it is told not to, and a task may set its own."""
-    shown = "import torch; from samestep.report import tracking; b = torch.backends; "
+    shown = "import torch; from accelerate import Accelerator; b = torch.backends; "
     shown += "torch.set_float32_matmul_precision('medium'); "
-    shown += "b.cudnn.allow_tf32 = True; tracking.end_tracker = lambda _: print('allowed:', "
+    shown += "b.cudnn.allow_tf32 = True; Accelerator.end_training = lambda _: print('allowed:', "
     shown += "b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, torch.get_float32_matmul_precision(), "
     shown += "b.cudnn.benchmark)"
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]

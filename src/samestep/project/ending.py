@@ -102,7 +102,8 @@ def finish(
     run_folder.write_status(run.output, state, exit_code=code, **exported)
     if sums:
         shown = attempt("no report", report, run, saver, full_model, sums, run.output)
-        attempt("the tracker has no report", log.lines.show, shown or {}, step)
+        texts = {name: value for name, value in (shown or {}).items() if isinstance(value, str)}
+        attempt("the tracker has no report", log.lines.track, {**texts, "step": step}, step)
         if run.cfg.check_export:
             attempt("the export was not checked", check_export, run, full_model, step)
         from samestep.report import curves  # matplotlib, which other processes and checks need not
@@ -112,7 +113,7 @@ def finish(
         print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
     else:
         print_on_main(f"stopped after step {saver.step}; the same command continues the run")
-    attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
+    attempt("the tracker was not closed", run.accelerator.end_training)
     return code
 
 

@@ -490,7 +490,7 @@ def prepare_run(
         in_step = replicas if layout.in_step else 0
         batches.plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
-    tracking.check_tracker(cfg.tracker, cfg.project, cfg.offline)
+    tracking.check_tracker(cfg.tracker)
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)

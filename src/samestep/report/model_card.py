@@ -50,26 +50,20 @@ def escape_markdown(text: object, longest: int = 100) -> str:
 
 
 def describe_use(task: str, folder: Path, name: str) -> str:
-    """Python code that uses the model, and what it needs to know of inputs and outputs."""
-    config = read_json_object(folder / "config.json")
+    """Python code that uses the model, as Markdown."""
     processor = "image_processor" if task == "image-classification" else "tokenizer"
     code = f"from transformers import pipeline\n\nanswer = pipeline({task!r}, {name!r}, "
     code += f"{processor}={name!r}{', truncation=True' if task == 'text-classification' else ''})"
     if task == TEXT_TO_TEXT:
-        source = f"{config.get('source_prefix', '')}a text"
-        code = SOURCE_TO_TARGET.format(name=name, source=source)
+        prefix = read_json_object(folder / "config.json").get("source_prefix", "")
+        code = SOURCE_TO_TARGET.format(name=name, source=f"{prefix}a text")
     if (folder / "adapter_config.json").exists():  # transformers gives them those of the base
         code = code.replace("import pipeline", "import GenerationConfig, pipeline")
         code += f"\nanswer.model.generation_config = GenerationConfig.from_pretrained({name!r})"
-    notes = [f"```python\n{code}\n```"]
-    if config.get("text_pair"):
-        notes.append('An input is a pair: `answer({"text": "a text", "text_pair": "its pair"})`.')
-    if "label_std" in config:
-        value = f"score * {config['label_std']!r} + {config.get('label_mean', 0.0)!r}"
-        notes.append(f"`score` is in standard deviations from the mean; the value is `{value}`.")
+    use = f"```python\n{code}\n```"
     if task == "image-classification":
-        notes.append("`pipeline` ignores transparency; `samestep predict` puts images on white.")
-    return "\n\n".join(notes)
+        use += "\n\n`pipeline` ignores transparency; `samestep predict` puts images on white."
+    return use
 
 
 def write_card(folder: Path, final: Path, run_info: dict) -> None:

@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
-from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from samestep.base.console import is_main, one_line, print_on_main
-from samestep.base.errors import catch
+from samestep.base.errors import attempt, catch
 from samestep.core.batches import Batch
 from samestep.core.ranks import Ranks
 from samestep.core.stopwatch import Stopwatch
@@ -154,7 +152,6 @@ class Profiler:
         self.meter, self.accelerator, self.output = meter, meter.accelerator, output / "profile"
         self.first, self.last, self.every = [*(steps or (0, 0)), 0][:3]
         self.profile: Any = None  # while it records
-        self.ranges = contextlib.ExitStack()  # that of a step which is recorded
         # torch crashes in Python's finalization while it records. Several processes skip that.
         if self.accelerator.num_processes == 1:
             atexit.register(catch, lambda: self.profile and self.profile.stop())
@@ -167,29 +164,19 @@ class Profiler:
             with self.meter.paused():
                 self.profile = ProfileKwargs(record_shapes=True, profile_memory=True).build()
                 self.profile.start()
-        if self.profile:
-            self.ranges.enter_context(record_function(f"step {step}"))
 
     def end_step(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
-        self.ranges.close()
         if not self.profile or step < self.last:
             return
         with self.meter.paused():
-            _, problem = catch(self.write)
+            attempt("no profile", self.write)
         self.profile = None
-        if problem:
-            print_on_main(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
-        """Writes the trace of this process; on the main process, the table."""
+        """Writes the trace of this process."""
         self.profile.stop()
         folder = self.output / f"steps-{self.first}-{self.last}"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
         self.profile.export_chrome_trace(str(folder / name))
-        if is_main():
-            where = "cpu" if self.accelerator.device.type == "cpu" else "device"
-            table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
-            (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
-            print_on_main(f"profile of steps {self.first} to {self.last}: {folder}")

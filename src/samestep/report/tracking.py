@@ -1,19 +1,17 @@
 """Writes metrics to metrics.jsonl, the tracker and the screen, from the main process alone."""
 
-import contextlib
+import functools
 import importlib.util
-import io
 import json
 import math
 import os
 import re
 import secrets
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 from tqdm import tqdm
@@ -25,9 +23,6 @@ from samestep.core.checkpoints import flatten
 
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator
-
-# Discards the dozen lines that Trackio prints about itself at the start and the end.
-SILENCE = contextlib.redirect_stdout(io.StringIO())
 
 
 def nan_to_null(line: dict) -> dict:
@@ -99,14 +94,14 @@ class Log:
         self.show_line(line)
 
     def log_again(self, last: int) -> None:
-        """Sends W&B the lines of metrics.jsonl up to step `last` that it does not have: a kill
-        loses what it has not yet written or sent, and a run may get its tracker later."""
+        """Sends W&B the lines of metrics.jsonl up to step `last` again, an online run those from
+        the step that W&B has: a kill loses what was not yet written or sent, and a run may get its
+        tracker later. Equal values of a step are one point in W&B's charts."""
         run = self.accelerator.get_tracker("wandb", unwrap=True)
-        known = newest_values(run) if run.offline else dict(run.summary)
+        known = 0 if run.offline else run.summary.get("step", 0)
         for line in run_folder.read_metrics(Path(self.file.name).parent):
-            values = {n: v for n, v in line.items() if n not in self.untracked}
-            is_known = "started" in line or values.items() <= known.items()
-            if known.get("step", 0) <= line["step"] <= last and not is_known:
+            if known <= line["step"] <= last and "started" not in line:
+                values = {n: v for n, v in line.items() if n not in self.untracked}
                 self.track(values, line["step"])
 
     def show_line(self, line: dict) -> None:
@@ -123,9 +118,7 @@ class Log:
         """Prints a line; that of the training loss tells the time left."""
         step, words = line["step"], [f"step {line['step']}/{self.max_steps}"]
         for name, value in line.items():
-            score = name.partition("/")[0]  # of a single source only the loss is shown
-            of_source = score != name and score in line and score != "eval_loss"
-            if score not in self.unshown and not of_source:
+            if name.partition("/")[0] not in self.unshown:
                 words.append(show(name, value))
         if "loss" in line and self.first and self.first[0] < step < self.max_steps:
             first, began = self.first
@@ -139,25 +132,6 @@ class Log:
         if self.passes_step:
             values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
-
-    def show(self, report: dict, step: int) -> None:
-        """Sends a task's report to the tracker: texts, and pictures given as paths."""
-        pictures = {name: value for name, value in report.items() if isinstance(value, Path)}
-        texts = {name: value for name, value in report.items() if name not in pictures}
-        if texts:
-            self.track({**texts, "step": step}, step)
-        for tracker in self.accelerator.trackers if pictures else []:
-            if tracker.name == "tensorboard":
-                import numpy as np
-                from PIL import Image
-
-                for name, path in pictures.items():
-                    values = {name: np.asarray(Image.open(path).convert("RGB"))[None]}
-                    tracker.log_images(values, step=step, dataformats="NHWC")
-            else:  # W&B and Trackio have the same interface
-                library = importlib.import_module(tracker.name)
-                images = {name: library.Image(str(path)) for name, path in pictures.items()}
-                self.track({**images, "step": step}, step)
 
     def close(self) -> None:
         """Closes the file and the bar. `end_tracker` closes the tracker."""
@@ -174,40 +148,19 @@ def show(name: str, value: object) -> str:
     return f"{name} {value}" if isinstance(value, str) else f"{name} {value:.5g}"
 
 
-def check_tracker(tracker: str, project: str, offline: bool) -> None:
-    """Raises ValueError if the tracker is not installed, or W&B refuses the project or its key."""
-    # Of a killed run W&B's file lacks the last second, and not the last 15.
-    os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+def check_tracker(tracker: str) -> None:
+    """Raises ValueError if the tracker is not installed."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
             "--tracker none"
         )
-    if tracker == "wandb" and (len(project) > 128 or re.search(r"[/\\#?%:]", project)):
-        name = "a name of at most 128 characters, without / \\ # ? % and :"
-        team = "a team in the environment variable WANDB_ENTITY"
-        raise ValueError(f"project is {one_line(repr(project), 60)}; give {name}, and {team}")
-    mode = os.environ.get("WANDB_MODE") or "online"
-    if tracker == "wandb" and mode not in "online offline disabled dryrun run shared".split():
-        raise ValueError(f"WANDB_MODE is {one_line(mode, 60)}; give online, offline or disabled")
-    if tracker == "wandb" and is_main() and not offline:
-        log_in_to_wandb()
-
-
-def log_in_to_wandb() -> bool:
-    """Whether W&B is online: it has a key, and WANDB_MODE is not set."""
-    import wandb
-
-    try:
-        return not os.environ.get("WANDB_MODE") and wandb.login(prompt=False, verify=False)
-    except wandb.errors.AuthenticationError as error:
-        raise ValueError(f"W&B: {one_line(error)}") from None
 
 
 def start_tracker(accelerator: "Accelerator", config: dict) -> None:
     """Starts the tracker on the main process, and prints where to look.
 
-    A resumed run continues the same run of the tracker.
+    A resumed run continues the same run of the tracker. Raises ValueError for what W&B refuses.
     """
     tracker, project, output = config["tracker"], config["project"], Path(config["output_dir"])
     if tracker == "none" or not is_main():
@@ -217,22 +170,13 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
-        with SILENCE:
-            accelerator.init_trackers(project, config, {"trackio": options})
+        accelerator.init_trackers(project, config, {"trackio": options})
         print_on_main(f"trackio: `trackio show --project {shlex.quote(project)}` shows the run")
     else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
         accelerator.init_trackers("")
         accelerator.log({"config": "".join(f"    {n}: {v}\n" for n, v in config.items())})
         runs = shlex.quote(str(output.parent))
         print_on_main(f"TensorBoard: `tensorboard --logdir {runs}` shows the runs")
-
-
-def end_tracker(accelerator: "Accelerator") -> None:
-    """Closes the tracker, which first sends everything that is pending."""
-    with SILENCE:
-        if any(tracker.name == "trackio" for tracker in accelerator.trackers):
-            importlib.import_module("trackio").finish()  # otherwise it does so at exit, and prints
-        accelerator.end_training()
 
 
 def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
@@ -244,9 +188,10 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     if not re.fullmatch(rb"[\w-]{1,64}", known):
         known = secrets.token_hex(4).encode()
         file.write_bytes(known)
-    online = not config["offline"] and log_in_to_wandb()
+    init = functools.partial(accelerator.init_trackers, config["project"], config)
+    # Of a killed run W&B's file lacks the last second, and not the last 15.
+    os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
     options = {
-        "mode": os.environ.get("WANDB_MODE") or ("online" if online else "offline"),
         "id": known.decode(),
         "resume": "allow",
         "name": one_line(output.name, 100),
@@ -255,35 +200,27 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
             silent=True, init_timeout=30, disable_git=not upload, save_code=upload
         ),
     }
+    mode = os.environ.get("WANDB_MODE")
     try:
-        accelerator.init_trackers(config["project"], config, {"wandb": options})
-    except wandb.errors.CommError as error:
-        print_on_main(f"W&B: {one_line(error, 200)}")
-        accelerator.trackers.clear()
-        wandb.teardown()  # otherwise the id counts as in use
-        options["mode"] = "offline"
-        accelerator.init_trackers(config["project"], config, {"wandb": options})
+        if not mode:
+            has_key = not config["offline"] and wandb.login(prompt=False, verify=False)
+            mode = "online" if has_key else "offline"
+        try:
+            init({"wandb": {**options, "mode": mode}})
+        except wandb.errors.AuthenticationError:
+            raise
+        except wandb.errors.CommError as error:
+            print_on_main(f"W&B: {one_line(error, 200)}")
+            accelerator.trackers.clear()
+            wandb.teardown()  # otherwise the id counts as in use
+            init({"wandb": {**options, "mode": "offline"}})
+    except wandb.errors.Error as error:
+        raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("*", step_metric="step")
     folder = Path(run.dir).parent
-    shown = shlex.quote(str(folder))
-    runs, sync = f"offline-run-*-{run.id}*", f"wandb sync {shown}"
-    if len([*folder.parent.glob(runs)]) > 1:
-        # One by one: a folder that a kill has left incomplete ends the sync of those after it.
-        runs = f"{shlex.quote(str(folder.parent))}/{runs}"
-        sync = f'for run in {runs}; do wandb sync "$run"; done'
+    shown, runs = shlex.quote(str(folder)), f"{shlex.quote(str(folder.parent))}/offline-run-*"
+    # One by one: a folder that a kill has left incomplete ends the sync of those after it.
+    sync = f'for run in {runs}; do wandb sync "$run"; done'
     hint = f"`wandb leet {shown}` shows the run, `{sync}` uploads it"
     print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
-
-
-def newest_values(run: Any) -> dict:
-    """The newest values in W&B's files of earlier starts of a run; empty: there are none."""
-    own = Path(run.dir).parent
-    earlier = [path for path in own.parent.glob(f"*run-*-{run.id}*") if path != own]
-    for path in sorted(earlier, key=lambda path: path.name.removeprefix("offline-"), reverse=True):
-        inspect = "-m wandb leet inspect --summary --json".split()
-        ended = subprocess.run([sys.executable, *inspect, path], capture_output=True)
-        values = json.loads(ended.stdout)["summary"] if ended.returncode == 0 else {}
-        if "step" in values:
-            return values
-    return {}
