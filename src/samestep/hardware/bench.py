@@ -42,9 +42,8 @@ def run(section: Section, used: Devices, project: Project, flags: list[str], tim
     """Measures all devices at the same time, as in training; raises Wrong."""
     section.facts["recipe"] = one_line(" ".join([str(project.recipe), *flags]))
     section.facts["precision"] = used.precision
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
-    given = {"kind": used.kind, "precision": used.precision, **SIZES[used.kind]}
-    answers = ask("bench", torchrun, seconds=time, flags=flags, **given)
+    given = {"precision": used.precision, **SIZES[used.kind]}
+    answers = ask("bench", used, seconds=time, flags=flags, **given)
     names = [name for name, _, _ in answers]
     section.facts["devices"] = f"{len(names)} x {', '.join(dict.fromkeys(names))}"
     for rank, (_, _, problem) in enumerate(answers):
@@ -77,23 +76,48 @@ def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str
 # ---- In processes of their own -------------------------------------------------------------------
 
 
-def look(device: str) -> dict[str, Any]:
-    """A device's name, the fraction of its memory that is free, and what it computes wrong."""
-    where, free, name = torch.device(device), 1.0, device
-    if where.type == "cuda":
-        unused, total = torch.cuda.mem_get_info(where)
-        free, name = unused / total, torch.cuda.get_device_name(where)
+def begin(kind: str) -> tuple[torch.device, str]:
+    """Joins the other processes; this one's device, and its name."""
+    device, name, backend = torch.device(kind), kind, "gloo"
+    if kind == "cuda":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
+    return device, name
+
+
+def gather(answer: tuple) -> list[tuple]:
+    """The answers of all processes."""
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers
+
+
+def look(kind: str) -> list[tuple[str, float, str]]:
+    """Of each process: its device's name, the free fraction of its memory, what it does wrong."""
+    (device, name), free = begin(kind), 1.0
+    if kind == "cuda":
+        unused, total = torch.cuda.mem_get_info(device)
+        free = unused / total
+    wrong, problem = catch(wrong_products, device)
+    return gather((name, free, one_line(problem or wrong, 200)))
+
+
+def wrong_products(device: torch.device) -> str:
+    """The formats in which products of matrices are wrong on the device; empty: none."""
     allow_tf32(False)
     wrong = []
     for format, limit in TOLERANCE.items():
         torch.manual_seed(0)
         a, b = (torch.randn(64, 64).to(AUTOCAST.get(format)) for _ in range(2))
-        product = (a.to(where) @ b.to(where)).cpu().double()
+        product = (a.to(device) @ b.to(device)).cpu().double()
         right = a.double() @ b.double()
         error = float((product - right).norm() / right.norm())
         if not error <= limit:  # NaN, too
             wrong.append(f"the error of a product in {format} is {error:.1g}, not {limit:g}")
-    return {"name": name, "free": free, "wrong": wrong}
+    return "; ".join(wrong)
 
 
 def make_timer(work: Callable, *given: object) -> "Timer":
@@ -167,26 +191,19 @@ def all_reduce(device: torch.device, size: int) -> float:
 def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str, float], str]]:
     """Of each process, whose devices work at the same time as in training: the device's name, its
     speeds, and what went wrong."""
-    device, name, backend = torch.device(kind), kind, "gloo"
-    if kind == "cuda":
-        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        name = torch.cuda.get_device_name(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
-    answers: list = [None] * dist.get_world_size()
+    device, name = begin(kind)
     found, problem = catch(lambda: measure(device, **given))
-    dist.all_gather_object(answers, (name, found or {}, one_line(problem or "", 200)))
+    answers = gather((name, found or {}, one_line(problem or "", 200)))
     if dist.get_world_size() > 1 and not any(problem for _, _, problem in answers):
         for size in sizes:
             speed = all_reduce(device, size)
             for _, found, _ in answers:
                 found[f"all-reduce, {size // 1024} KiB, GB/s"] = speed
-    dist.destroy_process_group()
     return answers
 
 
 if __name__ == "__main__":
     answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    dist.destroy_process_group()
     if is_main():
         print(json.dumps({"answer": answer}), flush=True)

@@ -58,13 +58,10 @@ class Devices(NamedTuple):
     precision: str  # accelerate's mixed_precision
     yaml: Path  # under which all of them train
 
-    def name(self, number: int) -> str:
-        """The name by which torch knows a device."""
-        return f"cuda:{number}" if self.kind == "cuda" else self.kind
-
 
 def choose(config_file: Path | None, processes: int | None) -> Devices:
-    """The devices of a YAML of accelerate and a number of processes; without them all GPUs."""
+    """The devices of a YAML of accelerate and a number of processes. Without a YAML those that
+    `make train` takes: all GPUs of NVIDIA and AMD, else the CPU, here for two processes."""
     count = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
     on_cpu, precision = False, None
     if config_file:
@@ -75,12 +72,16 @@ def choose(config_file: Path | None, processes: int | None) -> Devices:
             precision = values.mixed_precision
             count = count or values.num_processes // values.num_machines
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = accelerator.type if accelerator and not on_cpu else "cpu"
+    kind = "cpu"
+    if accelerator and not on_cpu and (config_file or accelerator.type == "cuda"):
+        kind = accelerator.type
+    if kind not in ("cpu", "cuda", "mps"):
+        raise UserError(f"samestep hardware tests GPUs of NVIDIA, AMD and Apple, not {kind}")
     there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
     count = count or there
     if kind != "cpu" and count > there:
         raise UserError(f"torch sees {there} GPUs; give --processes {there}, or fewer")
-    usual, name = "no", {"mps": "mps", "cpu": "cpu" if count == 1 else "cpu_multi"}.get(kind)
+    usual, name = "no", "cpu" if count == 1 else "cpu_multi"
     if kind == "cuda":
         # Older ones only emulate bf16. Asking torch would take memory of the first one.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -125,10 +126,12 @@ def run(command: Sequence[object], seconds: float = 60 * MINUTES) -> tuple[int |
         return code, log.read().strip()
 
 
-def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
-    """What a function of bench.py finds out, in a process of its own; raises Wrong."""
-    module = [*launcher, *PREFIX, "-m", "samestep.hardware.bench", what, json.dumps(given)]
-    code, printed = run([sys.executable, *module])
+def ask(what: str, used: Devices, **given: Any) -> Any:
+    """What a function of bench.py finds out, in a process for each device; raises Wrong."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
+    given = json.dumps({"kind": used.kind, **given})
+    module = [*PREFIX, "-m", "samestep.hardware.bench", what, given]
+    code, printed = run([sys.executable, *torchrun, *module])
     if code == 0:
         (line,) = re.findall(r'^{"answer": .*', printed, re.MULTILINE)
         return json.loads(line)["answer"]
@@ -141,17 +144,12 @@ def ask(what: str, launcher: Sequence[object] = (), **given: Any) -> Any:
 def check(section: Section, used: Devices) -> None:
     """What this machine is, and what is wrong with it."""
     look_at_nvidia_smi(section)
-    for name in dict.fromkeys(used.name(number) for number in range(used.count)):
-        try:
-            found = ask("look", device=name)
-        except Wrong as error:
-            section.failures.append(f"{name} does not compute: {error}")
-            continue
-        section.facts[name] = found["name"]
-        if found["wrong"]:
-            section.failures.append(f"{name} computes wrong numbers: {'; '.join(found['wrong'])}")
-        if found["free"] < 0.9:
-            section.lines.append(f"{name} has {found['free']:.0%} of its memory free")
+    for rank, (name, free, problem) in enumerate(ask("look", used)):
+        section.facts[f"device {rank}"] = name
+        if problem:
+            section.failures.append(f"device {rank}: {problem}")
+        if free < 0.9:
+            section.lines.append(f"device {rank} has {free:.0%} of its memory free")
 
 
 def look_at_nvidia_smi(section: Section) -> None:

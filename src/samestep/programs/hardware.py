@@ -69,16 +69,17 @@ def measure() -> int:
             section.failures.append(str(error))
         show(verb, section)
     content = {verb: dataclasses.asdict(section) for verb, section in sections.items()}
-    text = json.dumps(content, indent=1) + "\n"
-    replace_text(FOLDER / "hardware.json", text)
-    print_on_main(f"figures: {FOLDER / 'hardware.json'}")
+    report = FOLDER / "hardware.json"  # of each verb the newest figures
+    text = json.dumps(read_json_object(report) | content, indent=1)
+    replace_text(report, text + "\n")
+    print_on_main(f"figures: {report}")
     failed = any(section.failures for section in sections.values())
     baseline = FOLDER / "baseline.json"
     measured = sections.get("bench")
     if measured and measured.figures and baseline.exists():
         compare(measured, baseline)
     elif options.verb == "all" and not failed:
-        replace_text(baseline, text)
+        replace_text(baseline, text + "\n")
         print_on_main(f"kept as the baseline, with which later calls compare: {baseline}")
     return int(failed)
 

@@ -101,7 +101,7 @@ def without_gpu() -> str:
     if not torch.version.cuda and not torch.version.hip:
         return (
             f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
-            "run make setup again"
+            "run make setup TORCH_BACKEND=cu130 (rocm7.2 for AMD)"
         )
     try:
         torch.cuda.init()
