@@ -1,11 +1,15 @@
 """Starts a program of a project as the processes of a run were started."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import yaml
 
 from samestep.ask.record import Record
@@ -55,13 +59,25 @@ def environments_of(variables: dict, hardware: dict, processes: int) -> list[dic
     return [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
+@contextlib.contextmanager
+def started(command: list[str], envs: list[dict], **streams: Any) -> Iterator[list]:
+    """Starts a command once in each of these environments; in the end kills it, and what it has
+    started."""
+    processes = [subprocess.Popen(command, env=env, **streams) for env in envs]
+    try:
+        yield processes
+    finally:
+        for each in processes:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(each.pid).children(recursive=True):
+                    child.kill()
+            each.kill()
+            each.wait()
+
+
 def start(words: list[str], envs: list[dict[str, str]]) -> int:
     """Runs `python WORDS` once in each of these environments; the exit code of the first that
     failed, or 0."""
-    started = [subprocess.Popen([sys.executable, *words], env=env) for env in envs]
-    try:
-        codes = [each.wait() for each in started]
-    finally:
-        for each in started:
-            each.kill()
+    with started([sys.executable, *words], envs) as processes:
+        codes = [each.wait() for each in processes]
     return next((code for code in codes if code), 0)

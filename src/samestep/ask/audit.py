@@ -11,7 +11,6 @@ without its runs, where it writes into RUN. What trains is ended when the last s
 `exact` the processes do not matter. Exit codes: 0 equal; 1 not equal; 2 refused.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import psutil
 import yaml
 
 from samestep.ask import again, made, receipt
@@ -156,25 +154,11 @@ def train_again(audit: Audit, flags: list[str], command: list[str], processes: i
             run = copy_folder(audit, place)
         else:
             command, envs = prepare(audit, Path(folder), flags, processes)
-        log, started = Path(folder, "log"), []
-        try:
-            with open(log, "w") as file:
-                streams: dict = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-                for env in envs:
-                    started.append(subprocess.Popen(command, cwd=place, env=env, **streams))
-            return audit.follow(started, run, log)
-        finally:
-            for each in started:
-                kill(each)
-
-
-def kill(started: subprocess.Popen) -> None:
-    """Kills a process and all that it has started."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(started.pid).children(recursive=True):
-            child.kill()
-    started.kill()
-    started.wait()
+        log = Path(folder, "log")
+        with open(log, "w") as file:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            with again.started(command, envs, cwd=place, **streams) as started:
+                return audit.follow(started, run, log)
 
 
 def run(args: Namespace, flags: list[str], command: list[str]) -> int:
