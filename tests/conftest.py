@@ -400,17 +400,6 @@ def bake(folder, pictures=True, **answers):
     return BakedProject(Path(path), pictures)
 
 
-def with_library(project, name, old, new):
-    """Gives a project a library of its own, in which this text of a file is replaced."""
-    if not (project / "samestep").exists():
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "src" / "samestep", project / "samestep", ignore=ignored)
-    file = project / "samestep" / name
-    text = file.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{name}: {text.count(old)} x {old!r}"
-    file.write_text(text.replace(old, new), encoding="utf-8")
-
-
 def with_ddp(project, folder, arguments):
     """A copy of a project whose train.py gives DDP these arguments."""
     copied = type(project)(shutil.copytree(project.path, folder / "project"))
@@ -512,16 +501,6 @@ def write_table(folder, rows, kind="jsonl", name="rows"):
             table.writeheader()
             table.writerows(rows)
     return path
-
-
-def parse_error(task, field, value):
-    """The message for a value that the type of a task's field does not take."""
-    from samestep.project import config
-
-    fields = config.fields_of(task.TaskConfig)
-    with pytest.raises(ValueError) as error:
-        config.convert_all(config.read_flags([f"--{field}", value], fields), fields)
-    return str(error.value)
 
 
 @functools.cache

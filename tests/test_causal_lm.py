@@ -333,72 +333,53 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
-def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
-    """As OpenAI and axolotl mark an answer that is context alone."""
-
-    def chats(*weights, name="weight"):
-        rows = [chat(f"Weather of {i}?", "Bad.", "No?", "Sun.") for i in range(20)]
-        for row in rows:
-            for answer, weight in zip(row["messages"][1::2], weights, strict=False):
-                answer[name] = weight
-        return rows
-
-    cases = [(chats(0), {}), (chats(False, name="train"), {}), (chats(), {"train_on": "last"})]
-    for rows, fields in cases:
-        found = learnt_by_number(*pack(rows, context_length=200, **fields))
-        assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
-        assert all("Bad." in text for text, _ in found.values())
-    assert "no message of the assistant is trained on" in refusal(kit, config(chats(0, 0)))
+def twice(i, **marks):
+    """A chat of two answers, of which the first is context alone."""
+    row = chat(f"{i}?", "Bad.", "No?", f"{i}!")
+    row["messages"][1].update(marks)
+    return row
 
 
-FORMS = {  # a row, whose number is N, and the text of its question
-    "share": (
-        '{"id": N, "conversations": [{"from": "system", "value": "Be brief."},'
-        ' {"from": "human", "value": "N?"}, {"from": "gpt", "value": "N!"}]}',
-        "System: Be brief.\nUser: N?",
+ANSWERED = "User: N?\nAssistant: Bad.<|endoftext|>\nUser: No?"
+# A row of the number N, settings, and its text up to the answer, which alone is learnt.
+FORMS = {
+    "ShareGPT": (
+        lambda i: {"id": i, "conversations": [
+            {"from": "system", "value": "Be brief."}, {"from": "human", "value": f"{i}?"},
+            {"from": "gpt", "value": f"{i}!"},
+        ]},
+        {}, "System: Be brief.\nUser: N?",
     ),
     "alpaca": (
-        '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
-        "User: Repeat.\n\nN",
+        lambda i: {"instruction": "Repeat.", "input": f"{i}?", "output": f"{i}!", "text": "x"},
+        {}, "User: Repeat.\n\nN?",
     ),
-}
+    "other names of roles": (
+        lambda i: {"messages": [{"role": "human", "content": f"{i}?"},
+                                {"role": "model", "content": f"{i}!"}]},
+        {}, "User: N?",
+    ),
+    # As TRL has them.
+    "prompt and completion": (
+        lambda i: {"prompt": twice(i)["messages"][:3], "completion": twice(i)["messages"][3:]},
+        {}, ANSWERED,
+    ),
+    # As OpenAI and axolotl mark an answer that is context alone.
+    "weight": (lambda i: twice(i, weight=0), {}, ANSWERED),
+    "train": (lambda i: twice(i, train=False), {}, ANSWERED),
+    "the last": (twice, {"train_on": "last"}, ANSWERED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_share_gpt_and_alpaca_are_chats(pack, form):
-    row, asked = FORMS[form]
-    rows = [json.loads(row.replace("N", str(i))) for i in range(30)]
-    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
+def test_forms_of_chats_and_answers_that_are_not_learnt(pack, form):
+    row, fields, asked = FORMS[form]
+    found = texts_and_learnt(*pack([row(i) for i in range(30)], context_length=64, **fields))
+    assert len(found) > 20
+    for text, learnt in found:
         number = learnt.strip().split("!")[0]
         assert learnt == f" {number}!<|endoftext|>\n"
-        assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
-
-
-def test_names_in_messages_are_those_that_are_known(kit, config, pack):
-    chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
-    expected = pack(chats)[1]["labels"]
-
-    def named(user, assistant):
-        names = {"user": user, "assistant": assistant}
-        rows = [[m | {"role": names[m["role"]]} for m in row["messages"]] for row in chats]
-        return [{"messages": messages} for messages in rows]
-
-    assert torch.equal(expected, pack(named("human", "model"))[1]["labels"])
-    said = refusal(kit, config(named("Agent 7", "clerk")))
-    assert "line 1: message 1 is from 'Agent 7'; rename it to one of user, assistant, " in said
-
-
-def test_prompts_and_completions_that_are_messages_are_chats(kit, config, pack):
-    """The messages of the prompt are context, as TRL has them."""
-    rows = [{"prompt": chat(f"{i}?", "1", "Why?")["messages"]} for i in range(30)]
-    for i, row in enumerate(rows):
-        row["completion"] = [{"role": "assistant", "content": f"{i}!"}]
-    for text, learnt in texts_and_learnt(*pack(rows, context_length=64)):
-        number = text.split("?")[0].removeprefix("User: ")
-        assert learnt == f" {number}!<|endoftext|>\n" and "\nAssistant: 1<|endoft" in text
-    rows[3]["completion"] = "text"
-    said = refusal(kit, config(rows))
-    assert "line 4: the completion is text; give messages as both prompt and completion" in said
+        assert text.startswith(f"{asked.replace('N?', f'{number}?')}\nAssistant: {number}!")
 
 
 PLAIN = (

@@ -162,20 +162,6 @@ def test_scores_are_floats_and_may_need_more_rows_than_the_first_batch(quick, tm
     }  # fmt: skip
 
 
-def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
-    ranks = SimpleNamespace(sum_arrays=lambda values: values, layout=ONE)
-    watch, one = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, 1, 10), torch.ones(())
-    for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
-        watch.add(step, terms, range(1), [total * one], step * one)
-    numbers, notes, reason = watch.read()
-    assert (numbers["loss"], numbers["grad_norm"], reason) == (16 / 4, 4, "")
-    assert [n["step"] for n in notes] == [3, 4]
-    watch.add(5, 2, range(1), [torch.nan * one], one)
-    assert str(watch.read()[0]["loss"]) == "nan"
-    watch.add(6, 2, range(1), [5 * one], one)
-    assert watch.read()[0]["loss"] == 2.5
-
-
 def losses_of_steps(values, shares):
     """The mean loss of two steps as the last rank reads it, after the others have sent theirs."""
     sent = []

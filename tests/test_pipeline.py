@@ -1,7 +1,6 @@
 """train_pipeline.py: stages of a model train as the whole does, and runs move there and back."""
 
 import importlib.util
-import math
 import shutil
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, train_module
+from conftest import ROOT, digest, latest, load_task, preloaded, status, train_module
 from samestep.core import mesh
 from samestep.models import next_token
-from test_exact import with_task
-from test_sharding import CONSTANT, SPOIL, agree, make_small, train
+from test_sharding import agree, make_small, train
 
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
@@ -84,44 +82,10 @@ def test_other_pipelines_have_the_losses_of_train(small, run_once, tmp_path, cas
     agree(tmp_path, run_once(train, small, "cpu", 1, *flags), norm=1e-6)
 
 
-@pytest.mark.slow
-def test_stages_in_bf16_are_as_close_as_one_process_in_bf16(small, tmp_path):
-    flags = ["--max_steps", "3", "--output_dir"]
-    train(small, "cpu", 1, *flags, tmp_path / "one", precision="bf16")
-    pipe(small, 2, *flags, tmp_path / "run", precision="bf16")
-    agree(tmp_path / "run", tmp_path / "one", loss=1e-4, norm=1e-2)
-
-
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_run_moves_to_a_pipeline_and_back(small, tmp_path):
-    """After each two steps, with the best model at the end; then it is evaluated alone."""
-    moved, one = tmp_path / "moved", tmp_path / "one"
-    flags = [*CONSTANT, "--eval_every", "2", "--export", "best"]
-    programs = [(pipe, 2), (train, "cpu", 1), (pipe, 4)]
-    for i, (program, *where) in enumerate(programs):
-        steps = ["--max_steps", str(2 * (i + 1)), "--accept_changes", "--output_dir", moved]
-        text = program(small, *where, *flags, *steps)
-        assert ("continuing from" in text) == (i > 0)
-    flags += ["--max_steps", "6", "--output_dir"]
-    train(small, "cpu", 1, *flags, one)
-    agree(moved, one, loss=2e-6, norm=2e-5)
-    text = pipe(small, 2, *flags, moved, "--eval_only", "true")
-    assert f"evaluating {moved}" in text and "eval_loss" in text
-
-
 # ---- What may go wrong ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped_by_all_stages(small, tmp_path):
-    """The last stage has NaN losses in four micro-batches of the second step."""
-    project, output = with_task(small, tmp_path, SPOIL), tmp_path / "run"
-    pipe(project, 2, "--max_steps", "3", "--output_dir", output)
-    assert {line["step"]: line["event"] for line in lines(output, "event")} == {2: "skipped"}
-    assert math.isfinite(lines(output, "eval_loss")[-1]["eval_loss"])
 
 
 REFUSED = [

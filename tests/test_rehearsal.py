@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import FP16, ROOT, BakedProject, bake, digest, latest, lines, preloaded, with_ddp
+from conftest import FP16, BakedProject, bake, digest, latest, lines, preloaded, with_ddp
 from test_sharding import agree, launcher_env, make_small, model_digest, train
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
 
 
-def rehearse(project, hardware, processes, *flags, program="train.py", card="H100", codes=(0,)):
+def rehearse(project, hardware, processes, *flags, program="train.py", codes=(0,)):
     """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
     config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
-    env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False", "PRETEND": card}
+    env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False", "PRETEND": "H100"}
     envs = [{**each, **env} for each in project.envs(processes)]
     arguments = [str(PRETEND), *program.split(), *latest(flags)]
     ended = preloaded(project.path, envs, arguments, 300)
@@ -126,32 +126,6 @@ def test_a_task_trains_and_exports_its_best_model(tmp_path, task):
     flags += ["--task.validation_fraction", 0.01, "--max_steps", 4]
     printed = rehearse(project, "single_gpu_bf16", 1, *flags)
     assert "the best evaluation was that of step" in printed
-
-
-@pytest.mark.slow
-def test_a_plain_module_trains(tmp_path):
-    project = bake(tmp_path, pictures=False, tracker="none")
-    shutil.copy(ROOT / "examples" / "plain_module.py", project.path / "task.py")
-    flags = ["--max_steps", 6, "--log_every", 3, "--eval_every", 3, "--warmup_steps", 0]
-    flags += ["--output_dir", tmp_path / "run", "--config", tmp_path / "empty.yaml"]
-    (tmp_path / "empty.yaml").write_text("{}\n")
-    rehearse(project, "multi_gpu_bf16", 2, *flags)
-
-
-# ---- Cards ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", ["T4", "MI300X"])
-def test_a_card_trains(small, tmp_path, card):
-    """Packed rows, whose attention depends on the card."""
-    hardware = "single_gpu_fp16" if card == "T4" else "single_gpu_bf16"
-    flags = ["--task.packing", "best_fit", "--max_steps", 4, "--output_dir", tmp_path / "run"]
-    rehearse(small, hardware, 1, *flags, card=card)
-    if card == "T4":
-        flags = ["--max_steps", 1, "--output_dir", tmp_path / "slow"]
-        printed = rehearse(small, "single_gpu_bf16", 1, *flags, card=card)
-        assert "only emulates bf16" in printed
 
 
 # ---- samestep hardware ---------------------------------------------------------------------------

@@ -298,9 +298,12 @@ def test_another_tokenizer_of_the_model_prepares_anew(tmp_path, monkeypatch):
     assert found[:2] == found[2:] and [len({*each}) for each in zip(*found, strict=True)] == [2, 2]
 
 
-def chat(*texts):
+def chat(*texts, **last):
+    """A row with messages; the last one with these keys, too."""
     turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
-    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+    messages = [{"role": role, "content": text} for role, text in turns]
+    messages[-1].update(last)
+    return {"messages": messages}
 
 
 NUMBERED = {"problem_type": "regression"}
@@ -355,22 +358,6 @@ def loss_of_transformers(kit, model, batch):
     return model(**inputs).loss.item()
 
 
-@pytest.mark.parametrize("kit", [BY_NAME["image_classification"], BY_NAME["text_classification"]])
-def test_augmentation_depends_on_the_row_and_its_generator_alone(kit, tmp_path):
-    cfg, prepared, (train, _) = kit.prepare(tmp_path, kit.rows, **kit.noise)
-    task = contract.bind(kit.task, cfg, prepared)
-
-    def augmented(rows, seed):
-        torch.rand(3)  # what others draw
-        draws = [torch.Generator().manual_seed(seed + i) for i in range(8)]
-        rows = [task.augment(rows[i], draw) for i, draw in enumerate(draws)]
-        return [[value.tolist() for value in task.collate([row]).values()] for row in rows]
-
-    once = augmented(train, 5)
-    assert once == augmented(pickle.loads(pickle.dumps(train)), 5)
-    assert sum(a != b for a, b in zip(once, augmented(train, 500), strict=True)) > 5
-
-
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
@@ -396,6 +383,9 @@ REFUSED = {  # rows or a file, settings, and what is said
         *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
         *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
         ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
+        ([chat("a", "b", weight=0)], {}, "no message of the assistant is trained on"),
+        ([chat("a", "b", role="Agent 7")], {}, "message 2 is from 'Agent 7'; rename it to one of"),
+        ([{"prompt": chat("a")["messages"], "completion": "b"}], {}, "completion is text; give"),
         ([{"text": "a"}, {"text": "b"}], {}, "tokens to train on, which do not fill a sequence of"),
         ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
         ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 
 import pytest
 import torch
@@ -60,26 +59,6 @@ def test_a_step_of_more_samples_than_an_epoch_accumulates_all_of_them(tiny, tmp_
         tiny.train(processes, *flags)
         check_same_curve(output, tmp_path / "1 8", 1e-5, 1e-5)
     assert len(curve(output)) == 12
-
-
-@pytest.mark.slow
-def test_a_stream_is_resumed_again_and_again(tmp_path):
-    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
-    for shard in range(8):
-        rows = [json.dumps({"text": f"{shard} and {i}. " * 9, "n": i}) for i in range(60)]
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{shard}.jsonl").write_text("\n".join(rows))
-    flags = ["--task.data", tmp_path / "texts", "--task.streaming", "true", "--max_steps", 9]
-    flags += ["--global_batch_size", 8, "--save_every", 2, "--eval_every", 9, "--warmup_steps", 0]
-    flags += ["--log_every", 1, "--keep_checkpoints", 0, *BY_NAME["causal_lm"].flags()]
-    printed = project.train(1, *flags, "--output_dir", tmp_path / "whole")
-    assert printed.count(", from text\n") == 1
-    again = tmp_path / "again"
-    for step in (2, 4, 6):
-        before = kill_after(again, step)
-        project.train(1, *flags, "--output_dir", again, before=before, codes=[-9])
-    project.train(1, *flags, "--output_dir", again)
-    assert curve(again) == curve(tmp_path / "whole") and len(curve(again)) == 9
 
 
 def test_a_validation_split_without_a_class_keeps_the_numbers_of_the_others(tmp_path):
@@ -274,56 +253,6 @@ def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_write
         assert in_loss.count(tokenizer.eos_token_id) == 2 * ends
     warned = "the chat template ends answers without a special token of the tokenizer"
     assert capsys.readouterr().out.count(warned) == 1 - ends
-
-
-@pytest.mark.slow
-def test_layers_with_a_window_evaluate_packed_rows_as_each_alone(tmp_path):
-    """One in a row on one process, and five on two; they are longer than the window."""
-    base_model(tmp_path / "base")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 68}
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**sizes, **heads, **layers, max_position_embeddings=128)
-    )
-    for weights in model.parameters():
-        weights.data *= 4  # attention that is not almost even
-    model.eval().save_pretrained(tmp_path / "base")
-    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
-    pairs = [(f"why {i % 60} so {i // 60} {'so why ' * 5}", f"{i % 60} is so ") for i in range(400)]
-    rows = [{"prompt": prompt, "completion": answer * 2} for prompt, answer in pairs]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--task.data", tmp_path / "rows.jsonl", "--max_steps", 1]
-    flags += ["--task.model_name_or_path", tmp_path / "base"]
-    flags += ["--warmup_steps", 0, "--learning_rate", 1e-12, "--eval_every", 1, "--log_every", 1]
-    for processes, length in ((1, 32), (2, 128)):  # one document in a row, and up to five
-        output = tmp_path / f"{processes}"
-        given = ["--task.context_length", length, "--output_dir", output]
-        printed = project.train(processes, *flags, *given)
-    assert "Prepared validation: 6 sequences, 83 % of their tokens used" in printed
-    alone, packed = (lines(tmp_path / each, "eval_loss")[-1]["eval_loss"] for each in "12")
-    assert packed == pytest.approx(alone, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_stream_of_two_files_reaches_both_processes_also_where_it_resumes(tmp_path):
-    """With more workers than files. No process reads the whole stream."""
-    project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
-    (tmp_path / "texts").mkdir()
-    for shard in range(3):  # the last is for validation
-        rows = [json.dumps({"text": f"{shard} and {i}. " * 9}) for i in range(60)]
-        (tmp_path / "texts" / f"{shard}.jsonl").write_text("\n".join(rows))
-    flags = ["--task.data", tmp_path / "texts", "--task.streaming", "true", "--max_steps", 6]
-    flags += ["--global_batch_size", 8, "--save_every", 3, "--eval_every", 0, "--warmup_steps", 0]
-    flags += ["--log_every", 1, "--task.lanes", 2, *BY_NAME["causal_lm"].flags()]
-    one, two = tmp_path / "one", tmp_path / "two"
-    project.train(1, *flags, "--num_workers", 0, "--output_dir", one)
-    (two / "checkpoints").mkdir(parents=True)
-    shutil.copytree(one / "checkpoints/step-00000003", two / "checkpoints/step-00000003")
-    project.train(2, *flags, "--num_workers", 2, "--output_dir", two)
-    hashes = [[line["batch_hash"] for line in lines(each, "loss")] for each in (one, two)]
-    assert hashes[1] == hashes[0][3:] and len({*hashes[0]}) == 6
 
 
 def test_rates_and_samples_depend_on_no_process_and_on_no_evaluation(tiny, tmp_path):
