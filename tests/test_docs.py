@@ -19,6 +19,7 @@ from PIL import Image
 
 from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
 from samestep.__main__ import VERBS
+from samestep.core import training
 from samestep.project import config
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
@@ -79,7 +80,8 @@ def baked(tmp_path_factory):
 def test_first_pages_are_short_and_that_of_the_template_shows_the_loop(baked):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(page.split()) <= 1300
-    (shown,) = [code for language, code in FENCE.findall(page) if language == "python"]
+    shown, own = (code for language, code in FENCE.findall(page) if language == "python")
+    assert textwrap.indent(own, 4 * " ") in training.__doc__ and own.count("\n") <= 12
     train = (ROOT / SOURCE / "train.py").read_text(encoding="utf-8")
     middle, loop = shown.split("\n\n", 1)  # compute_step, and what calls it
     assert textwrap.indent(middle, 4 * " ") in train and textwrap.indent(loop, 8 * " ") in train

@@ -1,12 +1,12 @@
 """Training in your own Accelerate script: kill it at any time, and run the same command again.
 
     model, optimizer = accelerator.prepare(model, optimizer)
-    training = Training(accelerator, model, optimizer, rows, folder="runs/mine", seed=0,
-                        global_batch_size=32, micro_batch_size=8, settings=vars(args))
-    for step in training.steps(max_steps=1000, save_every=200):  # resumes by itself
-        for batch in step:                                       # on the device, seeded
-            step.backward(loss_sum(model, batch))                # or a mean: mean=True
-        step.clip(1.0)                                           # skips what is not finite, too
+    given = {"global_batch_size": 32, "micro_batch_size": 8, "settings": vars(args)}
+    training = Training(accelerator, model, optimizer, rows, folder="runs/mine", seed=0, **given)
+    for step in training.steps(max_steps=1000, save_every=200):  # resumes
+        for batch in step:
+            step.backward(model(**batch).loss, mean=True)
+        step.clip(1.0)
         optimizer.step()
 
 It is no Trainer: the loop, the loss and the optimizer's step are the script's own.
