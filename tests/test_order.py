@@ -215,9 +215,10 @@ def test_scores_that_a_source_has_too_few_rows_for_are_nan():
     assert contract.score(task, parts[1:], [])[0] == {"eval_loss": 1.5, "half": 0.5}
 
 
-@pytest.mark.parametrize("shares", [(2, 2), (5, 2, 1), (1,) * 9])
+@pytest.mark.parametrize("shares", [(1,), (2, 2), (5, 2, 1), (1,) * 9])
 def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
-    """Three, none, one and two batches, dealt as one list; all ranks get as many."""
+    """Three, none, one and two batches, dealt as one list; all ranks get as many, of which the rest
+    is filler."""
     sources = [Source("a", 5), Source("none", 0), Source("b", 1), Source("c", 4)]
     rows = batches.SampleDataset(View(10, sources))
     plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]

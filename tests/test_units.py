@@ -6,17 +6,6 @@ from samestep.base.errors import UserError
 from samestep.core import batches
 
 
-@pytest.mark.parametrize("shares", [(1,), (2, 2), (1, 1, 1), (5, 2, 1)])
-def test_an_evaluation_covers_every_sample_once_and_the_rest_is_filler(shares):
-    """Six batches, the last of one row. All ranks get as many as the busiest."""
-    plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
-    rows = batches.SampleDataset(range(11))
-    slices = [list(batches.EvaluationSampler(plan, rows)) for plan in plans]
-    assert len({*map(len, slices)}) == 1
-    dealt = [part for each in slices for part in each if part != [11]]
-    assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-
-
 def test_rows_keep_their_ids_and_filler_has_none():
     rows = batches.SampleDataset(["a", "b", "c"])
     assert rows.__getitems__([2, 0]) == [(2, "c"), (0, "a")]
