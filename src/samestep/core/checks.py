@@ -29,7 +29,8 @@ ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of
 def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
     """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    training, states = model.training, random_states()
+    device = next(model.parameters()).device
+    training, states = model.training, random_states(device)
     model.train()
     yield
     model.train(training)
@@ -41,14 +42,14 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
     for state in states[3:]:
-        torch.cuda.set_rng_state(state)
+        torch.get_device_module(device).set_rng_state(state)
 
 
-def random_states() -> list:
+def random_states(device: torch.device) -> list:
     """The states of the generators that anything draws from without being given one."""
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
     return states
 
 
@@ -122,9 +123,8 @@ def no_gradient(names: list[str]) -> str:
 
 def random_state(device: torch.device) -> str:
     """Where the global generators stand."""
-    states = [random.getstate(), np.random.get_state()[1:3], torch.get_rng_state().tolist()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state().tolist())
+    python, numpy, *others = random_states(device)
+    states = [python, numpy[1:3], *(each.tolist() for each in others)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError
 from samestep.core.batches import Batch, StepPlan
-from samestep.core.checks import own_name
+from samestep.core.checks import own_name, without_exchange
 from samestep.core.gradient import StepGradients
 from samestep.core.mesh import Layout
 from samestep.core.ranks import Ranks
@@ -180,7 +180,7 @@ class ExactGradients(StepGradients):
         alone: Any = contextlib.nullcontext()
         if not self.sharded:
             # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
-            alone = getattr(self.model, "no_sync", contextlib.nullcontext)()
+            alone = without_exchange(self.model)
         with alone:
             yield
         if not self.sharded:
