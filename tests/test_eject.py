@@ -29,7 +29,7 @@ def ejected(tmp_path_factory):
 def test_words_that_are_no_verb_are_refused(ejected):
     result = ejected.run(*SAMESTEP, "trian", check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("samestep: 'trian' is not a verb; give one of eject, env,")
+    assert result.stderr.startswith("samestep: 'trian' is not a verb; give one of audit, diff,")
     listed = ejected.run(*SAMESTEP).stdout
     assert "launch     accelerate launch" in listed and "eject " in listed
 
