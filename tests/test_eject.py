@@ -31,7 +31,7 @@ def test_words_that_are_no_verb_are_refused(ejected):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("samestep: 'trian' is not a verb; give one of audit, diff,")
     listed = ejected.run(*SAMESTEP).stdout
-    assert "launch     accelerate launch" in listed and "eject " in listed
+    assert "launch     trains: becomes train.py" in listed and "eject " in listed
 
 
 def test_eject_overwrites_nothing(ejected):
