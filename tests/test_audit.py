@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import BakedProject, lines, make_tiny, reseal
+from conftest import ROOT, BakedProject, lines, make_tiny, reseal
 from samestep.ask import made, receipt
 from samestep.core import state_hash
 
@@ -181,35 +181,16 @@ def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project,
     assert f"made of: torch: 1.0 -> {before}; --anyway" in refused(clone)
 
 
-SCRIPT = """
-import sys, torch
-from accelerate import Accelerator
-from samestep import Training
-
-torch.manual_seed(0)
-accelerator, lr = Accelerator(cpu=True), float(sys.argv[1])
-model = torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr))
-training = Training(accelerator, model, optimizer, torch.randn(40, 4), folder="runs/mine", seed=0,
-                    global_batch_size=8, micro_batch_size=4, exact=True, settings={"lr": lr})
-for step in training.steps(9, save_every=3):
-    for batch in step:
-        step.backward(model(batch).square().sum())
-    step.clip(1.0)
-    optimizer.step()
-"""
-
-
 def test_an_own_script_is_audited_by_its_command(clone):
-    (clone.path / "mine.py").write_text(SCRIPT)
-    clone.run("python", "-m", "mine", "0.1")
+    shutil.copy(ROOT / "tests" / "own_mistakes.py", clone.path / "mine.py")
+    clone.run("python", "-m", "mine", "none", "runs/mine")
     ask(clone, 0, "receipt", "runs/mine")
     words = ("audit", "runs/mine/receipt.json", "--run", "runs/mine", "--steps")
-    printed = ask(clone, 0, *words, "3:6", "--", "python", "mine.py", "0.1")
-    assert "step      6: equal" in printed and "=> the same run, to the bit" in printed
-    printed = ask(clone, 2, *words, "0:9", "--", "python", "mine.py", "0.2")
-    assert "made of: lr: 0.1 -> 0.2; --anyway tries it" in printed
-    printed = ask(clone, 2, *words[:2], "--", "python", "mine.py", "0.1")
+    printed = ask(clone, 0, *words, "2:4", "--", "python", "mine.py", "none", "runs/mine")
+    assert "step      4: equal" in printed and "=> the same run, to the bit" in printed
+    printed = ask(clone, 2, *words, "0:4", "--", "python", "mine.py", "settings", "runs/mine")
+    assert "made of: lr: 0.01 -> 0.02; --anyway tries it" in printed
+    printed = ask(clone, 2, *words[:2], "--", "python", "mine.py", "none", "runs/mine")
     assert "give --run, the folder below this one where the command writes" in printed
     assert "=> the same run" in ask(clone, 0, "diff", "runs/mine", "runs/mine")
 
