@@ -28,6 +28,7 @@ from samestep.ask import again, made, receipt
 from samestep.ask.record import Record, answer
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
+from samestep.base.launching import PREFIXES
 from samestep.core import checkpoints
 from samestep.programs import make_parser
 
@@ -116,14 +117,14 @@ def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tu
     code and data before."""
     from samestep.project import startup
 
+    envs = again.environments_of(audit.receipt["environment"], audit.receipt["hardware"], processes)
+    os.environ |= {n: text for n, text in envs[0].items() if n.startswith(PREFIXES)}  # precision
     train, task = startup.find_project()
     recipe = scratch / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
     words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
     manifest = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"]).manifest
-    variables, hardware = audit.receipt["environment"], audit.receipt["hardware"]
-    envs = again.environments_of(variables, hardware, processes)
     hardware = manifest["hardware"] | {"processes": len(envs)}
     audit.check(manifest | {"config": {}, "hardware": hardware})  # settings are the receipt's
     return [sys.executable, "train.py", *words], envs
