@@ -113,8 +113,7 @@ class Audit:
 
 
 def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tuple[list, list]:
-    """The command that trains again in this project, and the environment of each process; compares
-    code and data before."""
+    """Compares code and data; the command that trains again, and the environments of processes."""
     from samestep.project import startup
 
     envs = again.environments_of(audit.receipt["environment"], audit.receipt["hardware"], processes)

@@ -70,7 +70,7 @@ def first_lines(records: list[Record]) -> list[int]:
     sums = []
     for each in lines:  # up to a step: log_every may differ
         hashes = accumulate(int(interval.line["batch_hash"], 16) for interval in each.values())
-        sums.append(dict(zip(each, [total % 2**64 for total in hashes], strict=True)))
+        sums.append({step: total % 2**64 for step, total in zip(each, hashes, strict=True)})
     other = [step for step in common if sums[0][step] != sums[1][step]]
     show("rows", f"differ until step {other[0]}" if other else f"equal in {len(common)} lines")
     same = [step for step in common if lines[0][step].first == lines[1][step].first]
@@ -116,11 +116,11 @@ def compare(folders: list[Path]) -> int:
     steps = first_lines(records) if all(record.intervals for record in records) else []
     steps += first_state(records)
     cause = "; ".join(causes)
+    verdict = f"=> the same run{', in spite of ' if cause else ''}{cause}"
     if steps:
         cause = cause or "nothing that is recorded"
-        print(one_line(f"=> they differ from the line of step {min(steps)} on: {cause}", 1000))
-    else:
-        print(one_line(f"=> the same run{', in spite of ' if cause else ''}{cause}", 1000))
+        verdict = f"=> they differ from the line of step {min(steps)} on: {cause}"
+    print(one_line(verdict, 1000))
     return int(bool(steps))
 
 
