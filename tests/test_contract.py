@@ -72,7 +72,7 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
     (  # those of the global generators are not seeded there
         "Numbers.__getitems__",
         lambda _, ids: [CHANGING | {"x": torch.rand(8)} for _ in ids],
-        "what reads many rows at once (__getitems__) must draw none",
+        "what reads many rows at once (__getitems__) draws none",
     ),
     (  # one row alone stays the same
         "collate",

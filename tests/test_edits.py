@@ -6,6 +6,7 @@ test_cookbook.py.
 """
 
 import io
+import itertools
 import json
 import math
 import shutil
@@ -233,9 +234,12 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
 def test_an_edit_takes_few_lines_applies_and_is_shown_by_the_page_of_tasks(name):
     assert added_lines(read(name)) <= LINES[name]
     hunks = [hunk.rstrip("\n").split("\n")[1:] for hunk in read(name).split("\n@@")[1:]]
-    source = (ROOT / TASKS.get(name, "templates/causal_lm/task.py")).read_text("utf-8")
+    files = [TASKS.get(name, "templates/causal_lm/task.py"), f"{SOURCE}/train.py"]
+    sources = [(ROOT / file).read_text("utf-8") for file in files]
     for hunk in hunks:
-        assert "\n".join(line[1:] for line in hunk if line[:1] != "+") in source
+        kept = itertools.takewhile(lambda line: not line.startswith("--- a/"), hunk)
+        old = "\n".join(line[1:] for line in kept if line[:1] != "+")
+        assert any(old in source for source in sources), old
     shown = ["\n".join(line for line in hunk if line[:1] in ("+", "-")) for hunk in hunks]
     page = (ROOT / SOURCE / "docs" / "task.md").read_text()
     assert "```diff\n" + "\n...\n".join(shown) + "\n```" in page

@@ -296,6 +296,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
                 found.append((tokenize_prompt(row, tokenizer), i))
     dtype = tokenizing.id_type(tokenizer)
     result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
+    batch = {"source": [0] * len(rows), **batch}  # rows of a task's own have none
     for name in sequences.NUMBERS:
         if name in batch:
             result[name] = [batch[name][i] for _, i in found]
