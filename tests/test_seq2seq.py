@@ -156,20 +156,20 @@ def bart(task, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("bart")
     texts = [text for row in ROWS for text in row]
-    marks = {"first": [task.pairs.PAD, task.pairs.END], "end": task.pairs.END}
-    tokenizing.learn_vocabulary(texts, 300, folder, **marks)
+    tokenizing.learn_vocabulary(texts, 300, folder, ends=True)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
-        pad_token=task.pairs.PAD,
-        eos_token=task.pairs.END,
+        pad_token=tokenizing.END_OF_TEXT,
+        eos_token=tokenizing.END_OF_TEXT,
         model_input_names=["input_ids", "attention_mask"],
     )
     sizes = {"vocab_size": 300, "d_model": 16, "max_position_embeddings": 64}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 0}
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    ids = dict.fromkeys([*names, "forced_eos_token_id"], len(tokenizer) - 1)
     torch.manual_seed(0)
-    config = BartConfig(forced_eos_token_id=1, **sizes, **ids)
+    config = BartConfig(**sizes, **ids)
     model = BartForConditionalGeneration(config)
     # Settings of a beam search, as the BART that summarises has them.
     model.generation_config.update(num_beams=4, early_stopping=True, length_penalty=2.0)

@@ -416,16 +416,6 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     assert "the oak: ValueError: it has no tab, but" in refused.stderr
 
 
-def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
-    """Its bytes are part of the identity: runs of older projects would be refused otherwise."""
-    from samestep.text import tokenizing
-
-    marks = {"first": ["[P]", "[C]", "[S]"], "begin": "[C]", "end": "[S]"}
-    tokenizing.learn_vocabulary(["one text"], 262, tmp_path, **marks)
-    saved = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
-    assert saved == {"type": "BertProcessing", "sep": ["[S]", 2], "cls": ["[C]", 1]}
-
-
 def test_tables_count_under_autocast(task):
     """bf16 has no 257. A table of 601 rows has 601."""
     logits = torch.eye(3)[[0, 1, 1]].repeat(301, 1)[:601]

@@ -87,20 +87,23 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
     tokens = rows.map(
         tokenize,
-        fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
+        fn_kwargs={"cfg": cfg, "tokenizer": tokenizer, "known": labels.read(folder)},
         batched=True,
-        remove_columns=[*texts, "place"],
+        remove_columns=[*texts, "label", "place"],
         num_proc=cfg.num_proc(rows["train"].data.nbytes // 10**6),
     )
     tokenizing.say_lengths(tokens, {"input_ids": cfg.max_length})
+    if cfg.class_weights == "balanced":
+        tokens["train"] = labels.balance(tokens["train"])
     return tokens
 
 
-def tokenize(batch: dict[str, list], cfg: TaskConfig, tokenizer: Any) -> dict[str, list]:
-    """input_ids of texts, or of pairs of texts, which may have token_type_ids too."""
+def tokenize(batch: dict, cfg: TaskConfig, tokenizer: Any, known: dict) -> dict[str, list]:
+    """input_ids of texts, or of pairs of texts, which may have token_type_ids too; and labels."""
     texts = [batch[name] for name in ("text", "text_pair") if name in batch]
     options = {"truncation": True, "max_length": cfg.max_length}
-    return dict(tokenizer(*texts, return_attention_mask=False, **options))
+    found = tokenizer(*texts, return_attention_mask=False, **options)
+    return {**found, **labels.encode(batch["label"], known)}
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
@@ -157,10 +160,10 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
         mlp_dropout=cfg.dropout,
         classifier_dropout=cfg.dropout,
         classifier_pooling="mean",
-        bos_token_id=tokenizer.cls_token_id,
-        eos_token_id=tokenizer.sep_token_id,
-        cls_token_id=tokenizer.cls_token_id,
-        sep_token_id=tokenizer.sep_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        cls_token_id=None,
+        sep_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     settings = {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}

@@ -7,14 +7,13 @@ a float.
 import contextlib
 import json
 import math
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from samestep.base.console import one_line
 from samestep.base.files import read_json_object
@@ -85,22 +84,16 @@ def parse_list(text: str) -> list | None:
 # ---- Labels of prepared rows ---------------------------------------------------------------------
 
 
-def encode(
-    rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool
-) -> datasets.DatasetDict:
-    """The rows with numbers in place of `label`, for the loss:
+def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) -> dict[str, Any]:
+    """Names of all labels, or mean and deviation of numbers: what `encode` needs.
 
-    - labels: classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
-      deviations from the mean of the training rows, float32
-    - weight: of the row in the loss, float32
-
-    Names, or mean and deviation, are saved in `folder`; if they are there, a run resumes, and keeps
-    them. Classes are those of all rows of cfg.data, also of those that are held out; where rows to
-    evaluate on are given, as `is_given` says, of the training rows alone.
+    They are saved in `folder`; if they are there, a run resumes, and keeps them. Names are those of
+    all rows of cfg.data, also of those that are held out; where rows to evaluate on are given, as
+    `is_given` says, of the training rows alone. Mean and deviation are those of the training rows.
 
     Raises ValueError for labels that cannot be trained on, and for unknown ones.
     """
-    known = read_json_object(folder / FILE)
+    known = read(folder)
     if cfg.problem_type == NUMBER:
         numbers = columns.values_of(rows["train"], "label")
         known = known or describe_numbers(numbers)
@@ -109,73 +102,69 @@ def encode(
         if numbers.min() == numbers.max():
             about = f"all numbers are {known['mean']:.6g}: nothing to learn"
     else:
-        own = [rows["train"]] if is_given else [*rows.values()]
-        names = known.get("names") or collect_names(datasets.concatenate_datasets(own), cfg)
-        known = {"names": names}
-    encoded = {split: encode_split(part, known, cfg, split) for split, part in rows.items()}
-    if cfg.problem_type != NUMBER:
-        counts = count(encoded["train"]["labels"], len(names))
-        about = describe_labels(counts, len(rows["train"]), names)
-        if cfg.class_weights == "balanced":
-            # Inverse to the rows of the class; the mean over the rows is 1.
-            weights = counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)
-            encoded["train"]["weight"] = weights.astype(np.float32)[encoded["train"]["labels"]]
+        known = {"names": known.get("names") or collect_names(rows, cfg, is_given)}
+        for split, part in rows.items():
+            check_known(part, known["names"], cfg, split)
+        about = describe_labels(count(rows["train"]), len(rows["train"]))
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
     print(f"Preparing data: {one_line(about, 500)}", flush=True)
-    for split, found in encoded.items():
-        part = rows[split].remove_columns("label")
-        for name, array in found.items():
-            part = part.add_column(name, [*array] if array.ndim > 1 else array)
-        rows[split] = part
-    return rows
+    return known
 
 
-def encode_split(
-    rows: datasets.Dataset, known: dict[str, Any], cfg: Any, split: str
-) -> dict[str, np.ndarray]:
-    """The columns of `encode` for these rows; `known`: what it saves.
+def encode(labels: list, known: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a batch of rows for the loss, from what `learn` knows:
 
-    Raises ValueError for a label that is not in its names.
+    labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
+              deviations from the mean of the training rows, float32
+    weight    of the row in the loss, float32, 1: `balance` changes it
     """
-    if cfg.problem_type == NUMBER:
-        return standardize(columns.values_of(rows, "label"), known)
-    check_known(rows, known["names"], cfg, split)
-    found, lengths = label_lists(rows)
-    unique, places = np.unique(found, return_inverse=True)
+    weights = np.ones(len(labels), np.float32)
+    if "mean" in known:
+        numbers = (np.array(labels) - known["mean"]) / known["std"]
+        return {"labels": numbers.astype(np.float32), "weight": weights}
     number_of = {name: number for number, name in enumerate(known["names"])}
-    numbers = np.array([number_of[name] for name in unique], int)[places]
-    labels = numbers
-    if cfg.problem_type == MULTI:
-        labels = np.zeros((len(rows), len(number_of)), np.float32)
-        labels[np.repeat(np.arange(len(rows)), lengths), numbers] = 1
-    return {"labels": labels, "weight": np.ones(len(rows), np.float32)}
+    if isinstance(labels[0], str):
+        return {"labels": [number_of[name] for name in labels], "weight": weights}
+    found = np.zeros((len(labels), len(number_of)), np.float32)
+    for row, names in zip(found, labels, strict=True):
+        row[[number_of[name] for name in names]] = 1
+    return {"labels": [*found], "weight": weights}
+
+
+def balance(rows: datasets.Dataset) -> datasets.Dataset:
+    """Rows whose weight is inverse to the number of rows of their class; the mean weight is 1."""
+    labels = columns.values_of(rows, "labels")
+    counts = np.bincount(labels)
+    weights = counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)
+    weights = weights.astype(np.float32)[labels]
+    return rows.remove_columns("weight").add_column("weight", weights)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `encode` has saved: names, or mean and std."""
+    """What `learn` has saved: names, or mean and std."""
     return read_json_object(folder / FILE)
 
 
-def label_lists(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """The names of each row's labels, as one array, and the number of names of each row."""
-    values = rows.data.column("label").combine_chunks()
-    if not pa.types.is_list(values.type):
-        return values.to_numpy(zero_copy_only=False), np.ones(len(values), int)
-    lengths = pc.list_value_length(values).to_numpy()
-    return values.flatten().to_numpy(zero_copy_only=False), lengths
+def count(rows: datasets.Dataset) -> Counter:
+    """The number of rows with each label."""
+    found: Counter = Counter()
+    for chunk in columns.chunks_of(rows, "label"):
+        found.update((chunk.flatten() if columns.is_list(chunk.type) else chunk).to_pylist())
+    return found
 
 
-def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
-    """The names of all labels in rows, sorted, whole numbers by their value.
+def collect_names(rows: datasets.DatasetDict, cfg: Any, is_given: bool) -> list[str]:
+    """The names of all labels, sorted, whole numbers by their value: see `learn`.
 
-    Raises ValueError unless there are two, of which some row has one, and for one in two spellings.
+    Raises ValueError unless there are two, and for one in two spellings.
     """
-    found = {*np.unique(label_lists(rows)[0])}
-    for name in sorted(found):
+    own = [rows["train"]] if is_given else [*rows.values()]
+    found = {name for part in own for name in count(part)}
+    names = sorted(found)
+    for name in names:
         other = name.lower() if name in ("False", "True") else f"{name}.0"
         if other in found:
             raise ValueError(f"task.data: {cfg.data} has the labels {name} and {other}: write one")
-    names = sorted(found)
     if all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
     if len(names) < 2:
@@ -186,29 +175,25 @@ def collect_names(rows: datasets.Dataset, cfg: Any) -> list[str]:
 
 def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) -> None:
     """Raises ValueError for a label that is not in `names`."""
-    found, lengths = label_lists(rows)
-    if unknown := {*found} - {*names}:
-        name = min(unknown)
-        row = int(np.repeat(np.arange(len(rows)), lengths)[found == name][0])
-        some = ", ".join(names)
-        owner = "run that resumes" if split == "train" else "training data"
-        raise ValueError(
-            f"task.{field_of(split, cfg)}: {rows[row]['place']}: class "
-            f"{name!r:.60} is not in the {owner}, which has {some:.200}"
-        )
+    unknown = {*count(rows)} - {*names}
+    if not unknown:
+        return
+    for row in rows:
+        own = row["label"] if isinstance(row["label"], list) else [row["label"]]
+        for name in {*own} & unknown:
+            owner = "run that resumes" if split == "train" else "training data"
+            raise ValueError(
+                f"task.{field_of(split, cfg)}: {row['place']}: class {name!r:.60} is not in the "
+                f"{owner}, which has {', '.join(names):.200}"
+            )
 
 
-def count(labels: np.ndarray, number: int) -> np.ndarray:
-    """The rows with each label (C,)."""
-    return labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=number)
-
-
-def describe_labels(counts: np.ndarray, rows: int, names: list[str]) -> str:
-    """How labels are distributed over the training rows. `counts`: of each label."""
-    most = int(counts.argmax())
-    share = f"{names[most]:.60} with {counts[most] / rows:.1%} of the rows"
-    once = int((counts == 1).sum())
-    return f"{len(names):,} classes or labels, the largest {share}; {once:,} have one row"
+def describe_labels(counts: Counter, rows: int) -> str:
+    """How labels are distributed over the training rows."""
+    name, most = counts.most_common(1)[0] if counts else ("none", 0)
+    once = sum(each == 1 for each in counts.values())
+    share = f"{name:.60} with {most / rows:.1%} of the rows"
+    return f"{len(counts):,} classes or labels, the largest {share}; {once:,} have one row"
 
 
 def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
@@ -222,11 +207,3 @@ def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
     if numbers.min() == numbers.max():
         variance = 0.0
     return {"mean": mean, "std": math.sqrt(variance) or 1.0}
-
-
-def standardize(numbers: np.ndarray, known: dict[str, float]) -> dict[str, np.ndarray]:
-    """Columns for the numbers of a split, float32 (N,): see `encode`."""
-    return {
-        "labels": ((numbers - known["mean"]) / known["std"]).astype(np.float32),
-        "weight": np.ones(len(numbers), np.float32),
-    }

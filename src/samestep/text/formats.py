@@ -260,7 +260,7 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     template = chats.read_template(cfg.chat_template)
     default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
-    options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.context_length}
+    options: dict[str, Any] = {"model_max_length": cfg.context_length}
     if not is_packed(cfg):
         options["lengths"] = ["context_length"]
     texts = texts_of(rows)

@@ -19,9 +19,6 @@ from samestep.text import tokenizing
 TEXTS = ("text", "text_pair")
 TOKENS = ("input_ids", "token_type_ids")  # columns with a number for each token
 MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
-SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-# A new tokenizer puts [CLS] before a text, and [SEP] after each.
-TRAINED: dict[str, Any] = {"first": [*SPECIAL.values()], "begin": "[CLS]", "end": "[SEP]"}
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -61,8 +58,8 @@ def normalize(row: dict, cfg: Any) -> dict[str, Any]:
 
 
 def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
-    """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and what
-    labels.encode makes of the label."""
+    """The rows of cfg.data as splits train and validation: `text`, `text_pair` of pairs, and
+    `label`, of which `folder` gets what labels.encode needs."""
     tokenizing.check_lengths(cfg, "max_length")
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
@@ -78,7 +75,9 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     for each in inputs:
         each.columns = dict.fromkeys(filter(None, columns), True)
     is_given = any(each.is_validation for each in inputs)
-    return labels.encode(load_rows(inputs, cfg, form), cfg, folder, is_given)
+    rows = load_rows(inputs, cfg, form)
+    labels.learn(rows, cfg, folder, is_given)
+    return rows
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -96,11 +95,10 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
         cfg,
         folder,
         texts,
-        special=TRAINED,
+        ends=True,
         needs=["pad_token"],
         model_input_names=["input_ids", "attention_mask"],
         model_max_length=cfg.max_length,
-        **SPECIAL,
     )
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])

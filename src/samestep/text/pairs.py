@@ -18,8 +18,6 @@ from samestep.data.views import Rows
 from samestep.models import pretrained
 from samestep.text import tokenizing
 
-# Special tokens of a new tokenizer, which puts the second after a text; T5 starts targets with PAD.
-PAD, END = "<pad>", "</s>"
 # Stored texts have the names of the tokenizer's arguments: some tell targets apart by it.
 TEXTS = ("text", "text_target")
 
@@ -69,10 +67,8 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
         cfg,
         folder,
         texts,
-        special={"first": [PAD, END], "end": END},
+        ends=True,
         needs=["eos_token"],
-        pad_token=PAD,
-        eos_token=END,
         model_input_names=["input_ids", "attention_mask"],
     )
     set_languages(tokenizer, cfg)

@@ -183,8 +183,7 @@ def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
     """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
     template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
-    options: dict[str, Any] = {**tokenizing.ENDS, "model_max_length": cfg.max_length}
-    options["lengths"] = ["max_length"]
+    options: dict[str, Any] = {"lengths": ["max_length"], "model_max_length": cfg.max_length}
     return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
 
 

@@ -25,9 +25,7 @@ from samestep.models.pretrained import ModelConfig
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
 SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
-END_OF_TEXT = "<|endoftext|>"  # of a new language model
-AT_THE_END = {"last": [END_OF_TEXT]}
-ENDS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+END_OF_TEXT = "<|endoftext|>"  # the special token of a new tokenizer
 NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
@@ -110,7 +108,7 @@ def prepare_tokenizer(
     template: str = "",
     default: str = "",
     *,
-    special: dict[str, Any] = AT_THE_END,
+    ends: bool = False,
     needs: Sequence[str] = ("eos_token", "is_fast"),
     lengths: Sequence[str] = (),
     **options: Any,
@@ -118,11 +116,11 @@ def prepare_tokenizer(
     """The tokenizer in `folder`, which a run that resumes keeps; else one that is saved there.
 
     That of cfg.model_name_or_path, with its own special tokens; that of the run that cfg.vocabulary
-    names; or a new one, trained on the texts, whose arguments are `options`, and for training it
-    `special`. The end-of-text token is the pad token where there is none. It gets the chat
-    template, or the default if it has none. Raises ValueError for one without one of `needs`, which
-    are keys of NEEDS, and where the pretrained model cannot see `lengths`, names of fields, or has
-    fewer embeddings than tokens.
+    names; or a new one, trained on the texts, which puts its end-of-text token after each if it
+    `ends` them, with further `options`. The end-of-text token is the pad token where there is none.
+    It gets the chat template, or the default if it has none. Raises ValueError for one without one
+    of `needs`, which are keys of NEEDS, and where the pretrained model cannot see `lengths`, names
+    of fields, or has fewer embeddings than tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -139,8 +137,11 @@ def prepare_tokenizer(
         check_embeddings(cfg, tokenizer)
     else:
         print("Preparing data: training a tokenizer", flush=True)
-        learn_vocabulary(texts, cfg.vocab_size, folder, **special)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
+        learn_vocabulary(texts, cfg.vocab_size, folder, ends)
+        if not ends:
+            options["bos_token"] = END_OF_TEXT
+        file = str(folder / FILE)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token=END_OF_TEXT, **options)
     tokenizer.chat_template = template or tokenizer.chat_template or default or None
     ends = pretrained.answer_ends(tokenizer)
     if default and not ends:
@@ -216,38 +217,23 @@ def break_long_words(texts: Iterable[str]) -> Iterator[str]:
         yield re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)
 
 
-def learn_vocabulary(
-    texts: Iterable[str],
-    size: int,
-    folder: Path,
-    *,
-    first: Sequence[str] = (),
-    last: Sequence[str] = (),
-    begin: str = "",
-    end: str = "",
-) -> None:
+def learn_vocabulary(texts: Iterable[str], size: int, folder: Path, ends: bool = False) -> None:
     """Saves a byte-level BPE of the texts, to which no text is unknown, in `folder`.
 
-    `size` is the number of tokens, special ones included: those in `first` get the lowest ids,
-    those in `last` the highest. The tokenizer puts the special tokens `begin` before and `end`
-    after a text, and `end` between the texts of a pair too.
+    `size` is the number of tokens. The last is special, END_OF_TEXT: with `ends` it follows each
+    text, also each of a pair.
     """
     from tokenizers import ByteLevelBPETokenizer
-    from tokenizers.processors import BertProcessing, TemplateProcessing
+    from tokenizers.processors import TemplateProcessing
 
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
-    )
-    tokenizer.add_special_tokens([*last])
-    if begin:  # what checkpoints know as the identity of their data: do not change it
-        pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
-        tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
-    elif end:
+    tokenizer.train_from_iterator(break_long_words(texts), size - 1, show_progress=False)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    if ends:
         tokenizer._tokenizer.post_processor = TemplateProcessing(
-            single=f"$A {end}",
-            pair=f"$A {end} $B:1 {end}:1",
-            special_tokens=[(end, tokenizer.token_to_id(end))],
+            single=f"$A {END_OF_TEXT}",
+            pair=f"$A {END_OF_TEXT} $B:1 {END_OF_TEXT}:1",
+            special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
         )
     (folder / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
