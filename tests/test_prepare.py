@@ -57,17 +57,22 @@ def test_no_gpu_and_no_process_group_are_touched(tiny):
 
 def test_prepared_data_that_no_run_names_is_removed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("now", "kept", "old", "other"):
+    for name in ("now", "kept", "earlier", "old", "old-a1b2", "other"):
         (tmp_path / "cache" / name / "rows").mkdir(parents=True)
         (tmp_path / "cache" / name / "rows" / "data.arrow").write_bytes(b"x" * 2_000_000)
         if name != "other":  # being prepared, or somebody's own
             (tmp_path / "cache" / name / "prepared.json").write_text("{}")
     manifest = tmp_path / "runs" / "a" / "checkpoints" / "step-00000003" / "manifest.json"
     manifest.parent.mkdir(parents=True)
-    manifest.write_text(json.dumps({"prepared": "kept"}))
+    history = [{"step": 0, "prepared": "earlier"}, {"step": 3, "prepared": "kept"}]
+    manifest.write_text(json.dumps({"prepared": "kept", "history": history}))
+    for name, target in (("now-c3d4", "now"), ("gone-e5f6", "gone")):  # of an earlier version
+        (tmp_path / "cache" / name).symlink_to(target)
     prepare.prune(tmp_path / "cache" / "now")
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"now", "kept", "other"}
-    assert capsys.readouterr().out == f"removed {tmp_path}/cache/old: 2.0 MB\n"
+    left = {"now", "kept", "earlier", "other"}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == left
+    removed = [f"removed {tmp_path}/cache/{name}: 2.0 MB\n" for name in ("old", "old-a1b2")]
+    assert capsys.readouterr().out == "".join(removed)
 
 
 RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]

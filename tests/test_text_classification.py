@@ -300,7 +300,7 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
     truth, said = whole["labels"].double().numpy(), (logits > 0).int().numpy()
     if kind == "regression":  # in its own unit, 2 around 1003
         mean, deviation = labels.read(prepared.folder).values()
-        truth, said = ((each * deviation + mean) for each in (truth, logits[:, 0].numpy()))
+        truth, said = ((each * deviation + mean) for each in (truth, logits[:, 0].double().numpy()))
         assert min(truth) == pytest.approx(1000) and max(truth) == pytest.approx(1006)
         assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
         assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)

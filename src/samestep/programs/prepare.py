@@ -46,14 +46,20 @@ def prepare() -> None:
 
 
 def prune(kept: Path) -> None:
-    """Removes the prepared folders beside this one that no manifest in runs/ names, and says so."""
-    manifests = map(read_json_object, Path("runs").rglob("manifest.json"))
-    named = {kept.name, *(manifest.get("prepared") for manifest in manifests)}
-    for index in sorted(kept.parent.glob("*/prepared.json")):
-        if index.parent.name not in named and not index.parent.is_symlink():
-            size = sum(path.stat().st_size for path in index.parent.rglob("*") if path.is_file())
-            shutil.rmtree(index.parent)
-            print_on_main(f"removed {index.parent}: {size / 1e6:,.1f} MB")
+    """Removes the prepared folders beside this one that no manifest in runs/ names, and says so.
+
+    A manifest also names those of earlier steps of its run, in its history.
+    """
+    named = {kept.name}
+    for manifest in map(read_json_object, Path("runs").rglob("manifest.json")):
+        named |= {each.get("prepared") for each in [manifest, *manifest.get("history", [])]}
+    for folder in sorted(kept.parent.iterdir()):
+        if folder.is_symlink() and (kept.parent / folder.readlink()).parent == kept.parent:
+            folder.unlink()  # KEY-STAMP, of an earlier version
+        elif (folder / "prepared.json").is_file() and folder.name not in named:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            shutil.rmtree(folder)
+            print_on_main(f"removed {folder}: {size / 1e6:,.1f} MB")
 
 
 def main() -> None:
