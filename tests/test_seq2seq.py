@@ -159,15 +159,15 @@ def bart(task, tmp_path_factory):
     tokenizing.learn_vocabulary(texts, 300, folder, ends=True)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
-        pad_token=tokenizing.END_OF_TEXT,
+        pad_token=tokenizing.PAD,
         eos_token=tokenizing.END_OF_TEXT,
         model_input_names=["input_ids", "attention_mask"],
     )
     sizes = {"vocab_size": 300, "d_model": 16, "max_position_embeddings": 64}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-    ids = dict.fromkeys([*names, "forced_eos_token_id"], len(tokenizer) - 1)
+    ids = dict.fromkeys(["pad_token_id", "decoder_start_token_id"], tokenizer.pad_token_id)
+    ids |= dict.fromkeys(["bos_token_id", "eos_token_id", "forced_eos_token_id"], 299)
     torch.manual_seed(0)
     config = BartConfig(**sizes, **ids)
     model = BartForConditionalGeneration(config)

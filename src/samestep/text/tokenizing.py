@@ -25,7 +25,7 @@ from samestep.models.pretrained import ModelConfig
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
 SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
-END_OF_TEXT = "<|endoftext|>"  # the special token of a new tokenizer
+PAD, END_OF_TEXT = "<pad>", "<|endoftext|>"  # of a new tokenizer
 NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
@@ -138,18 +138,17 @@ def prepare_tokenizer(
     else:
         print("Preparing data: training a tokenizer", flush=True)
         learn_vocabulary(texts, cfg.vocab_size, folder, ends)
-        if not ends:
-            options["bos_token"] = END_OF_TEXT
-        file = str(folder / FILE)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token=END_OF_TEXT, **options)
+        options |= {"tokenizer_file": str(folder / FILE), "eos_token": END_OF_TEXT}
+        options |= {"pad_token": PAD} if ends else {"bos_token": END_OF_TEXT}
+        tokenizer = PreTrainedTokenizerFast(**options)
     tokenizer.chat_template = template or tokenizer.chat_template or default or None
-    ends = pretrained.answer_ends(tokenizer)
-    if default and not ends:
+    last = pretrained.answer_ends(tokenizer)
+    if default and not last:
         what = "the chat template ends answers without a special token of the tokenizer"
         why = "the trained model will not stop; write {{ eos_token }} after the content"
         print(f"Preparing data: warning: {what}: {why}", flush=True)
-    if ends and "eos_token" in needs and not tokenizer.eos_token:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if last and "eos_token" in needs and not tokenizer.eos_token:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(last[0])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if languages_of(tokenizer) and not hasattr(cfg, "source_lang"):
         print(f"Preparing data: each text is marked as {tokenizer.src_lang}", flush=True)
@@ -220,15 +219,16 @@ def break_long_words(texts: Iterable[str]) -> Iterator[str]:
 def learn_vocabulary(texts: Iterable[str], size: int, folder: Path, ends: bool = False) -> None:
     """Saves a byte-level BPE of the texts, to which no text is unknown, in `folder`.
 
-    `size` is the number of tokens. The last is special, END_OF_TEXT: with `ends` it follows each
-    text, also each of a pair.
+    `size` is the number of tokens. The last is special, END_OF_TEXT; with `ends` it follows each
+    text, also each of a pair, and PAD is the one before it.
     """
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import TemplateProcessing
 
+    special = [PAD, END_OF_TEXT] if ends else [END_OF_TEXT]
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(break_long_words(texts), size - 1, show_progress=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.train_from_iterator(break_long_words(texts), size - len(special), show_progress=False)
+    tokenizer.add_special_tokens(special)
     if ends:
         tokenizer._tokenizer.post_processor = TemplateProcessing(
             single=f"$A {END_OF_TEXT}",
