@@ -178,7 +178,7 @@ KITS = [
         {"vocab_size": 300, "max_length": 32},
         prompts,
         ("chosen", "the chosen is empty"),
-        {"max_length": 5},
+        {"max_length": 4},
         answer="chosen",
     ),
 ]
