@@ -144,7 +144,7 @@ KITS = [
         {"max_length": 32, "vocab_size": 300, "dropout": 0.0},
         decode,
         ("label", "the label is empty"),
-        {"max_length": 4},
+        {"max_length": 3},
         {"token_dropout": 0.5},
         long=({}, ["32 at most; 1 have 32, where rows are truncated\n"], {"input_ids": 32}),
     ),
@@ -178,7 +178,7 @@ KITS = [
         {"vocab_size": 300, "max_length": 32},
         prompts,
         ("chosen", "the chosen is empty"),
-        {"max_length": 4},
+        {"max_length": 5},
         answer="chosen",
     ),
 ]
