@@ -1,1 +1,1 @@
-"""Rows of data from files, the Hub and demos: sources, tables, labels, caches."""
+"""Rows of data from files, the Hub and demos: sources, tables, labels."""
