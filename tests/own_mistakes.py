@@ -1,5 +1,6 @@
 """A script of one's own with one mistake: own_mistakes.py MISTAKE FOLDER [STEPS]."""
 
+import ast
 import contextlib
 import os
 import signal
@@ -66,13 +67,19 @@ def collate(batch):
 settings = {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}
 if mistake == "two_sizes":
     settings["global_batch_size"] = 2
+given = {
+    "seed": rank if mistake == "seed_differs" else 0,
+    "global_batch_size": 4 if mistake == "small_steps" else 8,
+    "micro_batch_size": 2,
+    "count": (lambda batch: 3) if mistake == "count" else None,
+    "settings": settings,
+    "accept_changes": mistake in ("small_steps", "accept_changes"),
+}
+if "=" in mistake:
+    given[mistake.partition("=")[0]] = ast.literal_eval(mistake.partition("=")[2])
 training = Training(
-    accelerator, model, optimizer, rows, folder=folder,
-    seed=rank if mistake == "seed_differs" else 0, micro_batch_size=2,
-    global_batch_size=4 if mistake == "small_steps" else 8, collate=collate, exact=exact,
-    count=(lambda batch: 3) if mistake == "count" else None,
-    settings=settings, accept_changes=mistake in ("small_steps", "accept_changes"),
-)  # fmt: skip
+    accelerator, model, optimizer, rows, folder=folder, collate=collate, exact=exact, **given
+)
 for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
     for micro_batch in step.window:
         accelerator.print("ids", *micro_batch.ids)
@@ -133,4 +140,10 @@ def eval_sums(model, batch):
 if mistake == "evaluate":
     sums = training.evaluate(rows, eval_sums)
     accelerator.print("rows", sums["rows"].item(), "errors", sums["errors"].item())
+if mistake == "again":
+    for step in training.steps(6):
+        for x, y in step:
+            step.backward(F.mse_loss(model(x), y, reduction="sum"))
+        step.clip(1.0)
+        optimizer.step()
 accelerator.print("weights", [p.double().sum().item() for p in model.parameters()])

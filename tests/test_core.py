@@ -114,6 +114,34 @@ def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
     assert saved <= ({"step-00000002"} if mistake in late else set())
 
 
+# Arguments of Training, and words of the line.
+ARGUMENTS = {
+    "micro_batch_size=0": "micro_batch_size is 0; give a whole number, at least 1",
+    "global_batch_size='8'": "global_batch_size is '8'; give a whole number, at least 1",
+    "log_every=0": "log_every is 0; give a whole number, at least 1",
+    "seed=1.5": "seed is 1.5; give a whole number, at least 0",
+    "seed=None": "seed is None; give a whole number, at least 0",
+    "num_workers=-1": "num_workers is -1; give a whole number, at least 0",
+    "settings=['lr']": "settings are a list; give a dict, as vars(args)",
+}
+
+
+def test_an_argument_that_training_cannot_take_is_one_line(tmp_path):
+    for argument, said in ARGUMENTS.items():
+        ((code, _, errors),) = script(1, argument, tmp_path)
+        assert code == 2 and errors.strip() == f"own_mistakes.py: {said}"
+    assert not any(tmp_path.iterdir())
+
+
+def test_steps_go_on_in_the_same_process(tmp_path):
+    """The lock, which ends with the steps, is taken again."""
+    again = words_of(script(1, "again", tmp_path / "again"))
+    whole = words_of(script(1, "nothing", tmp_path / "whole", 6))
+    assert again.splitlines()[-1] == whole.splitlines()[-1]
+    assert digest(newest(tmp_path / "again")) == digest(newest(tmp_path / "whole"))
+    assert status(tmp_path / "again")["state"] == "finished"
+
+
 def test_what_is_harmless_gives_the_weights_of_the_plain_script(tmp_path):
     """zero_grad that is forgotten, weights that process 0 alone has, texts in a batch, and
     gradient_accumulation_steps of the Accelerator change nothing."""

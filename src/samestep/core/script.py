@@ -38,6 +38,13 @@ def end_in_one_line() -> None:
     sys.excepthook = say
 
 
+def check_whole(least: int, **numbers: Any) -> None:
+    """Raises UserError unless these are whole numbers, and none is too small."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < least:
+            raise UserError(f"{name} is {value!r}; give a whole number, at least {least}")
+
+
 def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: Any) -> None:
     """Raises UserError unless these come from accelerator.prepare, and can be trained."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
@@ -82,6 +89,8 @@ def compute_exactly(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -
 
 def merge_settings(fixed: dict, settings: dict) -> dict:
     """Training's own settings and those of the script; raises UserError if they differ."""
+    if not isinstance(settings, dict):
+        raise UserError(f"settings are a {type(settings).__name__}; give a dict, as vars(args)")
     for name in fixed.keys() & settings.keys():
         if settings[name] != fixed[name]:
             raise UserError(

@@ -23,8 +23,9 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
+from samestep.base.errors import as_user_error
 from samestep.base.launching import STOPPED
-from samestep.core import checkpoints, provenance, script
+from samestep.core import checkpoints, inputs, provenance, script
 from samestep.core.batches import SampleDataset, plan_step, seed_micro_batch
 from samestep.core.gradient import StepGradients
 from samestep.core.loader import EvalLoader, StepLoader
@@ -59,6 +60,10 @@ class Training:
         rows_depend: bool = False, accept_changes: bool = False,
     ):  # fmt: skip
         script.end_in_one_line()
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+        script.check_whole(1, **sizes, log_every=log_every)
+        numbers = {"seed": seed, "keep_checkpoints": keep_checkpoints, "num_workers": num_workers}
+        script.check_whole(0, **numbers)
         script.check_prepared(accelerator, model, optimizer, rows)
         if exact:
             script.compute_exactly(accelerator, optimizer)
@@ -72,7 +77,7 @@ class Training:
             global_batch_size, micro_batch_size, layout.replicas, exact,
             rank=layout.replica, in_step=layout.in_step,
         )  # fmt: skip
-        given = {"collate": collate, "count": count, "augment": augment}
+        given = {"collate": collate or default_collate, "count": count, "augment": augment}
         self.task = SimpleNamespace(**{name: f for name, f in given.items() if f})
         self.rows = SampleDataset(rows, self.task, seed)
         self.few: list[tuple] = []  # rows to try the loop on: the shortest first, the longest last
@@ -140,7 +145,11 @@ class Training:
         Where a signal asks the run to stop, it saves the step and exits with code 75: the same
         command continues.
         """
+        script.check_whole(0, max_steps=max_steps, save_every=save_every)
         self.resume()
+        with self.ranks.fail_together():
+            if self.saver.lock and self.saver.lock.file.closed:  # after the steps of another call
+                self.saver.lock = run_folder.RunLock(self.folder)
         begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
         left = max(max_steps - begin, 0)
         with StopRequest(launcher_by_environment()) as stop:  # from here on signals are flags
@@ -189,7 +198,10 @@ class Training:
         loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
         totals = EvaluationSums(loader.sampler, self.accelerator.device)
         for batch in loader.batches(self.model):
-            totals.add(eval_sums(self.model, batch))
+            sums = eval_sums(self.model, batch)
+            with as_user_error():
+                inputs.check_sums(sums)
+            totals.add(sums)
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1, self.plan.count)
         found: list[dict[str, Any]] = totals.total(self.ranks)
