@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from samestep.base.fields import MODEL, NOTHING, ROUNDING
+from samestep.base.fields import MODEL, ROUNDING
 from samestep.data.sources import DataConfig
 from samestep.images import image_data, image_rows
 from samestep.models import classification, pretrained
@@ -25,8 +25,6 @@ from samestep.models.pretrained import ModelConfig
 
 Batch = dict[str, torch.Tensor]
 Side = Annotated[int, Field(ge=1, le=4096)]
-StoredSide = Annotated[int, Field(ge=0, le=8192)]
-Gigabytes = Annotated[float, Field(ge=0, le=1_000_000)]
 Size = Annotated[int, Field(ge=1, le=65_536)]
 Crop = Annotated[float, Field(ge=0.01, le=1)]
 Mixing = Annotated[float, Field(ge=0, le=100)]
@@ -48,12 +46,6 @@ class TaskConfig(DataConfig, ModelConfig):
     """Table: column of classes."""
     image_size: Side = 32
     """New model: side in pixels of the square that it sees; a pretrained model has its own."""
-    cache_image_size: StoredSide = 0
-    """Side in pixels of the square that is cut from the middle of each image and stored in
-    cache_dir; 0: that of the model, or a seventh more if crops are random."""
-    decoded_gb: Gigabytes = field(default=20, metadata=NOTHING)
-    """Maximum GB of decoded squares in cache_dir, 3 x cache_image_size^2 bytes each. Where all take
-    more, images are decoded when they are used: the same training, with more num_workers."""
     min_crop: Crop = 0.8
     """About the smallest fraction of the square's area that a random crop keeps; 1: no crops."""
     flip: bool = field(default=False, metadata=MODEL)
@@ -94,26 +86,17 @@ check_config = image_rows.check_config  # fields that exclude each other
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
-    """`square`, uint8 (side * side * 3,), decoded once, and `label`, int64. Where squares take too
-    much disk, `path` or `bytes` in their place."""
-    rows, options = image_rows.read_rows(cfg, folder)
-    decoded = rows.map(
-        image_rows.decode,
-        batched=True,
-        batch_size=100,
-        num_proc=cfg.num_proc(len(rows["train"]) // 100),
-        **options,  # the size of squares, and the columns
-    )
-    return image_rows.check_decoded(decoded, cfg)
+    """`path` or `bytes` of each image, and `label`, int64. Each is decoded once, to check it."""
+    return image_rows.read_rows(cfg, folder)
 
 
 files = image_rows.named_files  # images that a table names
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
-    """Rows {image, label}: uint8 (side, side, 3), perhaps larger than what the model sees."""
-    train = image_data.Images(data["train"], cfg, data.folder)
-    return train, image_data.Images(data["validation"], cfg, data.folder)
+    """Rows {image, label}: the middle of an image, uint8 (S, S, 3), decoded when it is used."""
+    train = image_data.Images(data["train"], data.folder)
+    return train, image_data.Images(data["validation"], data.folder)
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data: Any) -> dict:

@@ -29,7 +29,7 @@ class Part:
 
             self.tokenizer = AutoTokenizer.from_pretrained(data.folder)
         self.table = getattr(self.view, "dataset", self.view)
-        self.has_places = {"file", "line"} <= {*getattr(self.table, "column_names", ())}
+        self.columns = {*getattr(self.table, "column_names", ())}
 
     def place(self, number: int) -> str:
         """The source of a sample, and its place: the file and the line."""
@@ -41,7 +41,9 @@ class Part:
         ends = np.cumsum([each.rows for each in self.rows.sources])
         if len(ends) > 1:
             words.append(self.rows.sources[int(np.searchsorted(ends, number, "right"))].name)
-        if self.has_places:
+        if "place" in self.columns:
+            words.append(self.table[number]["place"])
+        elif {"file", "line"} <= self.columns:
             note, kind = self.table[number], self.table.features["file"]
             file = kind.int2str(note["file"]) if hasattr(kind, "int2str") else note["file"]
             words.append(f"{file}, line {note['line']}")

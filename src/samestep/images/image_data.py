@@ -15,8 +15,8 @@ from PIL import Image
 
 from samestep.base.console import one_line
 from samestep.data import columns
-from samestep.data.views import cells_of
-from samestep.images.images import resize, square
+from samestep.images import images
+from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
 # Other errors of the operating system may pass. Decoders raise OSError without a number.
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def prepare_processor(cfg: Any, folder: Path) -> None:
     """Saves the image processor in `folder`, unless that of a run that resumes is there.
 
-    It crops as `images.square` does, whatever that of a pretrained model does, so that a pipeline
+    It crops as `images.middle` does, whatever that of a pretrained model does, so that a pipeline
     sees images as the model has seen them here. Their pixels are those of the pretrained model's.
     """
     if (folder / PROCESSOR).exists():
@@ -74,7 +74,7 @@ def measure_processor(own: Any, name: str) -> tuple[int, list[float], list[float
     black, white = theirs[0]
     span = np.where(white == black, 1.0, white - black)
     mean, std = np.round(-black / span, 6), np.round(1 / span, 6)
-    ours = (square(Image.fromarray(image), side)[places] / 255 - mean) / std
+    ours = (resize(image, side)[places] / 255 - mean) / std
     if (worst := np.abs(theirs - ours)).max() > 1e-3:
         place = np.unravel_index(worst.argmax(), worst.shape)
         text = f"the image processor of {name} gives a pixel {theirs[place]:.4g}"
@@ -95,67 +95,42 @@ def read_processor(folder: Path) -> tuple[int, list[float], list[float]]:
     return own["crop_size"]["height"], own["image_mean"], own["image_std"]
 
 
-def stored_side(cfg: Any, folder: Path) -> int:
-    """Side in pixels of the squares of prepared data."""
-    side = read_processor(folder)[0]
-    if cfg.min_crop < 1 and cfg.data != "digits":  # which have no more to show
-        side = math.ceil(side * 8 / 7)
-    return cfg.cache_image_size or side
-
-
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
 class Images(torch.utils.data.Dataset):
-    """Rows of a split: image, uint8 (side, side, 3), stored or decoded when it is used, and label.
+    """Rows of a split: image, uint8 (S, S, 3), decoded when it is used, and label."""
 
-    With mixup they have the dataset, too, as `others`. Raises ValueError, which names the image,
-    where it is not the one that was prepared.
-    """
-
-    def __init__(self, dataset: Any, cfg: Any, folder: Path):
-        self.dataset, self.cfg = dataset, cfg
-        self.side = stored_side(cfg, folder)
-        self.labels = columns.values_of(dataset, "label")
-        self.squares = None
-        if "square" in dataset.column_names:
-            self.squares = dataset.select_columns(["square"]).with_format("arrow")
+    def __init__(self, dataset: Any, folder: Path):
+        self.dataset, self.side = dataset, read_processor(folder)[0]
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.dataset)
 
     def __getitem__(self, i: int) -> Row:
-        return self.__getitems__([i])[0]
-
-    def __getitems__(self, places: list[int]) -> list[Row]:
-        if self.squares is None:
-            images = [self.decode(i) for i in places]
-        else:
-            found = cells_of(self.squares[places].column("square"))
-            images = [each.reshape(self.side, self.side, 3) for each in found]
-        labels = self.labels[places].tolist()
-        rows = [{"image": i, "label": n} for i, n in zip(images, labels, strict=True)]
-        return [row | {"others": self} for row in rows] if self.cfg.mixup else rows
-
-    def decode(self, i: int) -> np.ndarray:
         row = self.dataset[i]
-        problem = "it has changed, or another version of Pillow decodes it otherwise"
-        try:
-            image = row["bytes"] or os.fsdecode(row["path"])
-            pixels = square(image, self.side)
-            if hashlib.sha256(pixels.data).hexdigest() == row["digest"]:
-                return pixels
-        except Exception as error:
-            passing = isinstance(error, OSError) and error.errno not in FAULTS_OF_FILES
-            if passing or isinstance(error, MemoryError):
-                raise
-            problem = getattr(error, "strerror", None) or one_line(error)
-        hint = "put back the image that was prepared, and the same command continues"
-        raise ValueError(f"task.data: {row['place']}: {problem}; {hint}")
+        return {"image": decode(row, self.side), "label": row["label"]}
 
     def digest(self) -> str:
-        """That of the squares and labels, also where the squares are not stored."""
+        """That of the files of the images, and the labels."""
         return columns.digest(self.dataset, ["digest", "label"])
+
+
+def decode(row: Row, side: int) -> np.ndarray:
+    """The middle of the image of a prepared row; raises ValueError, which names the image, where it
+    is not the one that was prepared."""
+    problem = "it has changed"
+    try:
+        content = row["bytes"] or images.read_bytes(os.fsdecode(row["path"]))
+        if hashlib.sha256(content).hexdigest() == row["digest"]:
+            return images.middle(content, side)
+    except Exception as error:
+        passing = isinstance(error, OSError) and error.errno not in FAULTS_OF_FILES
+        if passing or isinstance(error, MemoryError):
+            raise
+        problem = getattr(error, "strerror", None) or one_line(error)
+    hint = "put back the image that was prepared, and the same command continues"
+    raise ValueError(f"task.data: {row['place']}: {problem}; {hint}")
 
 
 def augment(row: Row, generator: torch.Generator, cfg: Any, data: Any) -> Row:
@@ -168,11 +143,11 @@ def augment(row: Row, generator: torch.Generator, cfg: Any, data: Any) -> Row:
     if cfg.label_smoothing or cfg.mixup:
         label = smooth(label, cfg.label_smoothing, classes)
     if cfg.mixup:
-        others = row["others"]
+        others = data["train"]
         other = others[int(torch.randint(len(others), (), generator=generator))]
         seed = int(torch.randint(2**62, (), generator=generator))
         share = float(np.random.default_rng(seed).beta(cfg.mixup, cfg.mixup))
-        pixels = crop(other["image"], generator, cfg, side)
+        pixels = crop(decode(other, side), generator, cfg, side)
         image = (share * image + (1 - share) * pixels + 0.5).astype(np.uint8)
         label = share * label + (1 - share) * smooth(other["label"], cfg.label_smoothing, classes)
     return {"image": image, "label": label}
@@ -221,6 +196,6 @@ def report(sums: dict, output: Path, data: Any) -> dict[str, Any]:
 def test_inputs(rows: list[Row], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """Test inputs of the export: images as the model sees them, and their pixel values."""
     side = read_processor(data.folder)[0]
-    images = [Image.fromarray(resize(row["image"], side)) for row in rows]
+    asked = [Image.fromarray(resize(row["image"], side)) for row in rows]
     values = [{"pixel_values": pixel_values([row], cfg, data)} for row in rows]
-    return [*zip(images, values, strict=True)]
+    return [*zip(asked, values, strict=True)]

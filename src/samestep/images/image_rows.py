@@ -1,40 +1,34 @@
 """Labelled images as a `datasets.DatasetDict`: read from folders of classes, tables or the Hub,
-held out by the content of their files, and decoded once.
+held out by the content of their files, and decoded once to see that they can be.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-import shutil
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow
-import pyarrow.compute as pc
 import pyarrow.parquet
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields, local_path
+from samestep.base.fields import check_fields
 from samestep.data import demo_data, hub, labels, sources
 from samestep.data.files import IMAGES, TABLES, file_ending, list_files
-from samestep.data.rows import Input, RowFormat, find_inputs, keep, load_rows
+from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
 BUNDLED = "digits"
 ENDINGS = (*TABLES, *IMAGES)
-SKIP = "--task.incomplete_rows skip leaves"
-SHOWN = 10  # images that are named where many cannot be decoded
 COLUMNS = {
     "path": datasets.Value("binary"),  # as the file system has it: a name may be no text
     "bytes": datasets.Value("large_binary"),  # of an image inside a table or of the Hub
-    "digest": datasets.Value("string"),  # SHA-256 of the file, and once decoded of the square
+    "digest": datasets.Value("string"),  # SHA-256 of the file
     "label": datasets.Value("string"),
 }
 
@@ -119,19 +113,18 @@ def normalize(row: dict, cfg: Any) -> dict[str, Any]:
         raise ValueError(f"the image is {image!r:.60}; give a path")
     stored: dict[str, Any] = {"label": labels.parse_class(label)}
     try:
-        with images.open_image(image):
-            content = Path(image).read_bytes() if isinstance(image, str) else image
-    except Exception as error:  # each decoder has its own
+        content = images.read_bytes(image) if isinstance(image, str) else image
+    except (OSError, ValueError) as error:
         raise sources.IncompleteRow(one_line(error)) from None
     stored["digest"] = hashlib.sha256(content).hexdigest()
     return stored | ({"path": os.fsencode(image)} if isinstance(image, str) else {"bytes": image})
 
 
-def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, Any]]:
-    """The columns of COLUMNS as splits train and validation, and how `map` decodes them.
+def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
+    """The columns of COLUMNS as splits train and validation, `label` as a number.
 
     The image processor and the names of the classes are saved in `folder`; a run that resumes finds
-    its own there.
+    its own there. Raises ValueError for an image that cannot be decoded, or leaves it out.
     """
     image_data.prepare_processor(cfg, folder)
     bundled = {BUNDLED: demo_data.digit_rows}
@@ -143,7 +136,34 @@ def read_rows(cfg: Any, folder: Path) -> tuple[datasets.DatasetDict, dict[str, A
     rows = load_rows(inputs, cfg, form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=name_classes(rows, cfg, folder, is_given))
-    return rows, decode_options(rows, classes, cfg, image_data.stored_side(cfg, folder))
+    options = {"cfg": cfg, "side": image_data.read_processor(folder)[0]}
+    for split, part in rows.items():
+        numbers = classes.str2int([*part["label"]])
+        part = part.remove_columns(["source", "file", "line", "label"])
+        rows[split] = part.add_column("label", numbers, feature=classes).filter(
+            is_readable,
+            input_columns=["path", "bytes", "place"],
+            num_proc=cfg.num_proc(len(part) // 100),
+            fn_kwargs={**options, "field": sources.field_of(split, cfg)},
+        )
+    return rows
+
+
+def is_readable(path: bytes, content: bytes, place: str, cfg: Any, side: int, field: str) -> bool:
+    """Whether an image can be decoded. Raises ValueError for one that cannot, unless
+    cfg.incomplete_rows is skip."""
+    try:
+        images.middle(content or os.fsdecode(path), side)
+    except MemoryError:
+        raise
+    except Exception as error:  # each decoder has its own
+        text = f"{place}: {one_line(error)}"
+        if cfg.incomplete_rows == "refuse":
+            hint = "--task.incomplete_rows skip leaves such images out"
+            raise ValueError(f"task.{field}: {text}; {hint}") from None
+        print(f"Preparing data: left out: {text}", flush=True)
+        return False
+    return True
 
 
 def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) -> list[str]:
@@ -161,77 +181,3 @@ def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: b
         labels.check_known(part, names, cfg, split)
     (folder / labels.FILE).write_text(json.dumps({"names": names}), encoding="utf-8")
     return names
-
-
-# ---- Squares -------------------------------------------------------------------------------------
-
-
-def decode_options(
-    rows: datasets.DatasetDict, classes: datasets.ClassLabel, cfg: Any, side: int
-) -> dict[str, Any]:
-    """Options of `map` for `decode`: squares are stored if they take at most cfg.decoded_gb.
-
-    Raises ValueError if the disk has no room for them.
-    """
-    count = sum(map(len, rows.values()))
-    size = count * side * side * 3
-    stored = size <= cfg.decoded_gb * 1e9
-    features = dict(rows["train"].features)
-    features |= {"label": classes, "problem": datasets.Value("string")}
-    text = f"{count:,} images of {one_line(cfg.data, 100)}; {size / 1e6:,.1f} MB of squares"
-    removed = ["source"]
-    if stored:
-        removed += ["path", "bytes"]
-        features["square"] = datasets.List(datasets.Value("uint8"), length=side * side * 3)
-    else:
-        text += f" are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded when they are used"
-    print(f"Preparing data: {text}", flush=True)
-    if stored and 2 * size > shutil.disk_usage(local_path(cfg.cache_dir)).free:
-        hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
-        raise ValueError(f"task.cache_dir: {os.strerror(errno.ENOSPC)} to write them twice; {hint}")
-    return {
-        "fn_kwargs": {"side": side, "stored": stored},
-        "remove_columns": removed,
-        "features": datasets.Features({n: f for n, f in features.items() if n not in removed}),
-    }
-
-
-def decode(batch: dict[str, list], side: int, stored: bool) -> dict[str, list]:
-    """Squares of images, for `map`: the middle of each, uint8 (side * side * 3,); their digests,
-    which are the same where `stored` leaves the squares out; and what is wrong with an image."""
-    found: dict[str, list] = {"digest": [], "problem": [], "square": []}
-    for path, content in zip(batch["path"], batch["bytes"], strict=True):
-        pixels, problem = np.zeros((side, side, 3), np.uint8), ""
-        try:
-            pixels = images.square(content or os.fsdecode(path), side)
-        except MemoryError:
-            raise
-        except Exception as error:  # each decoder has its own
-            problem = one_line(error)
-        found["digest"].append(hashlib.sha256(pixels.data).hexdigest())
-        found["problem"].append(problem)
-        found["square"].append(pixels.reshape(-1))
-    if not stored:
-        del found["square"]
-    return found
-
-
-def check_decoded(rows: datasets.DatasetDict, cfg: Any) -> datasets.DatasetDict:
-    """The rows whose images could be decoded.
-
-    Raises ValueError for the first that could not, unless cfg.incomplete_rows is skip.
-    """
-    count = sum(map(len, rows.values()))
-    good = {s: pc.equal(part.data.column("problem"), "").to_numpy() for s, part in rows.items()}
-    number = count - sum(each.sum() for each in good.values())
-    for split, part in rows.items():
-        for i in np.flatnonzero(~good[split])[:SHOWN].tolist():
-            text = f"{part[i]['place']}: {part[i]['problem']}"
-            if cfg.incomplete_rows == "refuse":
-                text += f"; of {count:,} images {number:,} cannot be decoded; {SKIP} them out"
-                raise ValueError(f"task.{sources.field_of(split, cfg)}: {text}")
-            print(f"Preparing data: left out: {text}", flush=True)
-        if not good[split].all():
-            part = keep(part, good[split])
-        rows[split] = part.remove_columns("problem")
-    return rows

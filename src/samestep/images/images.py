@@ -15,6 +15,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
 
+def read_bytes(path: str | Path) -> bytes:
+    """Those of a regular file; raises ValueError for a pipe, which would block."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is a folder, a pipe or a device")
+    return Path(path).read_bytes()
+
+
 def open_image(source: str | Path | bytes) -> Any:
     """A Pillow image of a path or of bytes, not decoded yet, in one of the formats of IMAGES.
 
@@ -22,12 +29,9 @@ def open_image(source: str | Path | bytes) -> Any:
     would cut off at 255.
     """
     warnings.filterwarnings("ignore", module="PIL")  # odd metadata, many pixels
-    if isinstance(source, bytes):
-        source = io.BytesIO(source)
-    elif not stat.S_ISREG(os.stat(os.fspath(source)).st_mode):
-        raise ValueError("it is a folder, a pipe or a device")
+    content = source if isinstance(source, bytes) else read_bytes(source)
     try:
-        image = Image.open(source, formats=IMAGES)
+        image = Image.open(io.BytesIO(content), formats=IMAGES)
     except UnidentifiedImageError:
         raise UnidentifiedImageError(f"its format is none of {', '.join(IMAGES)}") from None
     if image.mode.startswith(("I", "F")):
@@ -40,23 +44,26 @@ def upright(image: Any) -> Any:
     broken block is ignored. Raises what the decoder raises."""
     image.load()  # the block of some formats is behind the pixels
     with contextlib.suppress(Exception):  # Pillow raises SyntaxError, struct.error and others
-        image = ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     ground = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 
 
-def square(image: Any, side: int) -> np.ndarray:
-    """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels.
+def middle(image: Any, side: int) -> np.ndarray:
+    """The middle of an image, upright and opaque: uint8 (S, S, 3), S of its own.
 
-    `image`: a path, bytes, or a Pillow image.
+    `image`: a path, bytes, or a Pillow image. A large JPEG is decoded at a fraction of its size, of
+    at least 2 * `side`.
     """
     if not isinstance(image, Image.Image):
         image = open_image(image)
-        image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+        image.draft(None, (2 * side, 2 * side))
     image = upright(image)
-    return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
+    size = min(image.size)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
 def resize(image: np.ndarray, side: int, box: tuple | None = None) -> np.ndarray:
