@@ -53,14 +53,14 @@ def names_of(prepared):
     return prepared["train"].features["label"].names
 
 
-def check_colors(prepared, parts, count, side=8):
+def check_colors(prepared, parts, count):
     """Whether both parts together have all images, each with the color of its class."""
     assert names_of(prepared) == sorted(COLORS)
     assert sum(map(len, parts)) == count and min(map(len, parts)) >= 1
     for part in parts:
         for i in range(len(part)):
             image, color = part[i]["image"], COLORS[sorted(COLORS)[part[i]["label"]]]
-            assert image.shape == (side, side, 3) and image.dtype == np.uint8
+            assert image.shape == (12, 12, 3) and image.dtype == np.uint8
             assert np.abs(image.mean((0, 1)) - np.array(color) - 9.5).max() < 8
 
 
@@ -110,16 +110,16 @@ def test_a_dataset_of_the_hub(prepare, monkeypatch):
     check_colors(*found, 24)
 
 
-def test_the_middle_of_an_upright_image_is_stored():
+def test_the_middle_of_an_upright_image_is_what_is_seen():
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
-    assert images.square(Image.fromarray(wide), 10)[:, 1:-1].min() > 200
+    assert (images.middle(Image.fromarray(wide), 10) == 255).all()
     image = Image.fromarray(np.vstack([np.full((9, 18), 255), np.zeros((9, 18))]).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise
     file = io.BytesIO()
     image.save(file, "png", exif=exif)
-    turned = images.square(file.getvalue(), 6)
+    turned = images.middle(file.getvalue(), 6)
     assert turned[:, 0].max() < 40 and turned[:, -1].min() > 215
 
 
@@ -135,7 +135,7 @@ def icon(number, size=12):
 
 
 def test_what_is_transparent_is_put_on_white():
-    stored = images.square(icon(4), 12)
+    stored = images.middle(icon(4), 12)
     assert (stored[:5, :5] <= 12).all() and (stored[8:, 8:] >= 254).all()
 
 
@@ -175,25 +175,19 @@ def test_pixels_are_those_of_the_image_processor_of_the_model(task, tmp_path, ki
 def test_unreadable_images_are_refused_or_named_and_left_out(
     kit, config, prepare, tmp_path, capsys
 ):
-    """Those that are none by their first bytes while rows are read, others when decoded."""
     root = folders(tmp_path / "a", 16)
-    for i in range(12):
-        (root / "red" / f"{i}.png").write_bytes(b"no image")
+    (root / "red" / "0.png").write_bytes(b"no image")
     halves = [root / "green" / f"{i}.png" for i in range(3, 9)]
     for half in halves:
         half.write_bytes(half.read_bytes()[:200])
-    said = refusal(kit, config(root))
-    assert f"{root}/red/0.png: its format is none of JPEG" in said
-    assert "--task.incomplete_rows skip leaves" in said
     _, _, parts = prepare(root, incomplete_rows="skip")
     printed = capsys.readouterr().out
-    assert f"; 12 left out (the first: {root}/red/0.png: its format is none of" in printed
+    assert f"left out: {root}/red/0.png: its format is none of JPEG" in printed
     assert all(f"Preparing data: left out: {half}: " in printed for half in halves)
-    assert sum(map(len, parts)) == 48 - 12 - 6
-    for i in range(12):
-        (root / "red" / f"{i}.png").unlink()
+    assert sum(map(len, parts)) == 48 - 1 - 6
+    (root / "red" / "0.png").unlink()
     said = refusal(kit, config(root))
-    assert re.match(f"task.data: {root}/green/.*; of 36 images 6 cannot be decoded", said)
+    assert re.match(f"task.data: {root}/green/.*; --task.incomplete_rows skip leaves such", said)
 
 
 def test_a_broken_exif_block_spoils_no_training(prepare, tmp_path):
@@ -247,35 +241,16 @@ def test_any_number_of_processes_prepares_the_same(task, prepare, tmp_path, monk
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["skip", "csv", "parquet of bytes"])
-def test_rows_are_the_same_decoded_and_from_the_files(prepare, tmp_path, capsys, kind):
-    fields = {"cache_image_size": 9, "incomplete_rows": "skip" if kind == "skip" else "refuse"}
-    if kind == "skip":
-        data = folders(tmp_path / "a", 12, ("png", "jpg", "webp", "gif"))
-        (data / "red" / "0.png").write_bytes(icon(5))
-        (data / "blue" / "0.png").write_bytes(b"no image")
-        (data / "red" / "11.gif").write_bytes(b"no image")
-    else:
-        data = table(tmp_path, kind, 12)
-    _, kept, before = prepare(data, **fields)
-    assert ("left out" in capsys.readouterr().out) == (kind == "skip")
-    if kind in ("csv", "parquet of bytes"):
-        check_colors(kept, before, 36, 9)
+@pytest.mark.parametrize("kind", ["csv", "parquet of bytes"])
+def test_a_table_names_images_or_has_them(prepare, tmp_path, kind):
+    _, prepared, parts = prepare(table(tmp_path, kind, 12))
     if kind == "parquet of bytes":
         shutil.rmtree(tmp_path / "images")  # the table has them
-    _, decoded, after = prepare(data, decoded_gb=0, **fields)
-    assert "are more than task.decoded_gb, 0: decoded when they" in capsys.readouterr().out
-    assert decoded.folder != kept.folder and "square" not in decoded["train"].column_names
-    assert digests(before) == digests(after)
-    for parts in (after, pickle.loads(pickle.dumps(after))):
-        for mine, theirs in zip(before, parts, strict=True):
-            for i in range(len(mine)):
-                assert mine[i]["label"] == theirs[i]["label"]
-                assert np.array_equal(mine[i]["image"], theirs[i]["image"])
+    check_colors(prepared, pickle.loads(pickle.dumps(parts)), 36)
 
 
 def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path):
-    cfg, prepared, (train, _) = prepare(folders(tmp_path / "a"), decoded_gb=0)
+    cfg, prepared, (train, _) = prepare(folders(tmp_path / "a"))
     bound = contract.bind(task, cfg, prepared)
     rows, places = batches.SampleDataset(train, bound, seed=0), [*range(len(train))]
     path = Path(train.dataset[3]["place"])
@@ -316,9 +291,6 @@ def test_without_crops_and_flips_rows_stay_as_they_are(task, prepare, tmp_path):
     image = rows[0]["image"]
     mirrored = sum(np.array_equal(each, image[:, ::-1]) for each in flips)
     assert 70 < mirrored < 130 and any(np.array_equal(each, image) for each in flips)
-    photos = task.TaskConfig(data="photos", min_crop=0.5, image_size=12)
-    task.image_data.prepare_processor(photos, tmp_path)
-    assert task.image_data.stored_side(photos, tmp_path) == 14  # what crops are taken from
 
 
 def test_labels_are_smoothed_and_images_mixed(task, prepare):
@@ -393,7 +365,7 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
         assert (output / name).stat().st_size > 10_000
     logging.set_verbosity_error()
     monkeypatch.chdir(baked.path)
-    cfg = task.TaskConfig(cache_image_size=32)  # as in the default recipe
+    cfg = task.TaskConfig()
     bound = contract.bind(task, cfg, prepare_task(task, cfg))
     rows = [bound.views()[1][i] for i in range(len(bound.views()[1]))]
     files = [str(tmp_path / f"{i}.png") for i in range(len(rows))]
@@ -412,12 +384,12 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
 
 @pytest.mark.slow
 def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path):
-    """To the last byte on any number of processes, with images decoded when read."""
+    """To the last byte on any number of processes."""
     for split, each in (("train", 12), ("val", 3)):
         folders(tmp_path / "photos" / split, each, ("jpg",))
     flags = ["--config", "configs/train/resnet50.yaml", "--task.data", tmp_path / "photos"]
     flags += ["--task.hidden_size", 64, "--task.stages", "[1,1,1,1]", "--task.image_size", 32]
-    flags += ["--task.decoded_gb", 0, "--warmup_steps", 1, "--task.channels_last", "false"]
+    flags += ["--warmup_steps", 1, "--task.channels_last", "false"]
     flags += ["--num_epochs", 0, *STEPS, "--max_steps", 3, "--num_workers", 1]
     flags += ["--learning_rate", 1e-4, "--output_dir"]
     ends = []

@@ -154,7 +154,7 @@ KITS = [
         {"image_size": 8, "patch_size": 4, "min_crop": 1.0},
         pixels,
         ("image", "the image is empty"),
-        {"cache_image_size": 6},
+        {"validation_rows": 2},
         {"flip": True, "min_crop": 0.5, "mixup": 0.4, "label_smoothing": 0.1},
     ),
     Kit(

@@ -163,12 +163,15 @@ def smooth(label: int, part: float, classes: int) -> np.ndarray:
 def crop(image: np.ndarray, generator: torch.Generator, cfg: Any, side: int) -> np.ndarray:
     """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
     area, ratio, x, y, mirror = torch.rand(5, generator=generator).tolist()
+    box = None
     if cfg.min_crop < 1:
         root = math.sqrt(1 - area * (1 - cfg.min_crop))
         stretch = (4 / 3) ** (ratio - 0.5)
         width, height = (len(image) * min(1, part) for part in (root * stretch, root / stretch))
         left, top = x * (len(image) - width), y * (len(image) - height)
-        image = resize(image, side, (left, top, left + width, top + height))
+        box = (left, top, left + width, top + height)
+    if box or len(image) != side:
+        image = resize(image, side, box)
     return image[:, ::-1] if cfg.flip and mirror < 0.5 else image
 
 
