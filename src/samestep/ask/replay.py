@@ -145,8 +145,9 @@ def show(found: dict, lines: list[dict], args: Any) -> None:
     same = [all(difference(a[n], b[n]) == "equal" for n in NAMES) for a, b in pairs]
     print(f"  {sum(same)} of {len(same)} lines of metrics.jsonl are equal to the bit\n")
     print(f"  line of step {lines[-1]['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
-    for before, now in ((lines[-1][name], found["lines"][-1][name]) for name in NAMES):
-        print(f"    {before!s:>45} {now!s:>24}  {difference(before, now)}")
+    for name in NAMES:
+        before, now = lines[-1][name], found["lines"][-1][name]
+        print(f"    {name:20} {before!s:>24} {now!s:>24}  {difference(before, now)}")
     twice = repr(found["layers"]) == repr(found["again"]["layers"])  # NaN, too
     print(
         f"\n  step {args.step} alone: loss {found['loss']:.6g}, norm {found['norm']:.6g}, "
