@@ -26,7 +26,7 @@ from samestep.core import checkpoints
 from samestep.programs import make_parser
 
 NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
-WINDOW, THRESHOLD = 50, 5  # lines of a running median; deviations from it that stand out
+WINDOW, THRESHOLD = 20, 5  # lines of a running median; deviations from it that stand out
 
 
 def main() -> int:
