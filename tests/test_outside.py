@@ -151,12 +151,12 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
     for name in ("a.png", "a.eps"):
         (tmp_path / name).write_bytes(EPS)
         with pytest.raises(OSError, match="none of JPEG, PNG"):
-            images.square(tmp_path / name, 8)
+            images.middle(tmp_path / name, 8)
         result = programs.run(predict, tmp_path, "--model", models / "images", name)
         assert result.returncode == 2 and result.stdout == ""
         assert f"{name}: UnidentifiedImageError: its format is none of JPEG, PN" in result.stderr
     with pytest.raises(OSError, match="none of JPEG, PNG"):
-        images.square(EPS, 8)
+        images.middle(EPS, 8)
     assert not ghostscript.exists()
     with pytest.raises(OSError), Image.open(tmp_path / "a.png") as image:
         image.load()
