@@ -134,7 +134,7 @@ class Log:
         self.accelerator.log(values, step=step if self.passes_step else None)
 
     def close(self) -> None:
-        """Closes the file and the bar. `end_tracker` closes the tracker."""
+        """Closes the file and the bar."""
         self.bar.close()
         if is_main():
             os.fsync(self.file.fileno())
