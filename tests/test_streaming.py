@@ -345,7 +345,8 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
         assert digest(output / LAST) == digest(whole / LAST)
         row = streamed.ask("rows", output, "--step", 5).splitlines()[1]
         told = streamed.ask("when", whole, row.split()[0])
-        assert "a stream: reads the samples of steps 1 to 9" in told and "\n  steps 5\n" in told
+        assert "a stream: reads the samples until step 9 again" in told
+        assert "\n  1 times until step 9: 5\n" in told
     streamed.check_asked(output, 5)
 
 
