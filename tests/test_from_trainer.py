@@ -103,7 +103,3 @@ def test_names_of_trainer_are_answered_with_ours(project, tmp_path):
     for words, said in NAMES.items():
         printed = project.train(1, *words.split(), "--output_dir", tmp_path, codes=[2])
         assert said in printed, json.dumps(printed)
-
-
-def test_the_page_is_short():
-    assert len(PAGE.split()) <= 700
