@@ -108,8 +108,11 @@ class Images(torch.utils.data.Dataset):
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> Row:
-        row = self.dataset[i]
-        return {"image": decode(row, self.side), "label": row["label"]}
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, places: list[int]) -> list[Row]:
+        rows = self.dataset.__getitems__(places)
+        return [{"image": decode(row, self.side), "label": row["label"]} for row in rows]
 
     def digest(self) -> str:
         """That of the files of the images, and the labels."""
