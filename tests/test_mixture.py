@@ -35,9 +35,9 @@ def whole(quick, tmp_path_factory):
     """An uninterrupted run of one process."""
     output = tmp_path_factory.mktemp("mixture") / "whole"
     printed = quick("--output_dir", output, *FLAGS, before=BEFORE)
-    # On the screen each source has its loss alone.
+    # On the screen are the scores of each source.
     assert "eval_loss/b/c 1" in printed and "rows 11  " in printed
-    assert "rows/a" not in printed and "samples/a" not in printed
+    assert "rows/a 5" in printed and "samples/a" not in printed
     return output
 
 
