@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import ClassLabel
 
 from samestep.ask import again
 from samestep.ask.record import Record
@@ -45,13 +46,15 @@ class Part:
             words.append(self.table[number]["place"])
         elif {"file", "line"} <= self.columns:
             note, kind = self.table[number], self.table.features["file"]
-            file = kind.int2str(note["file"]) if hasattr(kind, "int2str") else note["file"]
+            file = note["file"]
+            if isinstance(kind, ClassLabel):
+                file = kind.int2str(note["file"])
             words.append(f"{file}, line {note['line']}")
         return ": ".join(words)
 
     def text(self, row: Any) -> str:
         """A row as text: tokens decoded, other numbers by their names."""
-        words = []
+        words: list[Any] = []
         for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
             values = np.asarray(value)
             if self.tokenizer and name.endswith("input_ids"):

@@ -61,7 +61,7 @@ class StepPlan:
         first = sum(self.shares[: rank - turn])
         return range(first + turn, first + self.in_turn * self.shares[rank], self.in_turn)
 
-    def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
+    def positions(self, positions: Any, number: int) -> Any:
         """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
         first = number * self.samples // self.count
         end = (number + 1) * self.samples // self.count

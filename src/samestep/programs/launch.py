@@ -53,7 +53,8 @@ def main() -> int | None:
         os.environ.clear()
         os.environ.update(clean)
     if {"--help", "-h"} & {*program}:
-        return become(program)
+        become(program)
+        return None
     words = [*words[:start], "--", *program]  # the last option lacks its value: this tells argparse
     threads = os.environ.get("OMP_NUM_THREADS")
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
@@ -69,9 +70,11 @@ def main() -> int | None:
         if env["OMP_NUM_THREADS"] != threads:  # torch has read it when it was imported
             os.execve(sys.executable, [sys.executable, *program], env)
         os.environ.update(env)
-        return become(program)
+        become(program)
+        return None
     if "--check" in program:
-        return become(program)
+        become(program)
+        return None
     return launch_several(program, arguments, launcher.parse(words), report)
 
 
@@ -142,7 +145,7 @@ def launch_several(
     if ":" in os.environ.get("PET_NNODES", ""):  # elastic, see launched.most_processes
         env["LOCAL_WORLD_SIZE"] = str(read_arguments.num_processes)
     # A fork has imported torch already.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     checking = context.Process(target=check, args=(program, env))
     checking.start()
     signals = Signals(checking)
