@@ -37,7 +37,7 @@ QUIET = again.QUIET | {"check_export": False, "eval_every": 0, "keep_checkpoints
 NOT_COPIED = (".git", ".venv", "__pycache__")
 
 
-class Audit:
+class _Audit:
     """The steps `first` + 1 to `last` of a receipt; raises UserError for others."""
 
     def __init__(self, args: Namespace, is_script: bool):
@@ -112,7 +112,7 @@ class Audit:
         return True
 
 
-def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tuple[list, list]:
+def prepare(audit: _Audit, scratch: Path, flags: list[str], processes: int) -> tuple[list, list]:
     """Compares code and data; the command that trains again, and the environments of processes."""
     from samestep.project import startup
 
@@ -129,7 +129,7 @@ def prepare(audit: Audit, scratch: Path, flags: list[str], processes: int) -> tu
     return [sys.executable, "train.py", *words], envs
 
 
-def copy_folder(audit: Audit, copied: Path) -> Path:
+def _copy_folder(audit: _Audit, copied: Path) -> Path:
     """Copies this folder without the folders of runs, but for the checkpoint to begin from; the
     folder of the run there."""
 
@@ -145,13 +145,13 @@ def copy_folder(audit: Audit, copied: Path) -> Path:
     return copied / audit.run
 
 
-def train_again(audit: Audit, flags: list[str], command: list[str], processes: int) -> bool:
+def _train_again(audit: _Audit, flags: list[str], command: list[str], processes: int) -> bool:
     """Trains in a scratch folder; whether all states were equal."""
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         place, run, envs = Path(), Path(folder, "run"), [dict(os.environ)]
         if command:
             place = Path(folder, "copy")
-            run = copy_folder(audit, place)
+            run = _copy_folder(audit, place)
         else:
             command, envs = prepare(audit, Path(folder), flags, processes)
         log = Path(folder, "log")
@@ -162,9 +162,9 @@ def train_again(audit: Audit, flags: list[str], command: list[str], processes: i
 
 
 def run(args: Namespace, flags: list[str], command: list[str]) -> int:
-    began, audit = time.monotonic(), Audit(args, bool(command))
+    began, audit = time.monotonic(), _Audit(args, bool(command))
     print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
-    equal = train_again(audit, flags, command, args.processes)
+    equal = _train_again(audit, flags, command, args.processes)
     verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
     print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
     return int(not equal)

@@ -35,7 +35,7 @@ from samestep.project.saving import Saver
 from samestep.project.startup import RunStart
 
 
-def norms_by_layer(gradients: StepGradients) -> dict[str, float]:
+def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
     """The norm of the gradient of each layer."""
     squares: dict[str, float] = defaultdict(float)
     scaler = gradients.accelerator.scaler
@@ -49,7 +49,7 @@ def norms_by_layer(gradients: StepGradients) -> dict[str, float]:
     return {name: math.sqrt(value) / scale for name, value in squares.items()}
 
 
-class Question:
+class _Question:
     """What is asked about a step, with the weights before it."""
 
     def __init__(self, run: Run, model: Any, gradients: StepGradients, rows: Any, step: int):
@@ -89,7 +89,7 @@ class Question:
 
     def describe(self, losses: list[torch.Tensor], items: int) -> dict[str, Any]:
         """The loss, items and norms of a gradient that is complete, before it is clipped."""
-        plan, layers = self.run.plan, norms_by_layer(self.gradients)
+        plan, layers = self.run.plan, _norms_by_layer(self.gradients)
         (total,), _ = monitor.read_steps(self.run.ranks, plan.count, [plan.run()], [losses])
         norm = math.hypot(*layers.values())
         return {"loss": total / max(items, 1), "items": items, "norm": norm, "layers": layers}
@@ -112,12 +112,12 @@ class Question:
         return found
 
 
-def ask(question: Question, asked: dict, part: Part) -> dict[str, Any]:
+def ask(question: _Question, asked: dict, part: Part) -> dict[str, Any]:
     """What is computed beside the step."""
     without, answer = {*asked["without"]}, {"again": question.compute(), "rows": []}
     if getattr(question.run.task, "rows_depend", bool)():
         return answer
-    check_without(without, [number for number, _ in question.samples])
+    _check_without(without, [number for number, _ in question.samples])
     answer["rows"] = question.rows_alone(part)
     if without:
         answer["without"] = question.compute(lambda row: row not in without)
@@ -126,7 +126,7 @@ def ask(question: Question, asked: dict, part: Part) -> dict[str, Any]:
     return answer
 
 
-def check_without(without: set[int], ids: list[int]) -> None:
+def _check_without(without: set[int], ids: list[int]) -> None:
     if missing := sorted(without - {*ids}):
         raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
     if without == {*ids}:
@@ -144,7 +144,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     rows, end = run.train_rows(), run.samples(asked["step"])
     if not rows.is_stream:  # before minutes of training
         ids = rows.ids(range(end - cfg.global_batch_size, end))
-        check_without({*asked["without"]}, ids)
+        _check_without({*asked["without"]}, ids)
     if getattr(run.task, "rows_depend", bool)() and (asked["without"] or asked["gradients"]):
         raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
     accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))
@@ -173,7 +173,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for group in optimizer.param_groups:
             group["lr"] = lr
         if step == asked["step"]:
-            question = Question(run, model, gradients, loader.rows, step)
+            question = _Question(run, model, gradients, loader.rows, step)
             answer |= ask(question, asked, Part(loader.rows, start.data))
         losses = train.compute_step(run, model, gradients, step, window, items)
         loader.prefetch()

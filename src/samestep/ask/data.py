@@ -170,12 +170,12 @@ class RunData:
                 begin, size = entry["samples"], entry["global_batch_size"]
                 order = self.part(entry["step"] + 1).rows.order
                 last = begin + (end - entry["step"]) * size
-                positions = positions_of(order, row, begin, last)
+                positions = _positions_of(order, row, begin, last)
                 found += [entry["step"] + 1 + (each - begin) // size for each in positions]
         return found
 
 
-def positions_of(order: SampleOrder, row: int, begin: int, end: int) -> list[int]:
+def _positions_of(order: SampleOrder, row: int, begin: int, end: int) -> list[int]:
     """The positions from `begin` up to `end` of a run that take this row: the order, backwards."""
     mixture, origin = order.mixture, int(order.first)
     source = int(np.searchsorted(order.firsts, row, side="right")) - 1

@@ -27,14 +27,14 @@ def show(what: str, text: str) -> None:
     print(f"{what:10} {one_line(text, 500)}")
 
 
-def is_equal(one: Any, two: Any) -> bool:
+def _is_equal(one: Any, two: Any) -> bool:
     """Whether two rows have the same values."""
     if isinstance(one, Mapping):
-        return one.keys() == two.keys() and all(is_equal(one[name], two[name]) for name in one)
+        return one.keys() == two.keys() and all(_is_equal(one[name], two[name]) for name in one)
     return np.array_equal(one, two)
 
 
-def first_row(records: list[Record]) -> str:
+def _first_row(records: list[Record]) -> str:
     """The row that differs and was trained on first; empty: it is not known."""
     from samestep.ask.data import RunData  # torch: 4 s
 
@@ -47,7 +47,7 @@ def first_row(records: list[Record]) -> str:
     digest, last = records[0].entry(records[0].last)["data"], records[0].last
     found = []
     for row in range(0 if data[0].is_stream else min(len(part.view) for part in parts)):
-        if len(found) < 1000 and not is_equal(*(part.view[row] for part in parts)):
+        if len(found) < 1000 and not _is_equal(*(part.view[row] for part in parts)):
             found.append((min(data[0].steps_of(row, digest), default=last + 1), row))
     if not found:
         return ""
@@ -62,7 +62,7 @@ def first_row(records: list[Record]) -> str:
     return text
 
 
-def first_lines(records: list[Record]) -> list[int]:
+def _first_lines(records: list[Record]) -> list[int]:
     """Prints the first line of metrics.jsonl with other rows, and that with other numbers; their
     steps."""
     lines = [{each.last: each for each in record.intervals} for record in records]
@@ -85,7 +85,7 @@ def first_lines(records: list[Record]) -> list[int]:
     return other[:1]
 
 
-def first_state(records: list[Record]) -> list[int]:
+def _first_state(records: list[Record]) -> list[int]:
     """Prints the first step whose saved states differ, and the first weight; the step."""
     states = [{each["step"]: each["state"] for each in made.saves_of(r)} for r in records]
     common = [step for step in states[0] if step in states[1]]
@@ -111,10 +111,10 @@ def compare(folders: list[Path]) -> int:
         if name not in (*made.FREE, "settings output_dir"):
             causes.append(made.describe(name, *pair))
             show(name.partition(" ")[0], causes[-1])
-    if "data fingerprint" in changed and (row := first_row(records)):
+    if "data fingerprint" in changed and (row := _first_row(records)):
         causes.append(row)
-    steps = first_lines(records) if all(record.intervals for record in records) else []
-    steps += first_state(records)
+    steps = _first_lines(records) if all(record.intervals for record in records) else []
+    steps += _first_state(records)
     cause = "; ".join(causes)
     verdict = f"=> the same run{', in spite of ' if cause else ''}{cause}"
     if steps:

@@ -24,15 +24,15 @@ from samestep.core import state_hash
 from samestep.programs import make_parser
 
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
-LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
+_LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
 SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
-TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
+_TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
 
 
 def is_public(name: str, value: Any) -> bool:
     """Whether a setting may be published: it names no place of a machine, and opens no door."""
     text = json.dumps(value)
-    hidden = name in OWN or SECRET.search(name) or TOKEN.search(text) or LOCAL.search(text)
+    hidden = name in OWN or SECRET.search(name) or _TOKEN.search(text) or _LOCAL.search(text)
     return not hidden and without_credentials(text) == text
 
 

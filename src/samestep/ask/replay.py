@@ -26,7 +26,7 @@ from samestep.core import checkpoints
 from samestep.programs import make_parser
 
 NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
-WINDOW, THRESHOLD = 20, 5  # lines of a running median; deviations from it that stand out
+_WINDOW, _THRESHOLD = 20, 5  # lines of a running median; deviations from it that stand out
 
 
 def main() -> int:
@@ -39,13 +39,13 @@ def main() -> int:
     add("--gradients", action="store_true", help="the norm of each row's gradient, too")
     add("--processes", type=int, default=0, metavar="P", help="default: as many as it had")
     args = parser.parse_args()
-    return answer(parser, show_spikes if args.step is None else replay, args)
+    return answer(parser, _show_spikes if args.step is None else replay, args)
 
 
 # ---- Steps that stand out ------------------------------------------------------------------------
 
 
-def find_spikes(record: Record) -> list[tuple[int, str, float]]:
+def _find_spikes(record: Record) -> list[tuple[int, str, float]]:
     """Steps that stand out, why, and by how many deviations: those that were skipped, and losses
     and norms far above the median of the lines before. Of a line the worst step counts, too."""
     found, before = [], {"loss": [], "grad_norm": []}
@@ -64,16 +64,16 @@ def find_spikes(record: Record) -> list[tuple[int, str, float]]:
             middle = statistics.median(values or [value])
             spread = 1.4826 * statistics.median([abs(each - middle) for each in values or [0]])
             above = (value - middle) / max(spread, abs(middle) / 100, 1e-12)
-            if len(values) >= 4 and above > THRESHOLD:
+            if len(values) >= 4 and above > _THRESHOLD:
                 text = f"{name} {value:.4g}, {above:.1f} deviations above the median {middle:.4g}"
                 found.append((step, text, above))
-            values[:] = [*values, value][-WINDOW:]
+            values[:] = [*values, value][-_WINDOW:]
     return sorted(found)
 
 
-def show_spikes(args: Any) -> None:
+def _show_spikes(args: Any) -> None:
     record = Record(args.run)
-    found = find_spikes(record)
+    found = _find_spikes(record)
     for step, text, _ in found:
         print(f"step {step:>8}: {text}")
     print(f"{len(found)} found in {len(record.intervals)} lines of metrics.jsonl")
@@ -165,12 +165,12 @@ def show(found: dict, lines: list[dict], args: Any) -> None:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
     print("\n  rows by the loss of each alone, without dropout: loss, items, row")
-    for each in by_loss(found["rows"])[: args.top]:
+    for each in _by_loss(found["rows"])[: args.top]:
         norm = f" norm {each['norm']:.4g}" if args.gradients else ""
         print(f"    {each['loss']:10.4g}{norm} {each['items']:6} {each['line']}")
 
 
-def by_loss(rows: list[dict]) -> list[dict]:
+def _by_loss(rows: list[dict]) -> list[dict]:
     """The largest first, and before that what is not finite."""
     return sorted(rows, key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
 
@@ -183,7 +183,7 @@ def draw(found: dict, output: Path, step: int) -> Path:
 
     figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     rows, layers = figure.subplots(1, 2)
-    shown = by_loss(found["rows"])
+    shown = _by_loss(found["rows"])
     rows.bar([str(each["row"]) for each in shown], [each["loss"] for each in shown])
     rows.set(title=f"step {step}: loss of each row alone")
     layers.plot([*found["layers"]], [*found["layers"].values()], "o-", label="the step")

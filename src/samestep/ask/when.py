@@ -35,7 +35,7 @@ def when(run: str, words: list[str]) -> None:
     if first > 1:
         print(f"the order is known from step {first} on alone")
     for word in words:
-        found = scan(data, word) if data.is_stream else compute(data, word)
+        found = _scan(data, word) if data.is_stream else compute(data, word)
         if not found:
             raise UserError(f"no row has the text {one_line(word, 60)}")
         for line, steps in found.items():
@@ -54,7 +54,7 @@ def compute(data: Any, word: str) -> dict[str, list[int]]:
     return found
 
 
-def scan(data: Any, word: str) -> dict[str, list[int]]:
+def _scan(data: Any, word: str) -> dict[str, list[int]]:
     """The same of a stream."""
     record, found = data.record, defaultdict(list)
     print(f"a stream: reads the samples until step {record.last:,} again", file=sys.stderr)

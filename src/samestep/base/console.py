@@ -78,15 +78,15 @@ def escaped(text: str, kept: str = "") -> str:
 
 
 # Credentials of a URL: user:secret@ and the query, but for what names a version of a file.
-SECRETS = (
+_SECRETS = (
     r"[^\s/?#@:]*:[^\s/?#]*",
     r"(?<=s3://)[^\s/?#@:]+:[^\s?#@]+",  # may hold slashes
     r"(?<=http://)[^\s/?#]*",  # elsewhere a text without a colon is a container, as in abfs://
     r"(?<=https://)[^\s/?#]*",
 )
 # In github:// it is owner:repository.
-USER = re.compile(rf"\b(?!github:)([a-z][\w+.-]*)://({'|'.join(SECRETS)})@", re.IGNORECASE)
-QUERY = re.compile(r"(\b[a-z][\w+.-]*://[^\s?'\"<>]*)\?([^\s'\"<>)`]*[^\s'\"<>)`\].,:;])", re.I)
+USER = re.compile(rf"\b(?!github:)([a-z][\w+.-]*)://({'|'.join(_SECRETS)})@", re.IGNORECASE)
+_QUERY = re.compile(r"(\b[a-z][\w+.-]*://[^\s?'\"<>]*)\?([^\s'\"<>)`]*[^\s'\"<>)`\].,:;])", re.I)
 VERSIONS = ("generation", "ref", "revision", "snapshot", "version", "versionid")
 
 
@@ -97,7 +97,7 @@ def without_credentials(text: str) -> str:
         kept = [each for each in match[2].split("&") if each.partition("=")[0].lower() in VERSIONS]
         return f"{match[1]}?{'&'.join(kept)}" if kept else match[1]
 
-    return QUERY.sub(keep_version, USER.sub(r"\1://", text)) if "://" in text else text
+    return _QUERY.sub(keep_version, USER.sub(r"\1://", text)) if "://" in text else text
 
 
 def one_line(text: object, longest: int = 300) -> str:

@@ -14,7 +14,7 @@ class UserError(ValueError):
     """An error that the user has to correct: printed as one line, exit code 2."""
 
     def __init__(self, text: str):
-        super().__init__(last_line(text))
+        super().__init__(_last_line(text))
 
 
 class Failed(RuntimeError):
@@ -25,11 +25,11 @@ class Failed(RuntimeError):
     """
 
     def __init__(self, text: str, missing: Sequence[int] = ()):
-        super().__init__(last_line(text))
+        super().__init__(_last_line(text))
         self.speaker = next(rank for rank in range(len(missing) + 1) if rank not in missing)
 
 
-def last_line(text: str) -> str:
+def _last_line(text: str) -> str:
     """The text of an error. A DataLoader gives an error anew, with the traceback of its worker."""
     if "in DataLoader worker process" not in text:
         return text

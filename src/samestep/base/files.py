@@ -13,17 +13,17 @@ from pathlib import Path
 UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WRONG_PATH = (
+_WRONG_PATH = (
     FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError,
 )  # fmt: skip
 
 
 def comes_again(error: OSError) -> bool:
     """Whether the path is wrong, or the disk is full; all other errors may pass."""
-    return isinstance(error, WRONG_PATH) or error.errno in DISK_FULL
+    return isinstance(error, _WRONG_PATH) or error.errno in DISK_FULL
 
 
-def apply_umask(path: Path) -> None:
+def _apply_umask(path: Path) -> None:
     """Gives a file the permissions of a new file; safetensors creates files for the owner alone."""
     with contextlib.suppress(OSError):  # some network disks have no permissions
         path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
@@ -101,7 +101,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     """
     for path in [*fresh.rglob("*"), fresh]:
         if path.is_file():
-            apply_umask(path)
+            _apply_umask(path)
         fsync(path)
     old = folder.with_name(f".{folder.name}.old")
     remove(old)

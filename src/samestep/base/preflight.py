@@ -16,7 +16,7 @@ from samestep.base.launching import write_exit_code
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def other_library(project: Path) -> str:
+def _other_library(project: Path) -> str:
     """What is wrong where a project was updated, and its environment was not; empty: nothing."""
     installed, wanted = "", None  # empty: it lies beside train.py, or where it is made
     for folder in Path(__file__).resolve().parents[2].glob("samestep-*.dist-info"):
@@ -30,7 +30,7 @@ def other_library(project: Path) -> str:
     return f"{asks}, and {installed} is installed; run make setup"
 
 
-if problem := other_library(Path.cwd()) or other_library(Path(sys.argv[0]).parent):
+if problem := _other_library(Path.cwd()) or _other_library(Path(sys.argv[0]).parent):
     program = Path(sys.argv[0]).name.replace("__main__.py", "samestep")
     sys.stderr.write(f"{program}: {problem}\n")
     write_exit_code(2)

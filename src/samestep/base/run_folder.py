@@ -16,7 +16,7 @@ from samestep.base.files import comes_again, read_json_object, replace_text
 # times that, since a network disk takes a while to notice that a process has died. In a run that
 # goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
 LOCK_WAIT = 40
-NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # of a disk that has no file locks
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # of a disk that has no file locks
 REMOVED = "the run folder was removed while the run was writing to it"
 
 
@@ -34,7 +34,7 @@ class RunLock:
             self.open_file()
             self.acquire()
         except OSError as error:
-            if not comes_again(error) and error.errno not in NO_LOCKS:
+            if not comes_again(error) and error.errno not in _NO_LOCKS:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
 
@@ -55,7 +55,7 @@ class RunLock:
                 continue
             if self.is_intact():
                 self.file.truncate(0)
-                self.file.write(json.dumps(describe_process()))
+                self.file.write(json.dumps(_describe_process()))
                 self.file.flush()
                 return
             self.file.close()  # the last holder has removed the file
@@ -92,7 +92,7 @@ class RunLock:
                     folder.rmdir()
 
 
-def describe_process() -> dict:
+def _describe_process() -> dict:
     """This process: its pid, its host, and the time as since."""
     since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -105,7 +105,7 @@ def write_status(output: Path, state: str, **more: Any) -> None:
     """
     path = output / "status.json"
     saved = read_json_object(path).get("saved", 0)
-    text = json.dumps({"state": state, "saved": saved, **describe_process(), **more}) + "\n"
+    text = json.dumps({"state": state, "saved": saved, **_describe_process(), **more}) + "\n"
     try:
         replace_text(path, text)
     except OSError:

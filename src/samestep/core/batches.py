@@ -335,7 +335,7 @@ class SampleDataset(torch.utils.data.Dataset):
     def read(self, places: list[int], seeds: list[int]) -> Sequence[Any]:
         """The rows at these places, each alone, so that a transform of others may draw from the
         global generators. Those that a dataset reads many at once draw nothing."""
-        if hasattr(self.dataset, "__getitems__") and not has_transform(self.dataset):
+        if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
             return self.dataset.__getitems__(places)
         rows = []
         for place, seed in zip(places, seeds, strict=True):
@@ -344,7 +344,7 @@ class SampleDataset(torch.utils.data.Dataset):
         return rows
 
 
-def has_transform(dataset: Any) -> bool:
+def _has_transform(dataset: Any) -> bool:
     """Whether a datasets.Dataset, or one inside Subset, has a transform (`with_transform`)."""
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset

@@ -34,7 +34,7 @@ from samestep.base.files import (
 
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
-FOLDER_NAME = re.compile(r"step-\d{8,}")
+_FOLDER_NAME = re.compile(r"step-\d{8,}")
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -116,7 +116,7 @@ def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict
     The processes share the work: each takes one of `shares` parts of the files, after all of them
     have been written.
     """
-    names = [*file_sizes(partial)][share::shares]
+    names = [*_file_sizes(partial)][share::shares]
     for name in names:
         fsync(partial / name)
     return describe_files(partial, names)
@@ -129,17 +129,17 @@ def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
     matters: the contents reach the disk first, then the manifest that holds their digests, then the
     final name. What has that name is replaced: it is broken, or the run would have resumed from it.
     """
-    if unseen := sorted({*file_sizes(partial)} ^ {*files}):
+    if unseen := sorted({*_file_sizes(partial)} ^ {*files}):
         name = partial / unseen[0]
         raise ValueError(f"{name} is not visible to every process; the run folder must be shared")
-    write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
+    _write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
     replace_folder(partial, final)
     fsync(final.parent.parent)  # where the first checkpoint has created the folder of all
     return final
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
+def _write_manifest(folder: Path, manifest: dict) -> None:
     """Writes or replaces the manifest of a folder, with its digest."""
     manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
     manifest["sha256"] = digest_of(manifest)
@@ -151,7 +151,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 def add_to_manifest(folder: Path, step: int, entries: dict) -> None:
     """Adds entries to the manifest of a checkpoint; raises ValueError if it is not there."""
     path = checkpoint_folder(folder, step)
-    write_manifest(path, read_manifest(path) | entries)
+    _write_manifest(path, read_manifest(path) | entries)
 
 
 # ---- Verifying -----------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ def add_to_manifest(folder: Path, step: int, entries: dict) -> None:
 def total_size(path: Path) -> int:
     """Bytes of a checkpoint's files; 0 if they cannot be listed."""
     try:
-        return sum(file_sizes(path).values())
+        return sum(_file_sizes(path).values())
     except OSError:
         return 0
 
 
-def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
+def _file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
     """Bytes of each file below a folder, by relative path, sorted.
 
     The manifest is left out, and so are hidden files: file managers and network disks create them.
@@ -176,7 +176,7 @@ def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
         if entry.name == left_out or entry.name.startswith("."):
             continue
         if entry.is_dir():
-            inner = file_sizes(folder / entry.name, left_out="")
+            inner = _file_sizes(folder / entry.name, left_out="")
             sizes |= {f"{entry.name}/{name}": size for name, size in inner.items()}
         else:
             sizes[entry.name] = entry.stat().st_size if entry.is_file() else -1
@@ -198,7 +198,7 @@ def read_bytes(path: Path, start: int, size: int) -> Iterator[bytes]:
             yield part
 
 
-def hash_block(path: Path, start: int) -> str:
+def _hash_block(path: Path, start: int) -> str:
     digest = hashlib.sha256()
     for part in read_bytes(path, start, BLOCK):
         digest.update(part)
@@ -212,7 +212,7 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, dict]:
         for name in names:
             path = folder / name
             size = path.stat().st_size
-            found = [pool.submit(hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
+            found = [pool.submit(_hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
             first, *others = (each.result() for each in found)
             joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
             described[name] = {"bytes": size, "sha256": joined if others else first}
@@ -240,7 +240,7 @@ def read_manifest(path: Path) -> dict:
         raise ValueError(f"{path / MANIFEST} cannot be read ({reason})") from None
     if not intact or type(step) is not int or step < 0 or not files:
         raise ValueError(f"{path / MANIFEST} is not the file that was saved")
-    if FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
+    if _FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
         raise ValueError(f"{path} was renamed: its manifest names step {step}")
     return manifest
 
@@ -254,7 +254,7 @@ def verify(path: Path, hashed: bool = True) -> dict:
     manifest = read_manifest(path)
     saved = manifest["files"]
     try:
-        sizes = file_sizes(path)
+        sizes = _file_sizes(path)
         for name in sorted({*sizes} ^ {*saved}):
             problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
             raise ValueError(f"{path / name} {problem}")
@@ -285,7 +285,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     from the beginning.
     """
     try:
-        paths = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
+        paths = [folder / name for name in os.listdir(folder) if _FOLDER_NAME.fullmatch(name)]
     except FileNotFoundError as error:
         if folder.is_symlink():  # the disk is not mounted
             raise ValueError(f"{folder} is a broken link; repair it") from error

@@ -20,7 +20,7 @@ from samestep.core.weights import bit_sums
 
 SMALLEST = 0.01  # sums below it are compared as if they were so large
 LOADED = "module "  # begins the name of a fact that some processes may lack
-ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
+_ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
 
 # ---- A backward pass before the first step -------------------------------------------------------
 
@@ -30,7 +30,7 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
     """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
-    training, states = model.training, random_states(device)
+    training, states = model.training, _random_states(device)
     model.train()
     yield
     model.train(training)
@@ -45,7 +45,7 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
         torch.get_device_module(device).set_rng_state(state)
 
 
-def random_states(device: torch.device) -> list:
+def _random_states(device: torch.device) -> list:
     """The states of the generators that anything draws from without being given one."""
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device.type != "cpu":
@@ -72,13 +72,13 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
         with nothing_changes(model):
             with without_exchange(model):
                 yield
-            check_all_used(ranks, model)
+            _check_all_used(ranks, model)
     if isinstance(model, DistributedDataParallel):
         with nothing_changes(model):
             yield
 
 
-def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
+def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
     """Raises UserError unless a backward pass has given each weight a gradient, on all processes; a
     process alone remarks it."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -86,9 +86,9 @@ def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
     pairs = zip(trained, used, strict=True)
     names = [own_name(name) for (name, _), count in pairs if count < ranks.layout.processes]
     if names and ranks.layout.processes > 1:
-        raise UserError(no_gradient(names))
+        raise UserError(_no_gradient(names))
     if names:
-        print_on_main(no_gradient(names))
+        print_on_main(_no_gradient(names))
 
 
 def check_reduced(model: torch.nn.Module) -> None:
@@ -102,7 +102,7 @@ def check_reduced(model: torch.nn.Module) -> None:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         (text,) = re.findall(r"indices which did not receive .*?: ([\d ]+)", str(error))
         names = [own_name(trained[int(place)]) for place in text.split()]
-        raise UserError(no_gradient(names)) from None
+        raise UserError(_no_gradient(names)) from None
 
 
 def own_name(name: str) -> str:
@@ -110,7 +110,7 @@ def own_name(name: str) -> str:
     return name.removeprefix("module.").removeprefix("model.")
 
 
-def no_gradient(names: list[str]) -> str:
+def _no_gradient(names: list[str]) -> str:
     """The line about weights without a gradient, for which DDP waits."""
     return (
         f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
@@ -123,7 +123,7 @@ def no_gradient(names: list[str]) -> str:
 
 def random_state(device: torch.device) -> str:
     """Where the global generators stand."""
-    python, numpy, *others = random_states(device)
+    python, numpy, *others = _random_states(device)
     states = [python, numpy[1:3], *(each.tolist() for each in others)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
@@ -146,7 +146,7 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
     of a mean over eight rows is an eighth of that of each. Raises ValueError for other shapes.
     """
     if together.draws:
-        return differ_by_item(place, together, alone)
+        return _differ_by_item(place, together, alone)
     for key, value in together.sums.items():
         name = f"{place}: {key!r}" if key else place
         own = [each.sums[key].double() for each in alone]
@@ -164,7 +164,7 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
     return ""
 
 
-def differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
+def _differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
     """As `differ`, by the loss per item: whether it is less than half of that of each."""
     counted = [(float(each.sums[""]), each.num_items) for each in alone]
     counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
@@ -231,7 +231,7 @@ def say_kinds(ranks: Ranks, model: torch.nn.Module) -> None:
     if len(kinds) > 1 and not ranks.layout.sharded:
         print_on_main(
             f"{len(kinds)} kinds of devices ({'; '.join(sorted(kinds))}): their weights are "
-            f"compared by their sums, to {ALIKE}"
+            f"compared by their sums, to {_ALIKE}"
         )
 
 
@@ -251,7 +251,7 @@ def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
     first: dict[str, tuple] = {}  # of each kind
     for rank, each in enumerate(found):
         _, digest, size = first.setdefault(each[0], each)
-        far = abs(size - found[0][2]) > ALIKE * found[0][2]
+        far = abs(size - found[0][2]) > _ALIKE * found[0][2]
         if digest != each[1] or far:
             raise UserError(
                 f"{when} process {rank} has other weights than process 0, and nothing "

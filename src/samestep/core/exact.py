@@ -32,7 +32,7 @@ from samestep.core.mesh import Layout
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import Tensors, is_dtensor, local
 
-PIECE = 25 << 20  # bytes of gradients that are exchanged at once
+_PIECE = 25 << 20  # bytes of gradients that are exchanged at once
 
 
 class TreeSum:
@@ -106,14 +106,14 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
     )
 
 
-def exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
+def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
     """The sums over all micro-batches of lists of tensors, of which `nodes` has those of this
-    process: in pieces of at most PIECE bytes, or of one tensor."""
+    process: in pieces of at most _PIECE bytes, or of one tensor."""
     pieces: list[list[int]] = []  # places of the tensors of each
     size = 0
     for place, tensor in enumerate(nodes[-1]):
         size += tensor.nbytes
-        if not pieces or size > PIECE or nodes[-1][place - 1].dtype != tensor.dtype:
+        if not pieces or size > _PIECE or nodes[-1][place - 1].dtype != tensor.dtype:
             pieces.append([])
             size = tensor.nbytes
         pieces[-1].append(place)
@@ -155,9 +155,9 @@ class ExactGradients(StepGradients):
     def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
         super().__init__(accelerator, ranks, model)
         self.sharded, self.tree, self.turn = ranks.layout.sharded, TreeSum(), Turn(StepPlan(1, 1))
-        self.blocks: list[TreeReduceScatter] = []
+        self.blocks: list[_TreeReduceScatter] = []
         if self.sharded:
-            self.blocks = reduce_in_tree(model, accelerator, ranks.layout, self.turn)
+            self.blocks = _reduce_in_tree(model, accelerator, ranks.layout, self.turn)
         elif isinstance(model, DistributedDataParallel):
             model.broadcast_buffers = False  # they do not change; sending them would look like that
 
@@ -227,7 +227,7 @@ class ExactGradients(StepGradients):
                 totals = self.tree.total()
             else:
                 nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
-                totals = exchange_lists(nodes, runs)
+                totals = _exchange_lists(nodes, runs)
             for parameter, total in zip(self.parameters, totals, strict=True):
                 parameter.grad = total
         self.drop_unused(used)
@@ -236,7 +236,7 @@ class ExactGradients(StepGradients):
         """As StepGradients.clip; the squares are added in an order that no process decides."""
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = norm_by_rows(grads)
+        norm = _norm_by_rows(grads)
         if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(grad) for grad in grads], scale)
@@ -267,7 +267,7 @@ class Turn:
         return self.number == self.plan.run()[-1]
 
 
-class TreeReduceScatter:
+class _TreeReduceScatter:
     """FSDP's reduce-scatter of one block: this process adds up its shard of all gradients.
 
     The processes of its group compute neighboring micro-batches at the same time. It keeps their
@@ -308,9 +308,9 @@ class TreeReduceScatter:
             output_tensor.copy_(total)
 
 
-def reduce_in_tree(
+def _reduce_in_tree(
     model: torch.nn.Module, accelerator: Accelerator, layout: Layout, turn: Turn
-) -> list[TreeReduceScatter]:
+) -> list[_TreeReduceScatter]:
     """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -319,14 +319,14 @@ def reduce_in_tree(
         across = accelerator.torch_device_mesh["dp_replicate"].get_group()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            found.append(TreeReduceScatter(turn, across))
+            found.append(_TreeReduceScatter(turn, across))
             module.set_custom_reduce_scatter(found[-1])  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return found
 
 
-class WaitForAllGradients(torch.autograd.Function):
+class _WaitForAllGradients(torch.autograd.Function):
     """Gives its inputs back: in the backward pass none of their gradients goes on before all of
     them are complete."""
 
@@ -348,7 +348,7 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
         values = [*positional, *named.values()]
         places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
         if places:
-            same = WaitForAllGradients.apply(*(values[i] for i in places))
+            same = _WaitForAllGradients.apply(*(values[i] for i in places))
             for i, value in zip(places, same, strict=True):
                 values[i] = value
         count = len(positional)
@@ -363,7 +363,7 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
 # ---- The norm ------------------------------------------------------------------------------------
 
 
-def norm_by_rows(grads: Tensors) -> torch.Tensor:
+def _norm_by_rows(grads: Tensors) -> torch.Tensor:
     """The Euclidean norm of these tensors: a float32 of shape ().
 
     The squares of each row are added in float64, then the rows in their order. Sharding cuts along

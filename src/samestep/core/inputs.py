@@ -16,7 +16,7 @@ from accelerate.utils.operations import honor_type
 
 Batch = dict[str, Any]  # of tensors
 IGNORE_INDEX = -100  # the label that cross entropy leaves out
-LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
+_LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
 
 # ---- Datasets ------------------------------------------------------------------------------------
 
@@ -85,8 +85,8 @@ def list_sources(dataset: Any, training: bool) -> list[Source]:
         together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
         raise ValueError(f"task.sources: they have {together}")
     weights = [int(each.weight) for each in sources]
-    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
-        too_fine = f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"
+    if sum(weights) // math.gcd(*weights) > _LONGEST_PERIOD:
+        too_fine = f"the weights {weights} are too fine; their sum is above {_LONGEST_PERIOD:,}"
         raise ValueError(f"sources of task.views: {too_fine}")
     return [each for each in sources if each.rows]
 

@@ -23,7 +23,7 @@ class MicroBatch(NamedTuple):
     ids: np.ndarray  # of its samples
 
 
-class StepFacts(NamedTuple):
+class _StepFacts(NamedTuple):
     """What all processes must know before a step, as sums over them."""
 
     num_items: int  # in the loss of the step
@@ -48,7 +48,7 @@ class StepLoader:
         self.batches = batches.iterate(batches.make_loader(rows, sampler, task, workers, device))
         self.left = steps  # to fetch
         self.window: list[MicroBatch] = []  # this process's part of the next step
-        self.pending: PendingSum | None = None  # its StepFacts
+        self.pending: PendingSum | None = None  # its _StepFacts
 
     def prefetch(self) -> None:
         """Fetches the next step, if there is one, and starts the communication about it."""
@@ -60,7 +60,7 @@ class StepLoader:
         counted = self.window if self.ranks.layout.leads else []  # a replica counts once
         num_items = sum(each.num_items for each in counted)
         ids_hash = int(np.sum([each.ids_hash for each in counted], dtype=np.int64))
-        facts = StepFacts(num_items, ids_hash, self.requested())
+        facts = _StepFacts(num_items, ids_hash, self.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:
@@ -71,18 +71,18 @@ class StepLoader:
             window.append(MicroBatch(number, batch, num_items, ids_hash, ids))
         return window
 
-    def next_step(self) -> tuple[list[MicroBatch], StepFacts]:
+    def next_step(self) -> tuple[list[MicroBatch], _StepFacts]:
         """This process's micro-batches of the step that was fetched, and the facts about it.
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
         assert self.pending
         pending, self.pending = self.pending, None
-        return self.window, StepFacts(*pending.result())
+        return self.window, _StepFacts(*pending.result())
 
     def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.pending and StepFacts(*self.pending.peek()).stop)
+        return bool(self.pending and _StepFacts(*self.pending.peek()).stop)
 
 
 class EvalLoader:

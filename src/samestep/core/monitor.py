@@ -38,11 +38,11 @@ def skip_unless_finite(
         inner.found_inf = (~norm.isfinite()).float()
     else:
         if not hasattr(inner, "norm"):
-            inner.register_step_pre_hook(add_overflow)
+            inner.register_step_pre_hook(_add_overflow)
         inner.norm = norm
 
 
-def add_overflow(inner: Any, *_: Any) -> None:
+def _add_overflow(inner: Any, *_: Any) -> None:
     """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
     The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.

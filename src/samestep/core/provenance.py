@@ -51,7 +51,7 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def describe_sharding(layout: Layout) -> str:
+def _describe_sharding(layout: Layout) -> str:
     """What shards the model, with the sizes of its axes; none: each process holds all of it."""
     words = []
     if layout.fsdp:
@@ -71,7 +71,7 @@ def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str
     return {
         "processes": ranks.layout.processes,
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-        "sharding": describe_sharding(ranks.layout),
+        "sharding": _describe_sharding(ranks.layout),
         "devices": dict(Counter(ranks.gather(name))),
         "threads": torch.get_num_threads(),
         "cpu_name": cpu_name(),
@@ -105,7 +105,7 @@ def script_code() -> dict[str, dict[str, str]]:
     return {name: {name: short_hash(Path(file).read_bytes())}}
 
 
-def changed_code(saved: dict, manifest: dict) -> dict[str, list]:
+def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
     """Digests before and now of the names whose code differs between two manifests: `code NAME` of
     the files that both have, and `library`."""
     changed = {}
@@ -125,7 +125,7 @@ def compare(
     """The settings and code that have changed since a checkpoint, and a line for each kind; for the
     arguments, and what is refused, see checkpoints.check_settings."""
     changed = check_settings(path, saved, manifest, effects, accept, defaults)
-    changed |= changed_code(saved, manifest)
+    changed |= _changed_code(saved, manifest)
     return changed, [f"changed since the checkpoint: {each}" for each in describe_changes(changed)]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Tensors = list[torch.Tensor]
-COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
+_COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
@@ -276,15 +276,15 @@ def check_parts(
     """
     mesh = accelerator.torch_device_mesh["cp"]
     rows, length = batch["input_ids"].shape
-    kept = min(length, mesh.size() * COMPARED)
+    kept = min(length, mesh.size() * _COMPARED)
     whole = {}
     for name, values in batch.items():
         cut = values[:1, :kept] if values.shape[:2] == (rows, length) else values[:1]
         whole[name] = cut.clone()
     parts = dict(whole)
-    expected = {name: sums_of(model, call, whole) for name, call in functions.items()}
+    expected = {name: _sums_of(model, call, whole) for name, call in functions.items()}
     with split_rows(accelerator, parts):
-        found = {name: sums_of(model, call, parts) for name, call in functions.items()}
+        found = {name: _sums_of(model, call, parts) for name, call in functions.items()}
     tolerance = 1e-4 if accelerator.mixed_precision == "no" else 1e-2
     for name, sums in expected.items():
         for key, total in sums.items():
@@ -300,7 +300,7 @@ def check_parts(
                 )
 
 
-def sums_of(model: torch.nn.Module, function: Callable, batch: dict) -> dict[str, torch.Tensor]:
+def _sums_of(model: torch.nn.Module, function: Callable, batch: dict) -> dict[str, torch.Tensor]:
     """Compute a function of the task, whose result is a tensor or a dict of them, in float64."""
     result = model(function, dict(batch))
     named = result if isinstance(result, dict) else {"": result}

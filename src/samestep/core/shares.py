@@ -14,7 +14,7 @@ import torch
 
 from samestep.core.checks import nothing_changes, without_exchange
 
-MEASURED = 3  # micro-batches, after one to warm up
+_MEASURED = 3  # micro-batches, after one to warm up
 
 
 def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
@@ -25,7 +25,7 @@ def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tens
     """
     seconds = []
     with nothing_changes(model), without_exchange(model):
-        for _ in range(1 + MEASURED):
+        for _ in range(1 + _MEASURED):
             began = time.perf_counter()
             loss_of().backward()
             if torch.accelerator.is_available():

@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
     parts: list[Part]
 
 
-def list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
+def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
     """The tensors that count, by name, from the headers of safetensors files in a folder."""
     tensors: dict[str, Tensor] = {}
     for path in (folder / name for name in sorted(files)):
@@ -56,7 +56,7 @@ def list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def hash_tensor(tensor: Tensor) -> str:
+def _hash_tensor(tensor: Tensor) -> str:
     """SHA-256 of the bytes of a whole tensor, in C order."""
     digest = hashlib.sha256()
     if all(part.shape[1:] == tensor.shape[1:] for part in tensor.parts):  # cut by rows
@@ -80,11 +80,11 @@ def hash_tensors(
     folder: Path, files: list[str], share: int = 0, shares: int = 1
 ) -> dict[str, list]:
     """The dtype, shape and SHA-256 of tensors by name, of one of `shares` parts of them."""
-    tensors = list_tensors(folder, files)
+    tensors = _list_tensors(folder, files)
     sizes = {name: sum(part.size for part in each.parts) for name, each in tensors.items()}
     names = sorted(tensors, key=lambda name: (-sizes[name], name))[share::shares]
     with hashing_threads() as pool:
-        digests = pool.map(hash_tensor, [tensors[name] for name in names])
+        digests = pool.map(_hash_tensor, [tensors[name] for name in names])
         return {
             name: [tensors[name].dtype, tensors[name].shape, digest]
             for name, digest in zip(names, digests, strict=True)

@@ -27,7 +27,7 @@ class StopRequest:
                 if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                     self.before[number] = signal.signal(number, self.handle)
         # At exit, before multiprocessing waits for them.
-        multiprocessing.util.Finalize(None, kill_workers, exitpriority=1)
+        multiprocessing.util.Finalize(None, _kill_workers, exitpriority=1)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -52,7 +52,7 @@ class StopRequest:
         return int(orphaned or bool(self.received))
 
 
-def kill_workers() -> None:
+def _kill_workers() -> None:
     """Kills the workers of loaders: they ignore the SIGTERM that multiprocessing sends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
     for worker in multiprocessing.active_children():

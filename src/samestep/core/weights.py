@@ -97,7 +97,7 @@ class TaskModule(torch.nn.Module):
         """Modules whose weights are all frozen stay in eval mode: a teacher has no dropout, and its
         BatchNorm keeps its statistics."""
         super().train(mode)
-        for module in frozen_modules(self):
+        for module in _frozen_modules(self):
             module.eval()
         return self
 
@@ -109,14 +109,14 @@ class TaskModule(torch.nn.Module):
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
-def frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The largest modules that have weights, of which none trains."""
     weights = [*module.parameters()]
     if weights and not any(each.requires_grad for each in weights):
         yield module
         return
     for child in module.children():
-        yield from frozen_modules(child)
+        yield from _frozen_modules(child)
 
 
 def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
@@ -156,7 +156,7 @@ def gather_model(
             if is_dtensor(values):  # under offload it is on the CPU, where NCCL is not
                 values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             if model is not None:
-                name = bare_name(name).removeprefix("model.")
+                name = _bare_name(name).removeprefix("model.")
                 whole[name] = built[name].copy_(values)
         # Some modules build their state when they are asked. A weight that is missing is an error.
         if model is not None:
@@ -229,10 +229,10 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
     """For a manifest, since JSON has neither tensors nor tuples."""
-    return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
+    return [{name: _exact_repr(value) for name, value in group.items()} for group in settings]
 
 
-def exact_repr(value: Any) -> str:
+def _exact_repr(value: Any) -> str:
     """A setting as text with all digits; torch would print four digits of a tensor."""
     return repr(value.tolist() if torch.is_tensor(value) else value)
 
@@ -250,13 +250,13 @@ def exact_repr(value: Any) -> str:
 #   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
 # Random numbers are functions of the step.
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bare_name(name: str) -> str:
+def _bare_name(name: str) -> str:
     """The name of a weight in the task's model, without those of wrapped blocks."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -272,7 +272,7 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
         frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
         if not frozen and id(values) not in seen:
-            state[bare_name(name)] = values
+            state[_bare_name(name)] = values
         seen.add(id(values))
     return state
 
@@ -331,7 +331,7 @@ class TrainingState:
         return bare_model(self.accelerator, self.module)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {bare_name(name): p for name, p in self.model().named_parameters()}
+        return {_bare_name(name): p for name, p in self.model().named_parameters()}
 
     def others(self) -> dict[str, Any]:
         """What has a state beside the model and the optimizer, by its name in a manifest."""
@@ -348,7 +348,9 @@ class TrainingState:
         for i, ((group, *_), built) in enumerate(groups):
             left_out = {"params", "lr"} if self.sets_lr else {"params"}
             names = [n for n in group if n not in left_out]
-            found = {n: group[n] for n in names if exact_repr(group[n]) != exact_repr(built.get(n))}
+            found = {
+                n: group[n] for n in names if _exact_repr(group[n]) != _exact_repr(built.get(n))
+            }
             if found:
                 changed[f"group.{i}"] = found
         return changed
@@ -401,10 +403,10 @@ class TrainingState:
         `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
         may hold infinities on purpose.
         """
-        buffers = {f"model.{bare_name(name)}" for name, _ in self.model().named_buffers()}
+        buffers = {f"model.{_bare_name(name)}" for name, _ in self.model().named_buffers()}
         for name, values in tensors.items():
             kind, _, weight = name.partition(".")
-            if kind in ("model", "state") and not is_finite(values, infinite=name in buffers):
+            if kind in ("model", "state") and not _is_finite(values, infinite=name in buffers):
                 owner, _, key = weight.rpartition(".")
                 raise ValueError(
                     f"{f'{key} of {owner}' if kind == 'state' else weight} is not finite, so "
@@ -449,9 +451,9 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
-        check_kind(path, saved, self.accelerator, self.layout)
+        _check_kind(path, saved, self.accelerator, self.layout)
         if self.layout.deepspeed:
-            check_frozen(path, saved, manifest)
+            _check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), self.model()
@@ -471,11 +473,11 @@ class TrainingState:
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
-        check_shapes(tensors | elsewhere, reader, path)
-        check_frozen(path, saved, manifest)
+        _check_shapes(tensors | elsewhere, reader, path)
+        _check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
-        names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
+        names = {f"model.{_bare_name(name)}": name for name in bare.state_dict()}
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
         states = self.read_others(reader, saved)
@@ -493,7 +495,7 @@ class TrainingState:
             name, _, key = name.rpartition(".")
             if kind in ("state", "number") and name in parameters:
                 p = parameters[name]
-                tensors[saved] = empty_moment(p, key, group_of.get(p, {}), reader, saved)
+                tensors[saved] = _empty_moment(p, key, group_of.get(p, {}), reader, saved)
                 states[p][key] = saved
         reader.read(tensors)
         for names in states.values():
@@ -503,7 +505,7 @@ class TrainingState:
         restore(self.bare_optimizer(), states)
 
 
-def check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
+def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
     """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
     `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
     wanted, written = 0, deepspeed.stage_in(path)
@@ -519,7 +521,7 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout
     raise ValueError(f"{path} is of {kind}; {remedy}, or give another folder")
 
 
-def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
+def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
     """Raises ValueError if the frozen weights are others; the main process has their digest."""
     now = manifest.get("frozen_weights")
     if now is not None and saved.get("frozen_weights", "") != now:
@@ -529,7 +531,7 @@ def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
         )
 
 
-def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
+def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
     """Whether all values are finite; with `infinite` whether none is NaN.
 
     One pass without a temporary tensor: far faster than isfinite().all().
@@ -544,7 +546,7 @@ def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
     return not (ends.isnan() if infinite else ~ends.isfinite()).any()
 
 
-def empty_moment(
+def _empty_moment(
     parameter: torch.Tensor, key: str, group: dict, reader: TensorReader, name: str
 ) -> torch.Tensor:
     """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
@@ -562,7 +564,7 @@ def empty_moment(
     return parameter.detach().new_empty(shape, dtype=dtype)
 
 
-def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
+def _check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
     dtypes = {n: v.dtype for n, v in built.items()}
     shapes = reader.shapes.items()

@@ -52,16 +52,16 @@ def digest(dataset: Any, names: Iterable[str] = ()) -> str:
     files are the same.
     """
     names = sorted(names or dataset.column_names)
-    stored = stored_digests(dataset)
+    stored = _stored_digests(dataset)
     total = hashlib.sha256(str(len(dataset)).encode())
     for name in names:
-        total.update(f"{name} {stored.get(name) or digest_column(dataset, name)}\n".encode())
+        total.update(f"{name} {stored.get(name) or _digest_column(dataset, name)}\n".encode())
     return total.hexdigest()
 
 
 def store_digests(dataset: Any) -> None:
     """Writes the digests of all columns beside the files of a dataset that was loaded from disk."""
-    columns = {name: digest_column(dataset, name) for name in dataset.column_names}
+    columns = {name: _digest_column(dataset, name) for name in dataset.column_names}
     facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
     path = folder_of(dataset) / DIGESTS
     # Others write it too.
@@ -77,7 +77,7 @@ def is_intact(dataset: Any, verify: bool = False) -> bool:
     facts = read_json_object(folder_of(dataset) / DIGESTS)
     if not verify and facts.get("files") == stamps_of(dataset):
         return True
-    found = {name: digest_column(dataset, name) for name in dataset.column_names}
+    found = {name: _digest_column(dataset, name) for name in dataset.column_names}
     if found != facts.get("columns"):
         return False
     with contextlib.suppress(OSError):  # on a read-only disk it is read each time
@@ -85,7 +85,7 @@ def is_intact(dataset: Any, verify: bool = False) -> bool:
     return True
 
 
-def stored_digests(dataset: Any) -> dict[str, str]:
+def _stored_digests(dataset: Any) -> dict[str, str]:
     """The digest of each column that `store_digests` wrote; empty for a changed dataset or file."""
     if not dataset.cache_files:
         return {}
@@ -108,15 +108,15 @@ def stamps_of(dataset: Any) -> dict[str, list[int]]:
     return found
 
 
-def digest_column(dataset: Any, name: str) -> str:
+def _digest_column(dataset: Any, name: str) -> str:
     """64 hex digits for the type and the values of a column, in the order of the rows."""
-    values = ValueDigest()
+    values = _ValueDigest()
     for chunk in chunks_of(dataset, name):
         values.add(chunk)
     return values.finish(repr(dataset.features[name]))
 
 
-class ValueDigest:
+class _ValueDigest:
     """A digest of arrays that follow each other, the same however they are cut.
 
     Missing values, the lengths of lists and texts, and the values have a hash each.

@@ -28,17 +28,17 @@ TEXTS = {
     "stdlib": ["*.py"],
     "docstrings": ["*.py"],
 }
-NOT_DOCUMENTED = {"site-packages", "dist-packages", "idlelib", "lib2to3", "test"}
+_NOT_DOCUMENTED = {"site-packages", "dist-packages", "idlelib", "lib2to3", "test"}
 
 
-def text_files(name: str) -> list[Path]:
+def _text_files(name: str) -> list[Path]:
     """The files of these texts, sorted."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file for pattern in TEXTS[name] for file in library.glob(pattern)]
-    return sorted(file for file in files if file.parent.name not in NOT_DOCUMENTED)
+    return sorted(file for file in files if file.parent.name not in _NOT_DOCUMENTED)
 
 
-def read_source(file: Path) -> str:
+def _read_source(file: Path) -> str:
     with tokenize.open(file) as source:  # decodes files that declare another encoding
         return source.read()
 
@@ -46,17 +46,17 @@ def read_source(file: Path) -> str:
 def text_rows(name: str, kind: str) -> Iterator[Row]:
     """The rows of texts in TEXTS; `kind` is text, of docstrings prompt, chat or pair."""
     if name in ("manual", "pydoc"):
-        yield from topic_rows()
-    for file in text_files(name) if name != "pydoc" else []:
-        text = read_source(file)
+        yield from _topic_rows()
+    for file in _text_files(name) if name != "pydoc" else []:
+        text = _read_source(file)
         if name == "stdlib":
             yield from [({"text": text}, str(file))] if text.strip() else []
         else:
-            rows = library_rows(text) if name == "manual" else docstring_rows(text, kind)
+            rows = _library_rows(text) if name == "manual" else docstring_rows(text, kind)
             yield from ((row, str(file)) for row in rows)
 
 
-def library_rows(source: str) -> Iterator[dict]:
+def _library_rows(source: str) -> Iterator[dict]:
     """The docstrings of a module, its classes and functions, without those of a line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -65,7 +65,7 @@ def library_rows(source: str) -> Iterator[dict]:
                 yield {"text": text}
 
 
-def topic_rows() -> Iterator[Row]:
+def _topic_rows() -> Iterator[Row]:
     """The topics of Python's manual, longest first, without those that a longer one contains."""
     from pydoc_data.topics import topics
 
@@ -99,8 +99,8 @@ def docstring_rows(source: str, kind: str) -> Iterator[dict]:
 
 # ---- Dates ---------------------------------------------------------------------------------------
 
-FIRST_DATE, LAST_DATE = date(1900, 1, 1), date(2099, 12, 31)
-MONTHS = {
+_FIRST_DATE, _LAST_DATE = date(1900, 1, 1), date(2099, 12, 31)
+_MONTHS = {
     "en": "January February March April May June July August September October November December",
     "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
     "fr": "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
@@ -109,7 +109,7 @@ MONTHS = {
     "it": "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre "
     "dicembre",
 }
-DATE_FORMS = [
+_DATE_FORMS = [
     "{day} {en} {year}",
     "{en} {day}, {year}",
     "{en:.3} {day} {year}",
@@ -123,55 +123,55 @@ DATE_FORMS = [
     "{day} de {es} de {year}",
     "{day} {it} {year}",
 ]
-CARDINALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-    fifteen sixteen seventeen eighteen nineteen""".split()
-TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
-ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
+_CARDINALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen
+    fourteen fifteen sixteen seventeen eighteen nineteen""".split()
+_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
+_ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
 
 
 def date_rows(number: int = 12_000) -> Iterator[Row]:
     """Dates from 1900 to 2099 as people write them, with their ISO form; each date comes once."""
     for i in range(number):
         # The step and the number of days have no common divisor, so no day comes twice.
-        day = FIRST_DATE + timedelta(i * 40_503 % ((LAST_DATE - FIRST_DATE).days + 1))
-        source = DATE_FORMS[i % len(DATE_FORMS)].format(**date_words(day))
+        day = _FIRST_DATE + timedelta(i * 40_503 % ((_LAST_DATE - _FIRST_DATE).days + 1))
+        source = _DATE_FORMS[i % len(_DATE_FORMS)].format(**_date_words(day))
         yield {"source": source, "target": day.isoformat()}, f"dates, row {i + 1}"
 
 
-def date_words(day: date) -> dict[str, str | int]:
-    """The fields of DATE_FORMS: numbers, names of the month, and numbers in words."""
+def _date_words(day: date) -> dict[str, str | int]:
+    """The fields of _DATE_FORMS: numbers, names of the month, and numbers in words."""
     century, rest = divmod(day.year, 100)
-    year = f"{cardinal(century)} {cardinal(rest)}"
+    year = f"{_cardinal(century)} {_cardinal(rest)}"
     if rest < 10:
-        year = f"{cardinal(century)} {f'oh {cardinal(rest)}' if rest else 'hundred'}"
+        year = f"{_cardinal(century)} {f'oh {_cardinal(rest)}' if rest else 'hundred'}"
     if day.year // 10 == 200:
-        year = f"two thousand{f' and {cardinal(rest)}' if rest else ''}"
-    before, hyphen, last = cardinal(day.day).rpartition("-")
+        year = f"two thousand{f' and {_cardinal(rest)}' if rest else ''}"
+    before, hyphen, last = _cardinal(day.day).rpartition("-")
     teen = 11 <= day.day <= 13
     return {
         "day": day.day,
         "month": day.month,
         "year": day.year,
         "suffix": {1: "st", 2: "nd", 3: "rd"}.get(0 if teen else day.day % 10, "th"),
-        "day_words": before + hyphen + ORDINALS.get(last, f"{last}th"),
+        "day_words": before + hyphen + _ORDINALS.get(last, f"{last}th"),
         "year_words": year,
-        **{language: names.split()[day.month - 1] for language, names in MONTHS.items()},
+        **{language: names.split()[day.month - 1] for language, names in _MONTHS.items()},
     }
 
 
-def cardinal(number: int) -> str:
+def _cardinal(number: int) -> str:
     """A number below 100 in English words."""
     if number < 20:
-        return CARDINALS[number]
+        return _CARDINALS[number]
     tens, unit = divmod(number, 10)
-    return TENS[tens] + (f"-{CARDINALS[unit]}" if unit else "")
+    return _TENS[tens] + (f"-{_CARDINALS[unit]}" if unit else "")
 
 
 # ---- Texts with a class --------------------------------------------------------------------------
 
 # Packages and modules of Python's library, 3.11 and later, by purpose.
-AREAS = {
+_AREAS = {
     **{name: name for name in "asyncio email importlib multiprocessing xml".split()},
     "testing": "unittest doctest",
     "numbers": "_pydecimal colorsys fractions numbers random statistics",
@@ -180,10 +180,10 @@ AREAS = {
 }
 
 
-def area_files() -> Iterator[tuple[str, Path]]:
+def _area_files() -> Iterator[tuple[str, Path]]:
     """The files of each area, without tests."""
     library = Path(sysconfig.get_path("stdlib"))
-    for area, names in AREAS.items():
+    for area, names in _AREAS.items():
         for name in names.split():
             for file in [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]:
                 inside = file.relative_to(library).parts
@@ -193,8 +193,8 @@ def area_files() -> Iterator[tuple[str, Path]]:
 
 def area_rows() -> Iterator[Row]:
     """The functions of three lines and more in these areas."""
-    for area, file in area_files():
-        text = read_source(file)
+    for area, file in _area_files():
+        text = _read_source(file)
         lines = text.split("\n")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -26,7 +26,7 @@ WORDS = {
 # Names that stores give a digest of a file, or else a time.
 TAGS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "LastModified", "last_modified", "updated")
 TAGS += ("created", "mtime")
-ENDS = 65_536  # bytes from both ends of a local shard that are compared
+_ENDS = 65_536  # bytes from both ends of a local shard that are compared
 
 
 class File(NamedTuple):
@@ -54,12 +54,12 @@ def files_below(root: str) -> Iterator[tuple[str, str]]:
         yield "", root
         return
     seen = set()  # links may lead back
-    for folder, names, files in os.walk(root, onerror=raise_error, followlinks=True):
+    for folder, names, files in os.walk(root, onerror=_raise_error, followlinks=True):
         status = os.stat(folder)
         new = (status.st_dev, status.st_ino) not in seen
         seen.add((status.st_dev, status.st_ino))
         if folder != root and {"status.json", "hardware.yaml"} <= {*files}:
-            skip_run(folder)
+            _skip_run(folder)
             new = False
         names[:] = sorted(name for name in names if new and not name.startswith("."))
         for name in sorted(files) if new else ():
@@ -69,12 +69,12 @@ def files_below(root: str) -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def skip_run(folder: str) -> None:
+def _skip_run(folder: str) -> None:
     """Prints, once in a start, that the files of a run are no data."""
     print_on_main(f"Preparing data: {one_line(folder, 100)} is the folder of a run: not read")
 
 
-def raise_error(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
@@ -87,7 +87,7 @@ def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[Fi
     What lies beside others is no row: a .json beside images, and beside tables an .md and images,
     which they name. Raises ValueError if there are none.
     """
-    every = list_store(data, field) if "://" in data else list_folder(data)
+    every = _list_store(data, field) if "://" in data else list_folder(data)
     found = [each for each in every if file_ending(each.path) in endings]
     if any(file_ending(each.path) in IMAGES for each in found):
         found = [each for each in found if file_ending(each.path) != ".json"]
@@ -113,7 +113,7 @@ def list_folder(data: str) -> list[File]:
     return found
 
 
-def list_store(url: str, field: str) -> list[File]:
+def _list_store(url: str, field: str) -> list[File]:
     """All files below a URL, by fsspec."""
     import fsspec
 
@@ -136,18 +136,18 @@ def list_store(url: str, field: str) -> list[File]:
 # ---- Splits --------------------------------------------------------------------------------------
 
 
-def split_of(name: str, in_classes: bool = False) -> str:
+def _split_of(name: str, in_classes: bool = False) -> str:
     """The split that a name says, the outermost folder before the file; empty: none. Where folders
     are classes one has to be called exactly so: `test tube` is a class."""
     *parts, file = name.split("/")
     is_exact = in_classes and file_ending(file) not in TABLES
     if not is_exact:
         parts.append(file)
-    return next(filter(None, (split_in(part, is_exact) for part in parts)), "")
+    return next(filter(None, (_split_in(part, is_exact) for part in parts)), "")
 
 
 @functools.lru_cache(10_000)  # many files lie in one folder
-def split_in(part: str, is_exact: bool) -> str:
+def _split_in(part: str, is_exact: bool) -> str:
     """The split that one name of a path says."""
     beside = "[^-._ 0-9]"
     for split, words in WORDS.items():
@@ -165,7 +165,7 @@ def choose(
 
     "train" beside names that say nothing is no split: it may be the title of a text.
     """
-    splits = {each: split_of(each.name, in_classes) for each in files}
+    splits = {each: _split_of(each.name, in_classes) for each in files}
     named = {*splits.values()}
     if len(named) == 1 or named == {"train", ""}:
         return files if split == others else []
@@ -178,7 +178,7 @@ def check_class_folders(files: list[File], field: str) -> None:
     SPLIT/CLASS/x, where SPLIT says train, validation or test. Tables have their labels inside."""
     for each in files:
         *folders, file = each.name.split("/")
-        is_split = [bool(split_of(f"{folder}/", True)) for folder in folders]
+        is_split = [bool(_split_of(f"{folder}/", True)) for folder in folders]
         if file_ending(file) not in TABLES and is_split not in ([False], [True, False]):
             problem = f"{one_line(each.path, 200)} is not in the folder of its class"
             hint = f"it should be CLASS/{file} or, for example, train/CLASS/{file}"
@@ -189,7 +189,7 @@ def check_class_folders(files: list[File], field: str) -> None:
 
 
 @functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
-def list_shards(data: str, field: str) -> tuple[list[File], int]:
+def _list_shards(data: str, field: str) -> tuple[list[File], int]:
     return list_files(data, field, SHARDS)
 
 
@@ -199,12 +199,12 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
     To evaluate on are those of cfg.validation_data, or those that are named so; or one is held
     out, that with the smallest hash of its name without the endings.
     """
-    files, others = list_shards(cfg.data, "data")
+    files, others = _list_shards(cfg.data, "data")
     train, held = choose(files, "train"), choose(files, "validation")
     if cfg.validation_data:
-        given, _ = list_shards(cfg.validation_data, "validation_data")
+        given, _ = _list_shards(cfg.validation_data, "validation_data")
         held = choose(given, "validation", others="validation")
-    held = held or [min(train, key=lambda each: hash_name(each.name))]
+    held = held or [min(train, key=lambda each: _hash_name(each.name))]
     paths = {each.path for each in held}
     train = [each for each in train if each.path not in paths]
     if not train:
@@ -213,7 +213,7 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
     return train, held, others
 
 
-def hash_name(name: str) -> str:
+def _hash_name(name: str) -> str:
     """A digest of a shard's name, the same in each format."""
     stem = os.path.splitext(name.removesuffix(PACKED))[0]
     return hashlib.sha256(stem.encode()).hexdigest()
@@ -223,14 +223,14 @@ def describe_shards(shards: list[File]) -> str:
     """A digest of names, sizes and tags; that of a local shard is a digest of both ends."""
     lines = ""
     for each in shards:
-        tag = each.tag if "://" in each.path else digest_ends(each.path)
+        tag = each.tag if "://" in each.path else _digest_ends(each.path)
         lines += f"{each.name} {each.size} {tag}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def digest_ends(path: str) -> str:
+def _digest_ends(path: str) -> str:
     """A digest of the first and the last bytes of a file."""
     with open(path, "rb") as file:
-        content = file.read(ENDS)
-        file.seek(max(os.stat(path).st_size - ENDS, 0))
+        content = file.read(_ENDS)
+        file.seek(max(os.stat(path).st_size - _ENDS, 0))
         return hashlib.sha256(content + file.read()).hexdigest()[:16]

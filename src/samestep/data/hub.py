@@ -11,7 +11,7 @@ from samestep.base.fields import is_local_name
 
 # What is downloaded stays there, since offline it is all there is: a preparation has a cache of its
 # own, which is removed.
-CACHE = os.environ.get("HF_DATASETS_CACHE")
+_CACHE = os.environ.get("HF_DATASETS_CACHE")
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -33,9 +33,9 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
     import datasets
 
     if not COMMIT.fullmatch(revision):
-        raise unknown_commit(name, revision or "main")
+        raise _unknown_commit(name, revision or "main")
     datasets.disable_progress_bars()
-    cache_dir = CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
+    cache_dir = _CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
     how = {"split": split, "revision": revision, "cache_dir": cache_dir}
     try:
         found = datasets.load_dataset(name, config or None, **how)
@@ -50,7 +50,7 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
     return found
 
 
-def unknown_commit(name: str, revision: str) -> ValueError:
+def _unknown_commit(name: str, revision: str) -> ValueError:
     """An error that gives the newest commit of a branch."""
     from huggingface_hub import HfApi
 

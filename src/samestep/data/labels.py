@@ -21,7 +21,7 @@ from samestep.data import columns
 from samestep.data.sources import field_of, require_value
 
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
-LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
+_LARGEST_NUMBER = 1e18  # the sum of the squares of many such numbers is finite in float32
 FILE = "labels.json"  # in the folder of prepared data
 
 
@@ -36,10 +36,10 @@ def read_label(row: dict, cfg: Any) -> Any:
     value = row[cfg.label_column]
     if not (value == "" and cfg.problem_type == MULTI):  # a row may have none of the labels
         require_value("label", value)
-    return parse_label(value, cfg.problem_type)
+    return _parse_label(value, cfg.problem_type)
 
 
-def parse_label(value: Any, problem_type: str) -> Any:
+def _parse_label(value: Any, problem_type: str) -> Any:
     """A class's name, a list of names, or a number; raises ValueError for anything else."""
     shown = f"{value!r:.60}"
     if problem_type == NUMBER:
@@ -47,11 +47,11 @@ def parse_label(value: Any, problem_type: str) -> Any:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not abs(number) <= LARGEST_NUMBER:
+        if not abs(number) <= _LARGEST_NUMBER:
             raise ValueError(f"the label is {shown}, not a finite number of at most 1e18")
         return number
     bracketed = isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] == "[]"
-    parts = parse_list(value.strip()) if bracketed else value if isinstance(value, list) else None
+    parts = _parse_list(value.strip()) if bracketed else value if isinstance(value, list) else None
     if problem_type == SINGLE:
         if parts is not None:
             raise ValueError(f"the label {shown} is a list: --task.problem_type {MULTI} reads it")
@@ -74,7 +74,7 @@ def parse_class(value: Any) -> str:
     raise ValueError(f"the label is {value!r:.60}, not text or a whole number")
 
 
-def parse_list(text: str) -> list | None:
+def _parse_list(text: str) -> list | None:
     """A list as JSON; None: the text is none."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
@@ -96,16 +96,16 @@ def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) ->
     known = read(folder)
     if cfg.problem_type == NUMBER:
         numbers = columns.values_of(rows["train"], "label")
-        known = known or describe_numbers(numbers)
+        known = known or _describe_numbers(numbers)
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
         about = f"{shown}: such an error is a loss of 1"
         if numbers.min() == numbers.max():
             about = f"all numbers are {known['mean']:.6g}: nothing to learn"
     else:
-        known = {"names": known.get("names") or collect_names(rows, cfg, is_given)}
+        known = {"names": known.get("names") or _collect_names(rows, cfg, is_given)}
         for split, part in rows.items():
             check_known(part, known["names"], cfg, split)
-        about = describe_labels(count(rows["train"]), len(rows["train"]))
+        about = _describe_labels(count(rows["train"]), len(rows["train"]))
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
     print(f"Preparing data: {one_line(about, 500)}", flush=True)
     return known
@@ -153,7 +153,7 @@ def count(rows: datasets.Dataset) -> Counter:
     return found
 
 
-def collect_names(rows: datasets.DatasetDict, cfg: Any, is_given: bool) -> list[str]:
+def _collect_names(rows: datasets.DatasetDict, cfg: Any, is_given: bool) -> list[str]:
     """The names of all labels, sorted, whole numbers by their value: see `learn`.
 
     Raises ValueError unless there are two, and for one in two spellings.
@@ -188,7 +188,7 @@ def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) 
             )
 
 
-def describe_labels(counts: Counter, rows: int) -> str:
+def _describe_labels(counts: Counter, rows: int) -> str:
     """How labels are distributed over the training rows."""
     name, most = counts.most_common(1)[0] if counts else ("none", 0)
     once = sum(each == 1 for each in counts.values())
@@ -196,7 +196,7 @@ def describe_labels(counts: Counter, rows: int) -> str:
     return f"{len(counts):,} classes or labels, the largest {share}; {once:,} have one row"
 
 
-def describe_numbers(numbers: np.ndarray) -> dict[str, float]:
+def _describe_numbers(numbers: np.ndarray) -> dict[str, float]:
     """Mean and standard deviation; that of equal numbers is 1.
 
     Models learn numbers as standard deviations from the mean: the loss of others may be so large

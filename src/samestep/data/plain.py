@@ -37,7 +37,7 @@ def load_splits(
             )
         splits[name] = splits[name].select_columns(columns)
         for column in images:
-            splits[name] = read_images(splits[name].cast_column(column, datasets.Image()), column)
+            splits[name] = _read_images(splits[name].cast_column(column, datasets.Image()), column)
     if "train" not in splits:
         raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
     if "validation" not in splits:
@@ -45,7 +45,7 @@ def load_splits(
     return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
 
 
-def read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+def _read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """The rows, if their images can be decoded; raises ValueError for the first that cannot."""
     for i in range(len(rows)):
         try:

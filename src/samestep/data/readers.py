@@ -24,7 +24,7 @@ from samestep.base.console import one_line
 from samestep.data.files import IMAGES, PACKED, File, file_ending
 
 Columns = dict[str, bool]  # whether each column that is read must be there
-Numbered = Iterator[tuple[int, Any]]
+_Numbered = Iterator[tuple[int, Any]]
 
 DOCUMENT = 64_000  # characters of a document, of which a larger .txt or .md file has several
 
@@ -58,7 +58,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
     path, ending, number = file.path, file_ending(file.path), 0
     unit = "row" if ending in (".json", ".parquet") else "line"
     shown = one_line(path, 200)
-    read = READERS.get(ending, read_image if ending in IMAGES else read_text)
+    read = READERS.get(ending, _read_image if ending in IMAGES else read_text)
     try:
         is_first = True
         for number, row in read(path, columns):
@@ -104,7 +104,7 @@ def replace_surrogates(value: Any) -> Any:
     return value
 
 
-def open_text(path: str) -> Any:
+def _open_text(path: str) -> Any:
     """The text of a file, decompressed, without the mark of UTF-8; lines end with \\n."""
     how: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n"}
     if "://" in path:
@@ -117,14 +117,14 @@ def open_text(path: str) -> Any:
 # ---- Readers -------------------------------------------------------------------------------------
 
 
-def read_image(path: str, columns: Columns | None) -> Numbered:
+def _read_image(path: str, columns: Columns | None) -> _Numbered:
     yield 0, {"image": path, "label": folder_of(path)}
 
 
-def read_text(path: str, columns: Columns | None) -> Numbered:
+def read_text(path: str, columns: Columns | None) -> _Numbered:
     """Documents of about DOCUMENT characters, cut at the ends of lines."""
     number = 1
-    with open_text(path) as file:
+    with _open_text(path) as file:
         while text := file.read(DOCUMENT):
             text += file.readline(DOCUMENT)
             if not text.isspace():
@@ -137,29 +137,29 @@ def folder_of(path: str) -> str:
     return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
 
 
-def read_jsonl(path: str, columns: Columns | None) -> Numbered:
-    with open_text(path) as file:
+def _read_jsonl(path: str, columns: Columns | None) -> _Numbered:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, json.loads(line)
 
 
-def read_json(path: str, columns: Columns | None) -> Numbered:
+def _read_json(path: str, columns: Columns | None) -> _Numbered:
     """The objects of a list, one object, or lines of them, since many programs name .jsonl so."""
-    with open_text(path) as file:
+    with _open_text(path) as file:
         text = file.read()
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return read_jsonl(path, columns)
+        return _read_jsonl(path, columns)
     return enumerate([rows] if isinstance(rows, dict) else rows, 1)
 
 
-def read_csv(path: str, columns: Columns | None) -> Numbered:
+def _read_csv(path: str, columns: Columns | None) -> _Numbered:
     mark = "\t" if file_ending(path) == ".tsv" else ","
-    with open_text(path) as file:
+    with _open_text(path) as file:
         rows = csv.reader(file, delimiter=mark, strict=True)
         names = next(filter(None, rows), [])
         if not names:
@@ -182,7 +182,7 @@ def read_csv(path: str, columns: Columns | None) -> Numbered:
                 yield number, dict(zip(names, row, strict=True))
 
 
-def read_parquet(path: str, columns: Columns | None) -> Numbered:
+def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
     content: Any = path
     if "://" in path:
         import fsspec
@@ -204,12 +204,12 @@ def read_parquet(path: str, columns: Columns | None) -> Numbered:
                 yield number, name_classes(row, classes)
 
 
-READERS: dict[str, Callable[[str, Columns | None], Numbered]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".tsv": read_csv,
-    ".parquet": read_parquet,
+READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
 }
 
 

@@ -28,12 +28,12 @@ from samestep.data.files import File
 from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
 
-Bundled = Mapping[str, Callable[[], Iterable[tuple[dict, str]]]]
+_Bundled = Mapping[str, Callable[[], Iterable[tuple[dict, str]]]]
 TABLE = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
 HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
-LEAST_HEADS, MOST_HEADS = 16, 1000  # shards of these
+_LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def relative_to(table: str, value: Any) -> Any:
 
 
 def find_inputs(
-    cfg: DataConfig, bundled: Bundled, endings: tuple[str, ...], in_classes: bool = False
+    cfg: DataConfig, bundled: _Bundled, endings: tuple[str, ...], in_classes: bool = False
 ) -> list[Input]:
     """The rows of all sources, and then those to evaluate on, if there are any.
 
@@ -114,7 +114,7 @@ def find_inputs(
     its class, but for tables.
     """
     if getattr(cfg, "streaming", False):
-        return find_shards(cfg)
+        return _find_shards(cfg)
     inputs, given = [], []
     for source in split_data(cfg.data):
         data, name = source.data, source.name
@@ -127,7 +127,7 @@ def find_inputs(
                     rows = hub.load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
-            chosen = list_data(data, "data", endings, in_classes)
+            chosen = _list_data(data, "data", endings, in_classes)
             inputs.append(Input("data", data, name, chosen["train"]))
             if not chosen["train"]:
                 text = f"{one_line(data, 100)} has no file to train on, by the names"
@@ -135,13 +135,13 @@ def find_inputs(
             if chosen["validation"] and not cfg.validation_data:
                 given.append(Input("validation_data", data, name, chosen["validation"]))
     if data := cfg.validation_data:
-        chosen = list_data(data, "validation_data", endings, in_classes)
+        chosen = _list_data(data, "validation_data", endings, in_classes)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
         given.append(Input("validation_data", data, name, chosen["validation"]))
     return [*inputs, *given]
 
 
-def list_data(
+def _list_data(
     data: str, field: str, endings: tuple[str, ...], in_classes: bool
 ) -> dict[str, list[File]]:
     """The files of a path to train and to evaluate on. Prints how many there are."""
@@ -159,14 +159,14 @@ def list_data(
     return chosen
 
 
-def find_shards(cfg: DataConfig) -> list[Input]:
+def _find_shards(cfg: DataConfig) -> list[Input]:
     """The beginnings of shards of a stream: of some to train on, and of those to evaluate on. All
     rows of shards that are named to evaluate on are read."""
     train, held, others = files.split_shards(cfg)
     text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on, {others:,} not read"
     print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
     mean = sum(each.size for each in train) // len(train) + 1
-    count = min(len(train), max(LEAST_HEADS, HEAD // mean), MOST_HEADS)
+    count = min(len(train), max(_LEAST_HEADS, HEAD // mean), _MOST_HEADS)
     heads = [train[i * len(train) // count] for i in range(count)]
     most = math.inf if cfg.validation_data else HEAD
     return [
@@ -279,7 +279,7 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     if left_out:
         text += f"; {len(left_out):,} left out (the first: {left_out[0]})"
     print(f"Preparing data: {one_line(text, 500)}", flush=True)
-    is_held = hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
+    is_held = _hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
     text = f"{(~is_held).sum():,} rows to train on, {is_held.sum():,} to evaluate on"
     print(f"Prepared: {text}", flush=True)
     return DatasetDict({"train": keep(rows, ~is_held), "validation": keep(rows, is_held)})
@@ -316,7 +316,7 @@ def write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
 # ---- Splits --------------------------------------------------------------------------------------
 
 
-def hold_out_rows(
+def _hold_out_rows(
     inputs: list[Input], counts: list[int], hashes: np.ndarray, sides: np.ndarray, cfg: DataConfig
 ) -> np.ndarray:
     """Which rows are evaluated on, bool (N,): those that are given for it, or some of each source.

@@ -17,10 +17,10 @@ from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_
 from samestep.base.workers import count_cores
 from samestep.data import hub
 
-OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
+_OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
 # tasks that have its fields.
-READ_BY = (
+_READ_BY = (
     ("data_config data_split data_revision validation_split", HUB),
     ("validation_fraction validation_rows group_column", HELD_OUT),
     ("text_column text_pair_column label_column source_column target_column", OWN),
@@ -36,11 +36,11 @@ READ_BY = (
     ("dropout", "architecture vit", "architecture resnet"),
     ("stages", "architecture resnet", "architecture resnet_batchnorm"),
 )
-ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
+_ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 Lanes = Annotated[int, Field(ge=1, le=65_536)]
 
 
-class WeightedData(NamedTuple):
+class _WeightedData(NamedTuple):
     """One of several sources of data, and its share of the samples of a step."""
 
     data: str
@@ -70,7 +70,7 @@ class DataConfig:
     """Fraction of the training rows held out for evaluation, about. A hash of each row's content
     decides: the choice is the same on every machine, equal rows stay on one side, and no row is
     held out of more data that was trained on before."""
-    validation_rows: ValidationRows = 1000
+    validation_rows: _ValidationRows = 1000
     """Maximum number of rows that are held out: an evaluation of 1,000 rows takes about a tenth of
     the time of 100 steps of 32 samples."""
     group_column: str = ""
@@ -117,14 +117,14 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     if streaming:
-        check_streaming(cfg, shipped)
+        _check_streaming(cfg, shipped)
     both = cfg.validation_split and cfg.validation_data
     check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
     check_read(cfg, shipped)
 
 
 def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> None:
-    """Raises ValueError for the first field that is set although nothing reads it: see READ_BY.
+    """Raises ValueError for the first field that is set although nothing reads it: see _READ_BY.
 
     `rows`: their kind, where task.rows leaves it open.
     """
@@ -135,19 +135,19 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
     own = {each.name for each in fields(cfg)}
-    for names, *readers in READ_BY:
+    for names, *readers in _READ_BY:
         known = " ".join(each for each in names.split() if each in own)
-        if readers[0] in OF_DATA:
+        if readers[0] in _OF_DATA:
             is_read = readers[0] in facts
         elif readers[0].split()[0] in own:
-            is_read = any(has_value(cfg, each, rows) for each in readers)
+            is_read = any(_has_value(cfg, each, rows) for each in readers)
         else:
             continue
         check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
 
 
-def has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
-    """Whether a field has the value that READ_BY names."""
+def _has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
+    """Whether a field has the value that _READ_BY names."""
     name, wanted = reader.split()
     value = str(getattr(cfg, name))
     if name == "rows" and value == "auto":
@@ -155,7 +155,7 @@ def has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
     return value == wanted
 
 
-def check_streaming(cfg: Any, bundled: Any) -> None:
+def _check_streaming(cfg: Any, bundled: Any) -> None:
     """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
     held = "empty while task.streaming is true: whole shards are held out"
     rules = [
@@ -172,13 +172,13 @@ def check_streaming(cfg: Any, bundled: Any) -> None:
 # ---- Several sources -----------------------------------------------------------------------------
 
 
-def split_data(data: str) -> list[WeightedData]:
+def split_data(data: str) -> list[_WeightedData]:
     """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
 
     Raises ValueError for what is no whole weight, and for a source that is named twice.
     """
     if os.path.lexists(os.path.expanduser(data)) or not re.search(r",|:\d+$", data):
-        return [WeightedData(data, 1, data)]
+        return [_WeightedData(data, 1, data)]
     found: list[tuple[str, int]] = []
     for part in data.split(","):
         name, weight = re.fullmatch(r"(.*?)(?::(-?[\d.]+))?", part.strip(), re.DOTALL).groups()
@@ -192,7 +192,7 @@ def split_data(data: str) -> list[WeightedData]:
         raise ValueError(f"task.data: {data} names a source twice; add its weights")
     names = [Path(path).name or path for path in paths]
     names = names if len({*names}) == len(names) else paths
-    return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
+    return [_WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
 
 
 # ---- Rows ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from samestep.data import columns
 from samestep.data.sources import split_data
 
 
-def count_sources(dataset: Any, data: str) -> list[Source]:
+def _count_sources(dataset: Any, data: str) -> list[Source]:
     """The sources of rows that load_rows has read, with the weights in `data`.
 
     Raises ValueError where rows of several are mixed: their weights could not be kept.
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset):
         self.dataset, self.names, self.sized = dataset, names, sized
         self.table = dataset.select_columns(names).with_format("arrow")
         if "source" in dataset.column_names:
-            self.sources = count_sources(dataset, cfg.data)
+            self.sources = _count_sources(dataset, cfg.data)
 
     def __len__(self) -> int:
         return len(self.dataset)

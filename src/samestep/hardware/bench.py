@@ -24,15 +24,15 @@ from samestep.project.device import allow_tf32
 if TYPE_CHECKING:
     from torch.utils.benchmark import Timer
 
-MiB = 1 << 20
+_MiB = 1 << 20
 # Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.
 SIZES = {
-    "cpu": {"matrix": 128, "copy": 4 * MiB, "sizes": [4096, MiB]},
-    "mps": {"matrix": 4096, "copy": 256 * MiB, "sizes": []},
-    "cuda": {"matrix": 8192, "copy": 256 * MiB, "sizes": [4096, MiB, 256 * MiB]},
+    "cpu": {"matrix": 128, "copy": 4 * _MiB, "sizes": [4096, _MiB]},
+    "mps": {"matrix": 4096, "copy": 256 * _MiB, "sizes": []},
+    "cuda": {"matrix": 8192, "copy": 256 * _MiB, "sizes": [4096, _MiB, 256 * _MiB]},
 }
 # Of the fastest: so far behind it a device should get less work, or none.
-UNEQUAL, LEFT_OUT = 0.2, 0.5
+_UNEQUAL, _LEFT_OUT = 0.2, 0.5
 # Largest error of a product of matrices, relative to its norm.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 CALLS = 20  # of an all-reduce: as many on each process
@@ -63,9 +63,9 @@ def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str
     for rank, speed in enumerate(speeds):
         behind = 1 - speed / max(speeds)
         advice = "give it less work, by --device_shares auto"
-        if behind > LEFT_OUT:
+        if behind > _LEFT_OUT:
             advice = "leave it out, by CUDA_VISIBLE_DEVICES"
-        if behind > UNEQUAL:
+        if behind > _UNEQUAL:
             lines.append(
                 f"slow device: {rank} ({names[rank]}) is {behind:.0%} behind the fastest in "
                 f"{what}; measure again, then {advice}"
@@ -135,7 +135,7 @@ def make_timer(work: Callable, *given: object) -> "Timer":
     return Timer("work(*given)", globals={"work": work, "given": given})
 
 
-def seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
+def _seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
     """Median seconds of a call of `work`, which may only enqueue its work on the device."""
     timer = make_timer(work, *given)
     timer.timeit(2)  # the first calls compile, allocate, and raise clock rates
@@ -152,11 +152,11 @@ def measure(
         allow_tf32(format == "tf32")
         # With zeros a GPU needs less power, and so runs faster.
         a, b = (torch.randn(matrix, matrix).to(device, AUTOCAST.get(format)) for _ in range(2))
-        taken = seconds_per_call(seconds, torch.mm, a, b)
+        taken = _seconds_per_call(seconds, torch.mm, a, b)
         found[f"matmul {format}, TFLOP/s"] = 2e-12 * matrix**3 / taken
     here = torch.arange(copy // 8, device=device)
     other = torch.zeros_like(here)
-    taken = seconds_per_call(seconds, other.copy_, here)
+    taken = _seconds_per_call(seconds, other.copy_, here)
     found["memory, GB/s"] = 2 * here.nbytes / taken / 1e9  # what is read and what is written
     if on_gpu:
         host = torch.zeros_like(here, device="cpu", pin_memory=True)
@@ -165,14 +165,14 @@ def measure(
         if next_gpu != device:
             ways["device to the next one"] = (torch.zeros_like(here, device=next_gpu), here)
         for name, (there, source) in ways.items():
-            taken = seconds_per_call(seconds, there.copy_, source, True)
+            taken = _seconds_per_call(seconds, there.copy_, source, True)
             found[f"{name}, GB/s"] = here.nbytes / taken / 1e9
             if not torch.equal(there.cpu(), here.cpu()):
                 raise ValueError(f"{name}: copies arrive wrong; try NCCL_P2P_DISABLE=1")
     project = read_project(flags)
     size = min(project.cfg.micro_batch_size, project.cfg.global_batch_size)
     work = (project.add_gradients, project.build_model(device), project.batch(range(size)))
-    found["training step, samples/s"] = size / seconds_per_call(seconds, *work, precision)
+    found["training step, samples/s"] = size / _seconds_per_call(seconds, *work, precision)
     return found
 
 

@@ -19,15 +19,15 @@ from samestep.base.errors import UserError
 from samestep.project import config, launched, launcher
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
-OF_LAUNCHERS = re.compile(
+_OF_LAUNCHERS = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|PET|TORCHELASTIC|LAUNCH|GROUP|ROLE|MASTER)_"
     r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LAUNCHING$|EXIT_CODE_FILE$"
 )
 MINUTES = 30  # of a program
 PATIENCE = 20  # seconds in which processes end after a signal
-SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
+_SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
 LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
-STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+_STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
 ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
 
 
@@ -96,7 +96,7 @@ def choose(config_file: Path | None, processes: int | None) -> Devices:
 def nvidia_smi(*words: str) -> tuple[int | None, str]:
     """The exit code of nvidia-smi (None: it hangs; 127: not installed), and what it prints."""
     try:
-        return run(["nvidia-smi", *words], SMI_SECONDS)
+        return run(["nvidia-smi", *words], _SMI_SECONDS)
     except OSError:
         return 127, ""
 
@@ -106,7 +106,7 @@ def run(command: Sequence[object], seconds: float = 60 * MINUTES) -> tuple[int |
 
     It knows nothing of the launcher of this program, and no process of it is left behind.
     """
-    env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
+    env = {name: text for name, text in os.environ.items() if not _OF_LAUNCHERS.match(name)}
     code = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         child = psutil.Popen([*map(str, command)], env=env, stdout=log, stderr=log)
@@ -143,7 +143,7 @@ def ask(what: str, used: Devices, **given: Any) -> Any:
 
 def check(section: Section, used: Devices) -> None:
     """What this machine is, and what is wrong with it."""
-    look_at_nvidia_smi(section)
+    _look_at_nvidia_smi(section)
     for rank, (name, free, problem) in enumerate(ask("look", used)):
         section.facts[f"device {rank}"] = name
         if problem:
@@ -152,11 +152,11 @@ def check(section: Section, used: Devices) -> None:
             section.lines.append(f"device {rank} has {free:.0%} of its memory free")
 
 
-def look_at_nvidia_smi(section: Section) -> None:
+def _look_at_nvidia_smi(section: Section) -> None:
     """Adds what it says of GPUs that torch may not see, of their errors, and facts."""
     code, listed = nvidia_smi("-L")
     if code is None:
-        listed = f"it does not answer within {SMI_SECONDS} s"
+        listed = f"it does not answer within {_SMI_SECONDS} s"
     else:  # collect_env asks it again
         for module in ("torch.utils.collect_env", "accelerate.commands.env"):
             section.facts[module] = run([sys.executable, "-m", module])[1]
@@ -173,7 +173,7 @@ def look_at_nvidia_smi(section: Section) -> None:
             section.failures.append(f"{text}: {launched.without_gpu()}")
     if code != 0:
         return
-    section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]
+    section.facts["nvidia-smi"] = nvidia_smi(_STATE, "--format=csv")[1]
     unknown, errors = nvidia_smi(ERRORS, "--format=csv,noheader")  # to old cards and drivers
     for line in errors.splitlines() if not unknown else ():
         index, uncorrected, pending = [word.strip() for word in line.split(",")]

@@ -16,7 +16,7 @@ from samestep.hardware.devices import Devices, Section, Wrong, short
 from samestep.hardware.project import Project
 from samestep.models.next_token import CHUNK
 
-USABLE = 0.92  # of a memory
+_USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
 
 
@@ -107,7 +107,9 @@ def run(section: Section, used: Devices, project: Project, flags: list[str]) -> 
             need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
             label = f"{way}, gradient checkpointing" if checkpointing else way
             section.facts[label] = f"{short(need / 1e9)} GB"
-            fits = need <= USABLE * memory and (gpus < math.inf or sizes.states() <= USABLE * host)
+            fits = need <= _USABLE * memory and (
+                gpus < math.inf or sizes.states() <= _USABLE * host
+            )
             if fits and not section.figures:
                 section.figures["memory, GB"] = [need / 1e9]
                 section.lines.append(

@@ -25,12 +25,12 @@ from samestep.hardware.devices import Devices, Section, Wrong
 from samestep.hardware.project import Project
 from samestep.project.startup import resolved_config
 
-STEPS, SAMPLES, TURNS = 3, 4, 2  # SAMPLES: in a micro-batch; TURNS: micro-batches of a process
+STEPS, _SAMPLES, TURNS = 3, 4, 2  # _SAMPLES: in a micro-batch; TURNS: micro-batches of a process
 
 
 def run(section: Section, used: Devices, project: Project, folder: Path) -> None:
     """Runs train.py, and adds what was compared to the section; raises Wrong."""
-    cfg, size = project.cfg, min(SAMPLES, project.cfg.micro_batch_size)
+    cfg, size = project.cfg, min(_SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
     turns = TURNS if shares == "equal" else max(TURNS, 4)  # 4: see batches.count_micro_batches
     samples = size * turns * used.count

@@ -20,8 +20,8 @@ from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
 # Other errors of the operating system may pass. Decoders raise OSError without a number.
-FAULTS_OF_FILES = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
-PROCESSOR = "preprocessor_config.json"  # in the folder of prepared data, and of the exported model
+_FAULTS_OF_FILES = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
+_PROCESSOR = "preprocessor_config.json"  # in the folder of prepared data, and of the exported model
 Row = dict[str, Any]
 
 
@@ -34,14 +34,14 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
     It crops as `images.middle` does, whatever that of a pretrained model does, so that a pipeline
     sees images as the model has seen them here. Their pixels are those of the pretrained model's.
     """
-    if (folder / PROCESSOR).exists():
+    if (folder / _PROCESSOR).exists():
         return
     side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
     if cfg.model_name_or_path:
         from transformers import AutoImageProcessor
 
         own = pretrained.load(AutoImageProcessor, cfg)
-        side, mean, std = measure_processor(own, cfg.model_name_or_path)
+        side, mean, std = _measure_processor(own, cfg.model_name_or_path)
     with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
         from transformers import BitImageProcessor
 
@@ -54,7 +54,7 @@ def prepare_processor(cfg: Any, folder: Path) -> None:
         ).save_pretrained(folder)
 
 
-def measure_processor(own: Any, name: str) -> tuple[int, list[float], list[float]]:
+def _measure_processor(own: Any, name: str) -> tuple[int, list[float], list[float]]:
     """What read_processor returns, for the image processor of the pretrained model `name`.
 
     An image of four colors goes through it: black and white say what it subtracts and divides by,
@@ -91,7 +91,7 @@ def read_processor(folder: Path) -> tuple[int, list[float], list[float]]:
 
     It reads the file of the processor, since loading it would import transformers.
     """
-    own = json.loads((folder / PROCESSOR).read_text(encoding="utf-8"))
+    own = json.loads((folder / _PROCESSOR).read_text(encoding="utf-8"))
     return own["crop_size"]["height"], own["image_mean"], own["image_std"]
 
 
@@ -128,7 +128,7 @@ def decode(row: Row, side: int) -> np.ndarray:
         if hashlib.sha256(content).hexdigest() == row["digest"]:
             return images.middle(content, side)
     except Exception as error:
-        passing = isinstance(error, OSError) and error.errno not in FAULTS_OF_FILES
+        passing = isinstance(error, OSError) and error.errno not in _FAULTS_OF_FILES
         if passing or isinstance(error, MemoryError):
             raise
         problem = getattr(error, "strerror", None) or one_line(error)
@@ -144,7 +144,7 @@ def augment(row: Row, generator: torch.Generator, cfg: Any, data: Any) -> Row:
     side, classes = read_processor(data.folder)[0], data["train"].features["label"].num_classes
     image, label = crop(row["image"], generator, cfg, side), row["label"]
     if cfg.label_smoothing or cfg.mixup:
-        label = smooth(label, cfg.label_smoothing, classes)
+        label = _smooth(label, cfg.label_smoothing, classes)
     if cfg.mixup:
         others = data["train"]
         other = others[int(torch.randint(len(others), (), generator=generator))]
@@ -152,11 +152,11 @@ def augment(row: Row, generator: torch.Generator, cfg: Any, data: Any) -> Row:
         share = float(np.random.default_rng(seed).beta(cfg.mixup, cfg.mixup))
         pixels = crop(decode(other, side), generator, cfg, side)
         image = (share * image + (1 - share) * pixels + 0.5).astype(np.uint8)
-        label = share * label + (1 - share) * smooth(other["label"], cfg.label_smoothing, classes)
+        label = share * label + (1 - share) * _smooth(other["label"], cfg.label_smoothing, classes)
     return {"image": image, "label": label}
 
 
-def smooth(label: int, part: float, classes: int) -> np.ndarray:
+def _smooth(label: int, part: float, classes: int) -> np.ndarray:
     """A class as a distribution, float32 (classes,), of which a part is spread over all."""
     spread = np.full(classes, part / classes, np.float32)
     spread[label] += 1 - part

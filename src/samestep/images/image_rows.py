@@ -61,7 +61,7 @@ def check_config(cfg: Any) -> None:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def local_data(cfg: Any) -> dict[str, str]:
+def _local_data(cfg: Any) -> dict[str, str]:
     """The local files or folders that fields name."""
     found = {"data": cfg.data, "validation_data": cfg.validation_data}
     if cfg.data == BUNDLED or hub.is_hub_name(cfg.data):
@@ -73,10 +73,10 @@ def local_data(cfg: Any) -> dict[str, str]:
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
-    for field, root in local_data(cfg).items():
+    for field, root in _local_data(cfg).items():
         listed, _ = list_files(root, field, ENDINGS)
         tables = [each for each in listed if file_ending(each.path) in TABLES]
-        files = [each for each in tables if not holds_images(each.path, cfg.image_column)]
+        files = [each for each in tables if not _holds_images(each.path, cfg.image_column)]
         columns = {cfg.image_column: True}
         table = Input(field, root, "", files, columns=columns, paths=cfg.image_column)
         for row, _ in table.rows() if files else ():
@@ -86,7 +86,7 @@ def named_files(cfg: Any) -> list[str]:
     return [*found]
 
 
-def holds_images(table: str, column: str) -> bool:
+def _holds_images(table: str, column: str) -> bool:
     """Whether this is a .parquet file with the images inside."""
     if file_ending(table) == ".parquet":
         # Reading the rows says what is wrong.
@@ -141,7 +141,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
         numbers = classes.str2int([*part["label"]])
         part = part.remove_columns(["source", "file", "line", "label"])
         rows[split] = part.add_column("label", numbers, feature=classes).filter(
-            is_readable,
+            _is_readable,
             input_columns=["path", "bytes", "place"],
             num_proc=cfg.num_proc(len(part) // 100),
             fn_kwargs={**options, "field": sources.field_of(split, cfg)},
@@ -149,7 +149,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     return rows
 
 
-def is_readable(path: bytes, content: bytes, place: str, cfg: Any, side: int, field: str) -> bool:
+def _is_readable(path: bytes, content: bytes, place: str, cfg: Any, side: int, field: str) -> bool:
     """Whether an image can be decoded. Raises ValueError for one that cannot, unless
     cfg.incomplete_rows is skip."""
     try:

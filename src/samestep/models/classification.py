@@ -39,7 +39,7 @@ def count_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (true[:, None] * predicted).sum(2).permute(2, 0, 1)
 
 
-def weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(true, predicted, weight) as scikit-learn takes them: a row for each entry that is not 0. In
     that of an entry of a label's table, other labels are absent and were not predicted."""
     entries = np.nonzero(table.numpy())
@@ -55,7 +55,7 @@ def score_table(table: torch.Tensor) -> dict[str, float]:
     that rows have or the model predicted."""
     from sklearn.metrics import f1_score
 
-    true, predicted, weight = weighted_answers(table)
+    true, predicted, weight = _weighted_answers(table)
     options: dict[str, Any] = {"sample_weight": weight, "zero_division": 0}
     micro, macro = (
         float(f1_score(true, predicted, average=kind, **options)) for kind in ("micro", "macro")
@@ -67,7 +67,7 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     """The scores of each class as text, and, where a row has one class of a few, confusion.png."""
     from sklearn.metrics import classification_report
 
-    true, predicted, weight = weighted_answers(table)
+    true, predicted, weight = _weighted_answers(table)
     shown = [one_line(name, 24) for name in names]
     options: dict[str, Any] = {"labels": range(len(names)), "target_names": shown}
     options |= {"sample_weight": weight, "digits": 3, "zero_division": 0}
@@ -76,11 +76,11 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     report: dict[str, Any] = {"classes": "\n".join(["", *lines])}
     if table.ndim == 2 and len(names) <= SHOWN:
         path = folder / "confusion.png"
-        report["confusion"] = attempt("no picture", draw_confusion, table.numpy(), shown, path)
+        report["confusion"] = attempt("no picture", _draw_confusion, table.numpy(), shown, path)
     return report
 
 
-def draw_confusion(table: np.ndarray, names: list[str], path: Path) -> Path:
+def _draw_confusion(table: np.ndarray, names: list[str], path: Path) -> Path:
     """The counts of true (down) and predicted (across) classes."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
@@ -104,7 +104,7 @@ def score_errors(sums: Sums, deviation: float) -> dict[str, float]:
     `sums` over all rows: loss, squared errors; error, absolute errors; numbers; squares of numbers;
     all in standard deviations; rows. `deviation`: the standard deviation.
     """
-    spread = spread_of(sums)
+    spread = _spread_of(sums)
     return {
         "mae": float(sums["error"] / sums["rows"]) * deviation,
         "rmse": math.sqrt(sums["loss"] / sums["rows"]) * deviation,
@@ -113,7 +113,7 @@ def score_errors(sums: Sums, deviation: float) -> dict[str, float]:
     }
 
 
-def spread_of(sums: Sums) -> float:
+def _spread_of(sums: Sums) -> float:
     """The squared distances of the numbers from their own mean; 0: they are equal, to rounding."""
     squares = float(sums["squares"])
     spread = squares - float(sums["numbers"]) ** 2 / float(sums["rows"])

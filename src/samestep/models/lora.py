@@ -11,7 +11,7 @@ from samestep.base.fields import MODEL, NOTHING, Dropout, check_fields, check_ig
 from samestep.models import pretrained
 
 Rank = Annotated[int, Field(ge=0, le=4096)]
-Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
+_Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 @dataclass
@@ -21,7 +21,7 @@ class LoraFields:
     lora_rank: Rank = field(default=0, metadata=MODEL)
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
     weights."""
-    lora_alpha: Alpha = field(default=0.0, metadata=MODEL)
+    lora_alpha: _Alpha = field(default=0.0, metadata=MODEL)
     """Factor of the adapters, times the rank; 0: twice the rank."""
     lora_dropout: Dropout = field(default=0.0, metadata=MODEL)
     """Dropout before the adapters."""

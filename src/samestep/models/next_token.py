@@ -48,7 +48,7 @@ def prepare(model: Any, loss_chunk: int | str, packed: bool = False) -> None:
     if packed:
         check_separates_texts(model)
     name = type(model).__name__
-    if has_router_loss(model):
+    if _has_router_loss(model):
         print_on_main(
             f"{name}: the loss of a micro-batch includes its router's loss (router_aux_loss_coef "
             f"{model.router_aux_loss_coef:g}), weighted by its number of items: another size of "
@@ -56,7 +56,7 @@ def prepare(model: Any, loss_chunk: int | str, packed: bool = False) -> None:
         )
     if loss_chunk == 0:
         return
-    if not has_router_loss(model) and is_split(model):
+    if not _has_router_loss(model) and is_split(model):
         model.decisions["loss_chunk"] = CHUNK if loss_chunk == "auto" else loss_chunk
         return
     problem = f"the logits of {name} are more than its head makes of the decoder's output"
@@ -153,7 +153,7 @@ def counted(batch: Batch) -> torch.Tensor:
 # ---- The loss ------------------------------------------------------------------------------------
 
 
-def has_router_loss(model: Any) -> bool:
+def _has_router_loss(model: Any) -> bool:
     """Tell whether a mixture of experts has the loss of its router in its loss."""
     wanted = getattr(model.config, "output_router_logits", False)
     return wanted and getattr(model, "router_aux_loss_coef", 1) != 0
@@ -176,7 +176,7 @@ def states_of(model: Any, batch: Batch, decisions: dict[str, Any]) -> States:
     chunk = decisions.get("loss_chunk", 0)
     if not chunk:
         outputs, router_loss = model(**inputs), 0.0
-        if model.training and has_router_loss(model):
+        if model.training and _has_router_loss(model):
             router_loss = model.router_aux_loss_coef * outputs.aux_loss
         logits = outputs.logits.flatten(0, 1)
         return States(torch.nn.Identity(), logits, labels, len(labels), router_loss)

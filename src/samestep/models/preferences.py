@@ -43,7 +43,7 @@ def without_reference(model: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def reference_of(model: Any) -> Iterator[Any]:
+def _reference_of(model: Any) -> Iterator[Any]:
     """The model as it was at the start."""
     if bare(model) is model:
         yield model.get_submodule(COPY)
@@ -66,7 +66,7 @@ def before_and_after(model: Any) -> Iterator[tuple[str, Any]]:
     names = (name for name, _ in model.named_modules())
     # Adapters that are merged into the weights are none.
     if COPY in model._modules or any(name.endswith("lora_A") for name in names):
-        with reference_of(model) as reference:
+        with _reference_of(model) as reference:
             yield "before", reference
     yield "after", model
 
@@ -88,7 +88,7 @@ def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> t
         return -losses.view(rows["labels"].shape).sum(1).view(-1, 2)
 
     if has_reference:  # first, while the model's activations need no memory
-        with torch.no_grad(), reference_of(model) as reference:
+        with torch.no_grad(), _reference_of(model) as reference:
             theirs = sums(next_token.states_of(reference, rows, decisions))
     states = next_token.states_of(bare(model), rows, decisions)
     return sums(states), theirs, states.router_loss

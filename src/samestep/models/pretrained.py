@@ -77,10 +77,10 @@ def commit_of(cfg: ModelConfig) -> str:
     """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
     if not cfg.model_name_or_path or folder_of(cfg):
         return ""
-    return snapshot_of(cfg).name
+    return _snapshot_of(cfg).name
 
 
-def snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
+def _snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
     """The folder snapshots/COMMIT with the files of a model on the Hub that are on this machine."""
     from huggingface_hub import hf_hub_download
 
@@ -115,7 +115,7 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
         ) from None
 
 
-def attention_option(cfg: ModelConfig) -> dict[str, str]:
+def _attention_option(cfg: ModelConfig) -> dict[str, str]:
     """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
     name = cfg.attn_implementation
     if name == varlen.NAME:
@@ -123,7 +123,7 @@ def attention_option(cfg: ModelConfig) -> dict[str, str]:
     return {} if name == "sdpa" else {"attn_implementation": name}
 
 
-def keep_cap(model: Any) -> Any:
+def _keep_cap(model: Any) -> Any:
     """Gives a model with capped attention, such as Gemma 2, eager attention: the sdpa of
     transformers before 5.24 leaves the cap out without a word."""
     own = model.config
@@ -149,9 +149,9 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
         options.pop("ignore_mismatched_sizes", None)
         return new_model(auto, load(AutoConfig, cfg, **options), cfg)
     own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
-    options |= {"dtype": torch.float32, **attention_option(cfg)}
+    options |= {"dtype": torch.float32, **_attention_option(cfg)}
     model, info = load(auto, cfg, output_loading_info=True, **options)
-    files = weight_files.list_files(folder_of(cfg) or snapshot_of(cfg, local_files_only=True))
+    files = weight_files.list_files(folder_of(cfg) or _snapshot_of(cfg, local_files_only=True))
     weight_files.check_zeros(files)
     given, remark = one_line(cfg.model_name_or_path, 100), ""
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
@@ -171,7 +171,7 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
         remark = renew_head(model, [*own.values()], [*options["id2label"].values()], head)
     for line in filter(None, (left, remark)):
         print_on_main(f"{given}: {line}")
-    return keep_cap(model)
+    return _keep_cap(model)
 
 
 def renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
@@ -199,7 +199,7 @@ def renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, .
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
     """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
     try:
-        return keep_cap(auto.from_config(config, **attention_option(cfg)))
+        return _keep_cap(auto.from_config(config, **_attention_option(cfg)))
     except (ImportError, ValueError) as error:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 
@@ -227,10 +227,10 @@ def without_dropout(cfg: ModelConfig) -> dict[str, float]:
     if not cfg.model_name_or_path:
         return {}
     known = load(AutoConfig, cfg).to_dict()
-    return {name: 0.0 for name, value in known.items() if "drop" in name and is_number(value)}
+    return {name: 0.0 for name, value in known.items() if "drop" in name and _is_number(value)}
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether it is a number; of `token_dropout`, which rescales, the value is True."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -16,9 +16,13 @@ from samestep.base.console import one_line
 
 FORMATS = ("model.safetensors", "pytorch_model.bin")  # as transformers looks for them
 # A module with these words in its name follows the others, or replaces masked inputs.
-HEADS = re.compile("pool|head|classifier|score|relationship|logit|predict|qa_outputs|mask")
-MORE_TOKENS = re.compile("mtp|nextn")  # of configs and modules that predict several tokens
-PAGES, PAGE, EMPTY = 64, 4096, 8  # samples of a file, their bytes, and zeros in a row that are many
+_HEADS = re.compile("pool|head|classifier|score|relationship|logit|predict|qa_outputs|mask")
+_MORE_TOKENS = re.compile("mtp|nextn")  # of configs and modules that predict several tokens
+_PAGES, PAGE, _EMPTY = (
+    64,
+    4096,
+    8,
+)  # samples of a file, their bytes, and zeros in a row that are many
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -50,12 +54,12 @@ def check_zeros(files: Iterable[Path]) -> None:
     for path in files:
         size, zeros = path.stat().st_size, 0
         with open(path, "rb") as file:
-            for number in range(PAGES):
-                file.seek(size * number // PAGES)
-                page = file.read(min(PAGE, size // PAGES))
+            for number in range(_PAGES):
+                file.seek(size * number // _PAGES)
+                page = file.read(min(PAGE, size // _PAGES))
                 zeros = 0 if page.strip(b"\0") else zeros + 1
-                if zeros == EMPTY:
-                    first = size * (number + 1 - EMPTY) // PAGES
+                if zeros == _EMPTY:
+                    first = size * (number + 1 - _EMPTY) // _PAGES
                     raise ValueError(
                         f"task.model_name_or_path: {path} has zeros for weights from byte "
                         f"{first:,} of {size:,}, as a download or a copy that was cut off leaves "
@@ -71,7 +75,7 @@ class Part(NamedTuple):
     tensors: list[str]
 
 
-def sort_out(names: Iterable[str], model: Any, held: list[str]) -> list[Part]:
+def _sort_out(names: Iterable[str], model: Any, held: list[str]) -> list[Part]:
     """Sorts tensors that a model does not take into parts. `held`: all names in its files."""
     modules, prefix = dict(model.named_modules()), model.base_model_prefix
     bare = bool(held) and not any(name.startswith(f"{prefix}.") for name in held)
@@ -96,7 +100,7 @@ def sort_out(names: Iterable[str], model: Any, held: list[str]) -> list[Part]:
             kind = "layer"
         elif re.search(r"\.\d+(\.|$)", owner):
             kind = "tensor"
-        elif owner and max(within) < 2 and not HEADS.search(group):
+        elif owner and max(within) < 2 and not _HEADS.search(group):
             kind = "tensor"
         found.append(Part(group, kind, tensors))
     return found
@@ -110,7 +114,7 @@ def check_taken(model: Any, unexpected: Iterable[str], files: list[Path]) -> str
     for tensors beside those that are taken. The config announces no layers that were left out.
     """
     held = names_in(files)
-    parts = sort_out(unexpected, model, held)
+    parts = _sort_out(unexpected, model, held)
     beside = [name for part in parts if part.kind != "branch" for name in part.tensors]
     if beside:
         where = files[0].parent if files else "its file"
@@ -122,14 +126,14 @@ def check_taken(model: Any, unexpected: Iterable[str], files: list[Path]) -> str
     known, patterns = {*model.state_dict()}, model._keys_to_ignore_on_load_unexpected or ()
     known |= {name.partition(".")[2] for name in known}
     expected = [n for n in held if n not in known and any(re.search(p, n) for p in patterns)]
-    parts += [part for part in sort_out(expected, model, held) if part.kind != "tensor"]
+    parts += [part for part in _sort_out(expected, model, held) if part.kind != "tensor"]
     if not parts:
         return ""
     tensors = [name for part in parts for name in part.tensors]
     verb = "are" if len(tensors) > 1 else "is"
     names = one_line(", ".join(part.name for part in parts))
     line = f"{count(tensors)} of its files {verb} not in this model: {names}"
-    if cleared := clear_announced(model):
+    if cleared := _clear_announced(model):
         line += f"; in its config, {' and '.join(cleared)} is 0 now"
     return line
 
@@ -138,15 +142,15 @@ def count(tensors: list[str]) -> str:
     return "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
 
 
-def clear_announced(model: Any) -> list[str]:
+def _clear_announced(model: Any) -> list[str]:
     """Sets the numbers of layers that predict more tokens to 0 in the config of a model without
     such layers, since its export has none; their names."""
-    if any(MORE_TOKENS.search(name) for name, _ in model.named_modules()):
+    if any(_MORE_TOKENS.search(name) for name, _ in model.named_modules()):
         return []
     config, cleared = model.config, []
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for name, value in [*vars(part).items()] if part else ():
-            if MORE_TOKENS.search(name) and "num" in name and isinstance(value, int) and value:
+            if _MORE_TOKENS.search(name) and "num" in name and isinstance(value, int) and value:
                 setattr(part, name, 0)
                 cleared.append(name)
     return cleared

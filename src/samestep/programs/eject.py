@@ -14,7 +14,7 @@ from samestep.base.files import remove
 from samestep.programs import make_parser
 
 SOURCE = Path(__file__).resolve().parents[1]
-PARTIAL = Path(".samestep.partial")  # Python would import a copy that is cut short
+_PARTIAL = Path(".samestep.partial")  # Python would import a copy that is cut short
 
 
 def main() -> None:
@@ -27,9 +27,9 @@ def main() -> None:
     if Path("samestep").exists():
         parser.error("samestep/ is there already; move it away")
     try:
-        remove(PARTIAL)
-        shutil.copytree(SOURCE, PARTIAL, ignore=shutil.ignore_patterns("__pycache__"))
-        PARTIAL.rename("samestep")
+        remove(_PARTIAL)
+        shutil.copytree(SOURCE, _PARTIAL, ignore=shutil.ignore_patterns("__pycache__"))
+        _PARTIAL.rename("samestep")
     except OSError as error:
         parser.error(f"cannot write samestep/: {error}")
     print("samestep/ has the library's files, which run from now on; commit them")

@@ -24,8 +24,8 @@ from samestep.base import launching
 from samestep.base.console import one_line
 from samestep.project import launcher
 
-LAUNCHER = ("MASTER_ADDR", "MASTER_PORT")  # which the launcher sets
-SHELL_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others cannot be unset, and mean nothing
+_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT")  # which the launcher sets
+_SHELL_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others cannot be unset, and mean nothing
 
 
 def shell_lines(words: list[str]) -> list[str]:
@@ -35,15 +35,15 @@ def shell_lines(words: list[str]) -> list[str]:
     os.environ.clear()
     os.environ.update(clean)  # accelerate's functions begin with it
     _, after = launcher.read([*words, "train.py"])
-    after = {name: text for name, text in after.items() if name not in LAUNCHER}
+    after = {name: text for name, text in after.items() if name not in _LAUNCHER}
     of_yaml = {name for name in {*before, *after} if name.startswith(launching.PREFIXES)}
     changed = {name: text for name, text in after.items() if text != clean.get(name)}
     others = {n: [text, clean.get(n)] for n, text in changed.items() if n not in of_yaml}
     after[launching.EXPORTED] = json.dumps(others)
     lines = []
     for name in before:
-        gone = name not in after and name not in LAUNCHER
-        if (name in of_yaml or gone) and SHELL_NAME.fullmatch(name):
+        gone = name not in after and name not in _LAUNCHER
+        if (name in of_yaml or gone) and _SHELL_NAME.fullmatch(name):
             lines.append(f"unset {name}")
     for name, text in after.items():
         if name in of_yaml or text != before.get(name):

@@ -29,7 +29,7 @@ from samestep.project import launcher, shutdown
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
 LONG = 30  # lines of a fact that is in hardware.json alone
-SLOWER = 0.2  # a figure that is slower by more than this fraction is named
+_SLOWER = 0.2  # a figure that is slower by more than this fraction is named
 
 
 @as_user_error()
@@ -107,10 +107,10 @@ def compare(section: Section, path: Path) -> None:
     for name, values in section.figures.items():
         pairs = zip(values, old["figures"].get(name, []), strict=False)
         for rank, (now, before) in enumerate(pairs):
-            if now < (1 - SLOWER) * before:
+            if now < (1 - _SLOWER) * before:
                 slower += 1
                 print_on_main(f"slower: {name}, {rank}: {short(now)}, was {short(before)}")
-    print_on_main(f"{slower} figures are more than {SLOWER:.0%} slower than in {path}")
+    print_on_main(f"{slower} figures are more than {_SLOWER:.0%} slower than in {path}")
 
 
 def main() -> None:

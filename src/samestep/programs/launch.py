@@ -75,7 +75,7 @@ def main() -> int | None:
     if "--check" in program:
         become(program)
         return None
-    return launch_several(program, arguments, launcher.parse(words), report)
+    return _launch_several(program, arguments, launcher.parse(words), report)
 
 
 def fail(problem: str) -> int:
@@ -134,7 +134,7 @@ def read(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
-def launch_several(
+def _launch_several(
     program: list[str], read_arguments: argparse.Namespace, arguments: Any, report: io.StringIO
 ) -> int:
     """Validates the input, and launches the processes; returns the exit code of the run."""

@@ -25,7 +25,7 @@ from samestep.project.export_check import load
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 
 
-def load_pipeline(folder: Path, task: str) -> Any:
+def _load_pipeline(folder: Path, task: str) -> Any:
     """Load a model, an adapter with its base model, as a pipeline of transformers.
 
     Raises ValueError if weights are missing: transformers would fill them with random numbers.
@@ -89,7 +89,7 @@ def predict(arguments: argparse.Namespace) -> None:
     if not inputs:  # utf-8-sig: without a byte order mark
         inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
     try:
-        pipe = load_pipeline(folder, task)
+        pipe = _load_pipeline(folder, task)
     except Exception as error:  # each of the many libraries below has errors of its own
         raise ValueError(f"cannot load {folder}: {error}") from None
     for given in inputs:

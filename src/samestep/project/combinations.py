@@ -13,7 +13,7 @@ from samestep.core.mesh import Layout
 from samestep.project.device import use_cpu
 
 # Of the first and any of the others one is left out.
-EXCLUDED = {
+_EXCLUDED = {
     "exact": (
         *("compile", "offload", "fp8", "DeepSpeed"),
         *("tensor parallelism", "context parallelism", "stages", "an Apple GPU"),
@@ -47,7 +47,7 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
         "a CPU": trains and on_cpu,
         "an Apple GPU": trains and not on_cpu and torch.backends.mps.is_available(),
     }
-    for name, others in EXCLUDED.items():
+    for name, others in _EXCLUDED.items():
         for other in others:
             if there[name] and there[other]:
                 raise ValueError(f"{name} cannot be combined with {other}; leave one of them out")

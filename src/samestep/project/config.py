@@ -25,8 +25,8 @@ from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import LARGEST, NOTHING, NonNegativeInt, check_ignored_fields
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
-HELP = {"-h", "--help"}
-USAGE = "accelerate launch --config_file FILE train.py --config FILE --FIELD VALUE"
+_HELP = {"-h", "--help"}
+_USAGE = "accelerate launch --config_file FILE train.py --config FILE --FIELD VALUE"
 UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 
@@ -38,7 +38,7 @@ DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]  # above, float32 rounds
 # ---- Values --------------------------------------------------------------------------------------
 
 
-class StrictLoader(yaml.BaseLoader):
+class _StrictLoader(yaml.BaseLoader):
     """Leaves all scalars text. Refuses duplicate keys, of which the last would win silently, and
     what can grow beyond its text or is meant for programs: anchors, aliases, tags, merge keys."""
 
@@ -71,7 +71,7 @@ class StrictLoader(yaml.BaseLoader):
 def read_yaml(text: str) -> Any:
     """The dicts, lists and texts of a YAML, and None for null; raises ValueError with the line."""
     try:
-        return yaml.load(text, StrictLoader)
+        return yaml.load(text, _StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -79,13 +79,13 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def number_in(text: Any) -> Any:
+def _number_in(text: Any) -> Any:
     """The number, true or false that JSON reads in a text; any other text as it is. Those of lists
     and dicts likewise."""
     if isinstance(text, dict):
-        return {name: number_in(each) for name, each in text.items()}
+        return {name: _number_in(each) for name, each in text.items()}
     if isinstance(text, list):
-        return [number_in(each) for each in text]
+        return [_number_in(each) for each in text]
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):  # TypeError: None
@@ -102,7 +102,7 @@ def convert(kind: Any, text: Any) -> Any:
     config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=config)
     with suppress(ValidationError):
-        return adapter.validate_python(number_in(text), strict=True, extra="forbid")
+        return adapter.validate_python(_number_in(text), strict=True, extra="forbid")
     try:
         return adapter.validate_python(text, extra="forbid")
     except ValidationError as error:
@@ -129,14 +129,14 @@ def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, datac
     return found
 
 
-def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, Any]]:
+def _read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, Any]]:
     """The names and texts of the flags."""
     words = list(arguments)
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in fields:
-            raise ValueError(unknown_field(name if word.startswith("--") else word, fields))
+            raise ValueError(_unknown_field(name if word.startswith("--") else word, fields))
         kind = fields[name][0]
         if not equals and words and not words[0].startswith("--"):
             text = words.pop(0)
@@ -152,7 +152,7 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, Any]]:
             yield name, text
 
 
-def read_recipe(section: Any, fields: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _read_recipe(section: Any, fields: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The names and texts of the fields in a recipe."""
     if not isinstance(section, dict | None):
         place = f"{prefix[:-1]}: " if prefix else ""
@@ -160,19 +160,19 @@ def read_recipe(section: Any, fields: dict, prefix: str = "") -> Iterator[tuple[
     for key, text in (section or {}).items():
         name = prefix + key
         if any(field.startswith(f"{name}.") for field in fields):
-            yield from read_recipe(text, fields, f"{name}.")
+            yield from _read_recipe(text, fields, f"{name}.")
         elif name in fields and "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
         else:
             yield name, text
 
 
-def convert_all(given: Iterable[tuple[str, Any]], fields: dict) -> dict[str, Any]:
+def _convert_all(given: Iterable[tuple[str, Any]], fields: dict) -> dict[str, Any]:
     """The values of fields, each converted to its type; raises ValueError with a wrong name."""
     values: dict[str, Any] = {}
     for name, text in given:
         if name not in fields:
-            raise ValueError(unknown_field(name, fields))
+            raise ValueError(_unknown_field(name, fields))
         if name in values:
             raise ValueError(f"{name} is given twice")
         try:
@@ -182,13 +182,13 @@ def convert_all(given: Iterable[tuple[str, Any]], fields: dict) -> dict[str, Any
     return values
 
 
-def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
+def _replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """A copy of the config with these values, by dotted name."""
     changes = {}
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            changes[field.name] = replace_fields(value, values, f"{name}.")
+            changes[field.name] = _replace_fields(value, values, f"{name}.")
         elif name in values:
             changes[field.name] = values[name]
     return dataclasses.replace(config, **changes)
@@ -204,17 +204,17 @@ def naming(place: object) -> Iterator[None]:
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
 
 
-def read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, Path]:
+def _read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, Path]:
     """The values of flags and of the recipe, by name, and the recipe's path."""
     fields = fields_of(config_class)
     fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
     with naming("command line"):
-        words = [word for word in arguments if word not in HELP]
-        flags = convert_all(read_flags(words, fields), fields)
+        words = [word for word in arguments if word not in _HELP]
+        flags = _convert_all(_read_flags(words, fields), fields)
     path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
     with naming(path):
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
-        recipe = convert_all(read_recipe(written, fields), fields)
+        recipe = _convert_all(_read_recipe(written, fields), fields)
     return flags, recipe, path
 
 
@@ -224,14 +224,14 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
     `about` is the docstring of the program, whose second paragraph shows commands; --help prints
     these, and ends the program. Raises ValueError with one line that names the place of a mistake.
     """
-    flags, recipe, path = read_given(config_class, arguments)
-    cfg = replace_fields(config_class(), recipe | flags)
-    check_credentials(cfg)
-    if HELP & {*arguments}:
-        show_help(cfg, path, (about or USAGE).split("\n\n")[:2][-1].strip())
+    flags, recipe, path = _read_given(config_class, arguments)
+    cfg = _replace_fields(config_class(), recipe | flags)
+    _check_credentials(cfg)
+    if _HELP & {*arguments}:
+        _show_help(cfg, path, (about or _USAGE).split("\n\n")[:2][-1].strip())
         raise SystemExit(0)
     if hasattr(cfg, "num_epochs"):
-        choose_length(cfg, flags, recipe)
+        _choose_length(cfg, flags, recipe)
     for name, switch, values in READERS:
         value = getattr(cfg, switch, None)
         # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
@@ -240,7 +240,7 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
     return cfg, path
 
 
-def check_credentials(cfg: Any) -> None:
+def _check_credentials(cfg: Any) -> None:
     """Raises ValueError for a URL that holds a password or a token: fields are stored and shown."""
     for name in fields_of(type(cfg)):
         value = str(functools.reduce(getattr, name.split("."), cfg))  # also of lists and dicts
@@ -259,7 +259,7 @@ READERS = (
 )
 
 
-def choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
+def _choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
     """Keeps max_steps or num_epochs: a flag wins over the recipe, the recipe over a default.
 
     Raises ValueError if none or both are given.
@@ -293,7 +293,7 @@ def remarks_on_rate(cfg: Any) -> list[str]:
 # Names of Hugging Face's Trainer, of Lightning and of scripts, and what is meant here: the name of
 # a field, which counts where the config has that field, or a sentence.
 HARDWARE = "the accelerate YAML decides it, as"
-OTHER_NAMES = {
+_OTHER_NAMES = {
     "lr": "learning_rate",
     "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size": (
         "global_batch_size decides the result, micro_batch_size the memory"
@@ -327,10 +327,10 @@ OTHER_NAMES = {
 }
 
 
-def unknown_field(wrong: str, fields: dict) -> str:
+def _unknown_field(wrong: str, fields: dict) -> str:
     """The error for an unknown field, with the nearest existing name."""
     hint = suggestion(wrong, fields, "python train.py --help lists them")
-    for names, meant in OTHER_NAMES.items():
+    for names, meant in _OTHER_NAMES.items():
         if wrong in names.split() and (" " in meant or meant in fields):
             hint = meant if " " in meant else f"it is {meant} here"
     return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
@@ -367,7 +367,7 @@ def field_notes(config_class: Any, prefix: str = "") -> dict[str, str]:
     return notes
 
 
-def describe_type(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     """The JSON schema of a type, in one line."""
     try:
         schema = TypeAdapter(kind).json_schema()
@@ -380,11 +380,11 @@ def describe_type(kind: Any) -> str:
     return " or ".join(words)
 
 
-def show_help(cfg: Any, recipe: Path, usage: str) -> None:
+def _show_help(cfg: Any, recipe: Path, usage: str) -> None:
     """Prints all flags: the value that would be used, what it may be, and the description."""
     print(f"usage: {usage}\n\n--config {recipe}\n    The recipe, whose values are shown here.")
     notes = field_notes(type(cfg))
     for name, (kind, _) in fields_of(type(cfg)).items():
         value = json.dumps(functools.reduce(getattr, name.split("."), cfg), default=str)
-        print(f"--{name} {value}    ({describe_type(kind)})")
+        print(f"--{name} {value}    ({_describe_type(kind)})")
         print(textwrap.indent(textwrap.fill(notes.get(name, ""), 92), "    "))

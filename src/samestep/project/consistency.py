@@ -24,7 +24,7 @@ VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
 HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
 OWN = ("train.py", "task.py")
-FOLDER_SECONDS = 10  # for a network disk to show a new file
+_FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
 def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
@@ -50,7 +50,7 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items()}
 
 
-def loaded_modules(project: Path) -> dict[str, Path]:
+def _loaded_modules(project: Path) -> dict[str, Path]:
     """The files of modules below the project's folder, by their names there; no environment's."""
     found = {}
     for module in [*sys.modules.values()]:
@@ -80,7 +80,7 @@ def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
             name = targets[0].id
         if isinstance(node, ast.ClassDef) and name == "TaskConfig":
-            kept = [each for each in node.body if not is_field(each)]
+            kept = [each for each in node.body if not _is_field(each)]
             node.body = kept or ast.parse("pass").body
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if number or not is_text:
@@ -88,7 +88,7 @@ def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
     return found
 
 
-def is_field(node: ast.stmt) -> bool:
+def _is_field(node: ast.stmt) -> bool:
     """Whether a statement of a dataclass is one of its fields, or a text below it."""
     if isinstance(node, ast.AnnAssign):
         kind = ast.unparse(node.annotation)
@@ -111,7 +111,7 @@ def hash_functions(path: Path, file: str) -> dict[str, str]:
 def hash_project(project: Path) -> dict[str, dict[str, str]]:
     """hash_functions of train.py, task.py and each module of the project that is loaded, the
     program among them. `project`: the folder of train.py and task.py."""
-    files = loaded_modules(project) | {name: project / name for name in OWN}
+    files = _loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 
@@ -121,7 +121,7 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if processes.layout.processes == 1:
         return
     holder = processes.from_main(read_json_object(output / "lock"))
-    deadline = time.monotonic() + FOLDER_SECONDS
+    deadline = time.monotonic() + _FOLDER_SECONDS
     while read_json_object(output / "lock") != holder and time.monotonic() < deadline:
         time.sleep(0.2)
     is_shared = bool(holder) and read_json_object(output / "lock") == holder

@@ -19,7 +19,7 @@ from samestep.core.inputs import Batch, Source, expect
 from samestep.project import dtypes
 
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
-RESERVED = ("step", "samples", "eval_loss", "event")
+_RESERVED = ("step", "samples", "eval_loss", "event")
 
 
 class Task(Protocol):
@@ -187,13 +187,13 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
             named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
             setattr(found, name, functools.partial(function, **named) if named else function)
     if hasattr(found, "collate"):
-        found.collate = functools.partial(collate_mapping, found.collate)
+        found.collate = functools.partial(_collate_mapping, found.collate)
     if hasattr(found, "build_model"):
         found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
     return found
 
 
-def collate_mapping(collate: Callable, rows: list) -> Mapping:
+def _collate_mapping(collate: Callable, rows: list) -> Mapping:
     """What the task's collate returns; raises ValueError unless it is a mapping."""
     batch = collate(rows)
     expect(isinstance(batch, Mapping), "task.collate returns", batch, "a dict of tensors")
@@ -251,7 +251,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     right = isinstance(metrics, dict) and "loss" in metrics
     expect(right, "task.metrics returns", metrics, "a dict of floats, with 'loss'")
     for name, value in metrics.items():
-        if not isinstance(name, str) or name.partition("/")[0] in RESERVED:
+        if not isinstance(name, str) or name.partition("/")[0] in _RESERVED:
             raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
         try:
             numbers[name] = float(value)

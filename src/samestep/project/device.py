@@ -91,7 +91,7 @@ def check_devices() -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     gpus, here = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_cpu = use_cpu() or not gpus
-    if on_cpu and wants_gpu():
+    if on_cpu and _wants_gpu():
         raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
     if on_cpu and this_layout().kinds:
         raise ValueError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
@@ -104,7 +104,7 @@ def check_devices() -> None:
             print_on_main(f"{name} only emulates bf16, slowly; faster is {faster}")
 
 
-def wants_gpu() -> bool:
+def _wants_gpu() -> bool:
     """Whether a YAML asks for GPUs: of one process it says so, of several it hides none."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "")
     by_yaml = "ACCELERATE_MIXED_PRECISION" in os.environ  # not by torchrun alone

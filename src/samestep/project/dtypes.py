@@ -18,7 +18,7 @@ from samestep.base.files import read_json_object, replace_text
 AS_BUILT = "as built"  # the value of WEIGHTS in a task.py that means the dtypes of its model
 
 
-def is_half(values: torch.Tensor) -> bool:
+def _is_half(values: torch.Tensor) -> bool:
     """Whether these are floating-point numbers of fewer bits than float32."""
     return values.is_floating_point() and values.element_size() < 4
 
@@ -55,29 +55,29 @@ def building(build: Callable, kept: Any) -> Callable:
     def built(*arguments: Any, **named: Any) -> Any:
         model = build(*arguments, **named)
         if isinstance(model, torch.nn.Module):
-            train_in_float32(model)
+            _train_in_float32(model)
         return model
 
     return built
 
 
-def train_in_float32(model: torch.nn.Module) -> None:
+def _train_in_float32(model: torch.nn.Module) -> None:
     """Converts the weights that train to float32, in place; frozen ones keep their dtype.
 
     Buffers are converted beside such a weight, as BatchNorm's statistics, and everywhere if no
     weight is left in half precision. The model's attribute `converted_weights` has former dtypes.
     """
-    halves = {name: each for name, each in trained_weights(model).items() if is_half(each)}
+    halves = {name: each for name, each in trained_weights(model).items() if _is_half(each)}
     if not halves:
         return
     model.converted_weights = {name: each.dtype for name, each in halves.items()}  # type: ignore
     for weight in halves.values():
         weight.data = weight.data.float()
-    everywhere = not any(is_half(each) for each in model.parameters())
+    everywhere = not any(_is_half(each) for each in model.parameters())
     owners = {name.rpartition(".")[0] for name in halves}
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
-            if is_half(buffer) and (everywhere or name in owners):
+            if _is_half(buffer) and (everywhere or name in owners):
                 module._buffers[key] = buffer.float()
     if everywhere and hasattr(model, "config"):
         model.config.dtype = torch.float32
@@ -86,14 +86,14 @@ def train_in_float32(model: torch.nn.Module) -> None:
 def describe(model: torch.nn.Module) -> str:
     """A line about weights in half precision that train, or did before they were converted."""
     converted = getattr(model, "converted_weights", {})
-    halves = {name: each.dtype for name, each in trained_weights(model).items() if is_half(each)}
+    halves = {name: each.dtype for name, each in trained_weights(model).items() if _is_half(each)}
     found = converted or halves
     if not found:
         return ""
     what = "are float32 now, since they train" if converted else f"train {AS_BUILT}"
     kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in found.values()}))
     line = one_line(f"{len(found)} weights of {kinds} {what}: {', '.join(found)}", 160)
-    if any(is_half(each) for each in model.parameters() if not each.requires_grad):
+    if any(_is_half(each) for each in model.parameters() if not each.requires_grad):
         line += "; frozen weights keep their dtype"
     return line
 

@@ -25,7 +25,7 @@ from samestep.project.saving import Saver
 from samestep.project.shutdown import STOPPED
 from samestep.report import model_card, tracking
 
-TESTED = 4  # rows of the validation data that the task makes test inputs of
+_TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
 def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
@@ -70,12 +70,12 @@ def write_evaluation(
             line = {"step": run.first_step, "checkpoint": checkpoint, **scores}
             folder.mkdir(exist_ok=True)
             replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
-    if leave_others(run):
+    if _leave_others(run):
         attempt("no report", report, run, saver, full_model, sums, folder)
     return 0
 
 
-def leave_others(run: Run) -> bool:
+def _leave_others(run: Run) -> bool:
     """Ends the communication of the processes; whether this is the main one, which works on: what
     it does may take longer than the timeout."""
     run.accelerator.state.destroy_process_group()
@@ -96,7 +96,7 @@ def finish(
     `sums`: of the evaluation of the exported model, that of this step; None: the run was stopped.
     """
     code, state = (0, "finished") if sums else (STOPPED, "stopped")
-    if not leave_others(run):
+    if not _leave_others(run):
         return code
     exported = {"exported": step} if sums else {}
     run_folder.write_status(run.output, state, exit_code=code, **exported)
@@ -145,7 +145,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
 
     In the vocabulary of export_check.compare_outputs.
     """
-    rows = [run.start.views[1][i] for i in range(min(TESTED, len(run.start.views[1])))]
+    rows = [run.start.views[1][i] for i in range(min(_TESTED, len(run.start.views[1])))]
     asked: list[dict[str, Any]] = []
     model.eval()
     for given, tensors in run.task.test_inputs(rows):
@@ -164,7 +164,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
 def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
     """Compares the exported model with the trained one; the card and the status say the result."""
     folder = run.output / "model"
-    line, problem = catch(verify_export, run, model, folder)
+    line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
     if problem:
         result = line = f"the exported model could not be confirmed: {one_line(problem)}"
@@ -185,7 +185,7 @@ def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
     run_folder.write_status(run.output, "finished", **facts)
 
 
-def verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
+def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
     """What is the same in the exported model, for a line; empty: there is nothing to compare.
 
     Raises what is wrong with it.

@@ -14,7 +14,7 @@ from samestep.base.files import read_json_object
 from samestep.report.model_card import pipeline_task
 
 # Largest difference of logits, as a part of the largest one, by the dtype of products.
-TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
@@ -40,7 +40,7 @@ def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {**about, "logits": logits[:: 1 + len(logits) // 1000].tolist()}
 
 
-def read_inputs(reader: Any, given: Any) -> Any:
+def _read_inputs(reader: Any, given: Any) -> Any:
     """What the exported tokenizer or image processor makes of what is given."""
     if not hasattr(reader, "apply_chat_template"):
         return reader(given, return_tensors="pt")
@@ -70,7 +70,7 @@ def architecture(folder: str | Path) -> str:
     return str(names[0]) if names and isinstance(names, list) else ""
 
 
-def check_stop(model: Any, reader: Any) -> str:
+def _check_stop(model: Any, reader: Any) -> str:
     """The special token that a chat template writes after an answer; empty: there is none.
 
     Raises ValueError if the model, made to generate that token alone, does not stop.
@@ -111,7 +111,7 @@ def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: An
     for each in asked:
         given, inputs = each["given"], each["inputs"]
         if given is not None:
-            inputs = read_inputs(reader, given).to(model.dtype)
+            inputs = _read_inputs(reader, given).to(model.dtype)
         answer = ask(model, inputs)
         for name in {"dtype", "tokens", "labels"} & each.keys():
             if answer[name] != each[name]:
@@ -119,11 +119,11 @@ def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: An
                 raise ValueError(f"its {name} of {given!r:.60} are {found}, not {trained}")
         pairs = zip(answer["logits"], each["logits"], strict=True)
         difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, answer["logits"]))
-        if not difference <= max(TOLERANCES[rounding], TOLERANCES[answer["dtype"]]):
+        if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[answer["dtype"]]):
             problem = f"its logits differ by {difference:.2g}"
             raise ValueError(f"{problem} of the largest one after {given!r:.60}")
         largest = max(largest, difference)
-    stop = check_stop(model, reader)
+    stop = _check_stop(model, reader)
     return {"dtype": answer["dtype"], "difference": largest, "stop": stop}
 
 
@@ -142,13 +142,13 @@ def compare_tensors(folder: str, model: torch.nn.Module) -> str:
     if not parts or not hasattr(transformers, name):
         return ""
     after = load(folder, None, local_files_only=True).state_dict()
-    problems = [find_difference(each.state_dict(), after) for each in parts]
+    problems = [_find_difference(each.state_dict(), after) for each in parts]
     if all(problems):
         raise ValueError(problems[0])
     return f"loads it as {name}, with the {len(after)} tensors of the trained model"
 
 
-def find_difference(trained: dict, loaded: dict) -> str:
+def _find_difference(trained: dict, loaded: dict) -> str:
     """The first difference of two dicts of tensors; a dtype with more digits is none."""
     for name in [*trained, *loaded]:
         if name not in loaded:

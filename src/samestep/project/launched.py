@@ -17,10 +17,10 @@ STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 OF_SEVERAL = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "1"}
 # train_pipeline.py sets them on each process, under a YAML that shards nothing.
 STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
-STARTS = "torchrun, accelerate launch or samestep launch"
+_STARTS = "torchrun, accelerate launch or samestep launch"
 
 
-def read_size(name: str) -> int:
+def _read_size(name: str) -> int:
     """The whole number in a variable; 1 where it is not set. Raises ValueError for another text."""
     text = os.environ.get(name) or "1"
     if not re.fullmatch(r"-?\d+", text):
@@ -33,9 +33,9 @@ def this_layout() -> Layout:
     kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
     axes: dict[str, int] = {}
     if "PARALLELISM_CONFIG" in kinds:
-        axes = {name: read_size(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
-    if (stages := read_size(STAGES)) > 1:
-        axes |= {"stages": stages, "tp": read_size(TP)}
+        axes = {name: _read_size(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
+    if (stages := _read_size(STAGES)) > 1:
+        axes |= {"stages": stages, "tp": _read_size(TP)}
     rank, processes = read_place()
     return layout_of(processes, rank, kinds, axes)
 
@@ -55,12 +55,12 @@ def check_started() -> None:
         if most not in (one, "-1"):  # scripts of old write -1 for a process by itself
             raise ValueError(
                 f"{name} is {one_line(text, 60)}, and no launcher has set RANK: start train.py by "
-                f"{STARTS}; or, to train in one process, unset {name}"
+                f"{_STARTS}; or, to train in one process, unset {name}"
             )
-    if (tasks := tasks_here()) > 1:
+    if (tasks := _tasks_here()) > 1:
         raise ValueError(
             f"srun has started {tasks} tasks on this node, and no launcher has set RANK: give srun "
-            f"--ntasks-per-node 1, and start train.py there by {STARTS}, as cluster/slurm.sbatch "
+            f"--ntasks-per-node 1, and start train.py there by {_STARTS}, as cluster/slurm.sbatch "
             f"does; or, for {tasks} runs of one process, unset {STEP_TASKS}"
         )
 
@@ -73,7 +73,7 @@ def most_processes() -> int:
     return int(most) * int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def tasks_here() -> int:
+def _tasks_here() -> int:
     """Tasks of the step of Slurm on this node; 0: this is none."""
     counts: list[int] = []  # of each node; Slurm writes 2(x3),1 for 2,2,2,1
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(STEP_TASKS, "")):
@@ -83,7 +83,7 @@ def tasks_here() -> int:
 
 
 # What the recipe decides, and what takes the place of a variable; these values change nothing.
-DECIDED = {
+_DECIDED = {
     "ACCELERATE_DYNAMO_BACKEND": "the recipe's field compile decides",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "the recipe's field micro_batch_size decides",
     "ACCELERATE_GRADIENT_CLIPPING": "the recipe's field max_grad_norm decides",
@@ -92,7 +92,7 @@ DECIDED = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "the recipe's field gradient_checkpointing decides",
     "FSDP_SHARDING_STRATEGY": "fsdp_reshard_after_forward decides under FSDP 2",
 }
-UNSET = ("", "no", "none", "false", "full_shard")
+_UNSET = ("", "no", "none", "false", "full_shard")
 
 
 def without_gpu() -> str:
@@ -115,8 +115,8 @@ def check_launched(layout: Layout) -> None:
 
     What it cannot be combined with is elsewhere: see project/combinations.py.
     """
-    for name, decides in DECIDED.items():
-        if (text := os.environ.get(name, "")).lower() not in UNSET:
+    for name, decides in _DECIDED.items():
+        if (text := os.environ.get(name, "")).lower() not in _UNSET:
             raise ValueError(
                 f"{name} is {one_line(text, 60)}: leave it out of the accelerate YAML; {decides}"
             )
@@ -130,10 +130,10 @@ def check_launched(layout: Layout) -> None:
     if layout.cp > 1 and not torch.cuda.is_available():
         raise ValueError("context parallelism needs CUDA's attention kernels")
     if layout.deepspeed:
-        check_zero()
+        _check_zero()
 
 
-def check_zero() -> None:
+def _check_zero() -> None:
     """Raises ValueError for settings of DeepSpeed that train.py does not know."""
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in ("2", "3"):

@@ -12,14 +12,14 @@ from typing import Any
 from samestep.project import config
 
 # Sections of a YAML: what must be there for accelerate to read them, and the variable that says so.
-SECTIONS = {
+_SECTIONS = {
     "fsdp_config": ("distributed_type: FSDP", "ACCELERATE_USE_FSDP", "true"),
     "deepspeed_config": ("distributed_type: DEEPSPEED", "ACCELERATE_USE_DEEPSPEED", "true"),
     "parallelism_config": ("distributed_type: FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
     "fp8_config": ("mixed_precision: fp8", "ACCELERATE_MIXED_PRECISION", "fp8"),
 }
 # How accelerate begins the names of a section's keys, where they lack it.
-KEY_PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
+_KEY_PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
 STARTS_ONE = "accelerate starts 1 process for this distributed_type, not {}; see cpu_multi.yaml"
 
 
@@ -59,11 +59,11 @@ def read_yaml(path: str) -> Any:
         raise ValueError(f"use_cpu is {hardware.use_cpu!r}; give true or false")
     options = vars(parse(["train.py"]))
     for name, section in vars(hardware).items():
-        if name not in (*SECTIONS, "dynamo_config") or not section:
+        if name not in (*_SECTIONS, "dynamo_config") or not section:
             continue
         if not isinstance(section, dict):
             raise ValueError(f"{name} is {section!r}; give lines of the form 'key: value'")
-        prefix = KEY_PREFIXES.get(name, "")
+        prefix = _KEY_PREFIXES.get(name, "")
         for key in map(str, section):
             option = key if key.startswith(prefix) else f"{prefix.rstrip('_')}_{key}"
             if option not in options:
@@ -74,7 +74,7 @@ def read_yaml(path: str) -> Any:
 
 def check_sections(hardware: Any, env: Mapping[str, str]) -> None:
     """Raises ValueError for a section of the YAML that has no effect in this environment."""
-    for name, (wanted, variable, value) in SECTIONS.items():
+    for name, (wanted, variable, value) in _SECTIONS.items():
         if getattr(hardware, name) and env.get(variable, "") != value:
             raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
 
@@ -103,7 +103,7 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         try:
             hardware = read_yaml(path) if path else None
             arguments, _, from_yaml = _validate_launch_command(arguments)
-            check_processes(arguments)
+            _check_processes(arguments)
             fields = [*hardware.deepspeed_config] if hardware else []
             fields += ["mixed_precision"] if from_yaml else []
             arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -123,7 +123,7 @@ def starts_one(arguments: argparse.Namespace) -> bool:
     return arguments.cpu or not several
 
 
-def check_processes(arguments: argparse.Namespace) -> None:
+def _check_processes(arguments: argparse.Namespace) -> None:
     """Raises ValueError for numbers of processes and machines that the launcher does not start."""
     total, machines = arguments.num_processes, arguments.num_machines
     if starts_one(arguments) and total > 1:

@@ -40,12 +40,12 @@ from samestep.data import columns
 from samestep.project import prepared_key
 from samestep.project.config import fields_of
 
-INDEX, ROWS, WORK = "prepared.json", "rows", "work"  # names in a prepared folder
+INDEX, ROWS, _WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 DIGESTS = "digests"  # of files: the name of their table and of its lock
 LOCK_SECONDS = 5  # of waiting for another process until it is said
 
 
-class PreparedData(datasets.DatasetDict):
+class _PreparedData(datasets.DatasetDict):
     """The splits that prepare_data returned, with the folder in which it has written files."""
 
     folder: Path
@@ -54,7 +54,7 @@ class PreparedData(datasets.DatasetDict):
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
+def prepare(task: Any, cfg: Any, kept: Path | None = None) -> _PreparedData:
     """The data that task.prepare_data made of the task's fields; it is called if there is none.
 
     Sets the fields of cfg that it has changed. `kept`: a folder with the identity of the run that
@@ -65,10 +65,10 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
     cache = prepared_key.cache_of(cfg)
     files = prepared_key.files_of(cfg, task)
     stamps = prepared_key.stamps_of(files)
-    digests = digests_of(cache, files, stamps)
+    digests = _digests_of(cache, files, stamps)
     folder = cache / prepared_key.key_of(cfg, task, digests)
     wanted = identity_of(kept) if kept else ""
-    if wanted and not (is_intact(folder) and read_index(folder)["identity"] == wanted):
+    if wanted and not (is_intact(folder) and _read_index(folder)["identity"] == wanted):
         print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
         folder = cache / prepared_key.key_of(cfg, task, digests, wanted)
     if not is_intact(folder):
@@ -76,12 +76,12 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> PreparedData:
             if not is_intact(folder):
                 build(task, cfg, folder, stamps, kept if wanted else None)
     kinds = fields_of(type(cfg))
-    for name, value in read_index(folder)["changed"].items():
+    for name, value in _read_index(folder)["changed"].items():
         object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
     return load(folder)
 
 
-def digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
+def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
     """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
     times; one process reads what is not there."""
     table = cache / f"{DIGESTS}.json"
@@ -111,28 +111,28 @@ def digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> d
 def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) -> None:
     """Calls task.prepare_data, and saves what it returns in the folder; under its lock."""
     cache, partial = folder.parent, folder.with_name(f"{folder.name}.partial")
-    remove_partial(cache, folder.name)
-    if read_index(folder):
+    _remove_partial(cache, folder.name)
+    if _read_index(folder):
         print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
     remove(folder)
     given = copy.deepcopy(cfg)
     try:
-        (partial / WORK).mkdir(parents=True)
+        (partial / _WORK).mkdir(parents=True)
         if kept:
             shutil.copytree(kept, partial, dirs_exist_ok=True)
-        with working_in(partial / WORK), only_named_files(task, cfg), only_fields_of_data(cfg):
+        with _working_in(partial / _WORK), _only_named_files(task, cfg), _only_fields_of_data(cfg):
             set_seed(0)  # an unseeded split is the same in every run
             arguments = {"cfg": given, "folder": partial}
             names = inspect.signature(task.prepare_data).parameters
             rows = check_rows(task.prepare_data(**{name: arguments[name] for name in names}))
             if rows:
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
-        remove(partial / WORK)
+        remove(partial / _WORK)
         for name in rows:
             columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
         if prepared_key.stamps_of(prepared_key.files_of(cfg, task)) != stamps:
             raise ValueError("task.data: files changed during the preparation: start again")
-        changed, identity = changes_of(cfg, given), identity_of(partial)
+        changed, identity = _changes_of(cfg, given), identity_of(partial)
         index = {"changed": changed, "identity": identity, "splits": [*rows]}
         replace_text(partial / INDEX, json.dumps(index, default=to_jsonable_python))
         for path in [*partial.rglob("*"), partial]:
@@ -141,12 +141,12 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
         partial.rename(folder)
         fsync(cache)
     except Exception as error:
-        reraise_full_disk(error, cache)
+        _reraise_full_disk(error, cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def reraise_full_disk(error: BaseException, cache: Path) -> None:
+def _reraise_full_disk(error: BaseException, cache: Path) -> None:
     """Raises an error again, as a ValueError of one line where a full disk is its cause."""
     cause: BaseException | None = error
     while cause:  # `datasets` hides a full disk below an error of its own, `tokenizers` in a text
@@ -157,7 +157,7 @@ def reraise_full_disk(error: BaseException, cache: Path) -> None:
     raise error
 
 
-def remove_partial(cache: Path, key: str) -> None:
+def _remove_partial(cache: Path, key: str) -> None:
     """Removes what processes that were killed have left: of this key, whose lock is held, and of
     others that nobody prepares now."""
     for left in cache.glob("*.partial"):
@@ -168,7 +168,7 @@ def remove_partial(cache: Path, key: str) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def changes_of(cfg: Any, given: Any) -> dict[str, Any]:
+def _changes_of(cfg: Any, given: Any) -> dict[str, Any]:
     """The fields that prepare_data has changed; raises ValueError for those of the model."""
     names = [each.name for each in dataclasses.fields(cfg)]
     changed = {n: getattr(given, n) for n in names if getattr(given, n) != getattr(cfg, n)}
@@ -202,7 +202,7 @@ def check_rows(rows: Any) -> dict[str, datasets.Dataset]:
 
 
 @contextlib.contextmanager
-def only_fields_of_data(cfg: Any) -> Iterator[None]:
+def _only_fields_of_data(cfg: Any) -> Iterator[None]:
     """Fields of the model cannot be read: they are not in the key."""
     hidden = prepared_key.hidden_fields(cfg)
 
@@ -219,7 +219,7 @@ def only_fields_of_data(cfg: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_named_files(task: Any, cfg: Any) -> Iterator[None]:
+def _only_named_files(task: Any, cfg: Any) -> Iterator[None]:
     """A file of the project that Python opens to read must be named by a field or files(cfg), or be
     written by prepare_data itself; .py files are in the key by their imports."""
     root = Path(task.__file__).absolute().parent
@@ -246,7 +246,7 @@ def only_named_files(task: Any, cfg: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working_in(work: Path) -> Iterator[None]:
+def _working_in(work: Path) -> Iterator[None]:
     """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
     take an edited one for the old one. Those of rows that load_from_disk has read would lie beside
     these rows. (TMPDIR stays: sockets of its processes are there, whose
@@ -294,15 +294,15 @@ def lock(cache: Path, key: str) -> Iterator[None]:
 # ---- Prepared folders ----------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / INDEX)
 
 
-def load(folder: Path) -> PreparedData:
+def load(folder: Path) -> _PreparedData:
     """The data of a complete folder."""
     folder = folder.resolve()
-    splits = read_index(folder)["splits"]
-    data = PreparedData({n: datasets.load_from_disk(folder / ROWS / n) for n in splits})
+    splits = _read_index(folder)["splits"]
+    data = _PreparedData({n: datasets.load_from_disk(folder / ROWS / n) for n in splits})
     data.folder = folder
     return data
 
@@ -312,7 +312,7 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
 
     Otherwise rows are read again where the stamps of their files differ.
     """
-    index = read_index(folder)
+    index = _read_index(folder)
     if not index:
         return False
     try:
@@ -327,7 +327,7 @@ def names_in(folder: Path) -> list[str]:
     """The files that prepare_data wrote in a folder, besides rows; no hidden ones, which file
     managers write."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    own = (INDEX, f"{ROWS}/", f"{WORK}/")
+    own = (INDEX, f"{ROWS}/", f"{_WORK}/")
     return sorted(name for name in names if not name.startswith(own) and "/." not in f"/{name}")
 
 

@@ -30,9 +30,9 @@ from samestep.project.contract import OPTIONAL, REQUIRED
 
 LIBRARY = Path(__file__).parents[1]
 # The code of the library that shapes rows.
-SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
 # Functions of task.py that only training calls.
-TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
+_TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
 # Instructions that read a name of a module, or an attribute.
 READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
@@ -50,7 +50,7 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
     if getattr(cfg, "streaming", False):
         train, held, _ = split_shards(cfg)
         fields["shards"] = [describe_shards(train), describe_shards(held)]
-    code = [code_of(task), library_code()]
+    code = [code_of(task), _library_code()]
     return short_hash([to_jsonable_python(fields), *code, digests, identity])
 
 
@@ -73,13 +73,13 @@ def read_fields(cfg: Any) -> dict[str, Any]:
 # ---- Code ----------------------------------------------------------------------------------------
 
 
-def library_code() -> str:
+def _library_code() -> str:
     """A digest of the library's code that shapes rows."""
-    files = [path for each in SHAPING for path in sorted(LIBRARY.glob(each))]
+    files = [path for each in _SHAPING for path in sorted(LIBRARY.glob(each))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any, left_out: set[str] = TRAINING) -> dict[str, Any]:
+def code_of(task: Any, left_out: set[str] = _TRAINING) -> dict[str, Any]:
     """Digests of the project's code that shapes rows, and the constants of task.py that it names.
 
     This is task.py without the functions that only training calls, and every file of the project
@@ -102,7 +102,7 @@ def code_of(task: Any, left_out: set[str] = TRAINING) -> dict[str, Any]:
             continue
         kept = [name for name in digests if name.rpartition(".")[2] not in without]
         found[file] = {name: digests[name] for name in kept}
-        for each in imported_files(nodes, path, own.parent):
+        for each in _imported_files(nodes, path, own.parent):
             if each not in files:
                 files.append(each)
     if left_out & names:
@@ -120,7 +120,7 @@ def names_in(nodes: list[ast.stmt]) -> set[str]:
     return {each.argval for each in found if each.opname in READS}
 
 
-def imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
+def _imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
     """The files of the project that a file imports, and those of the packages that they are in."""
     inside = [Path(each) for each in sys.path if is_own(Path(each), root)]
     for node in ast.walk(ast.Module(nodes, [])):

@@ -31,19 +31,19 @@ def describe_samples(samples: list[tuple], task: Any, data: Any) -> list[str]:
     count = f"{items:,} {getattr(task, 'UNIT', 'items').replace('_', ' ')} in the loss"
     return [
         f"row {number} to train on:",
-        *describe_entries(row, tokenizer),
+        *_describe_entries(row, tokenizer),
         f"a batch of {len(samples)} rows:",
-        *describe_entries(batch, None),
+        *_describe_entries(batch, None),
         f"  {count}; a run prints the loss per item",
     ]
 
 
-def describe_entries(value: Any, tokenizer: Any) -> list[str]:
+def _describe_entries(value: Any, tokenizer: Any) -> list[str]:
     """Lines for the entries of a row or batch, or for one that is no dict."""
     entries = [*value.items()] if isinstance(value, Mapping) else [("", value)]
     lines = []
     for name, each in entries[:LONGEST]:
-        shown = describe_value(each, tokenizer if str(name).endswith(TOKENS) else None)
+        shown = _describe_value(each, tokenizer if str(name).endswith(TOKENS) else None)
         text = one_line(f"{name}: {shown}" if name else shown, 2 * WIDTH - 20)
         lines += textwrap.wrap(
             text, WIDTH, initial_indent="  ", subsequent_indent="    ", max_lines=2
@@ -53,7 +53,7 @@ def describe_entries(value: Any, tokenizer: Any) -> list[str]:
     return lines
 
 
-def describe_value(value: Any, tokenizer: Any) -> str:
+def _describe_value(value: Any, tokenizer: Any) -> str:
     """The type and shape of numbers, and the text of token ids; any other value as it is."""
     if isinstance(value, torch.Tensor | np.ndarray | list | tuple):
         with contextlib.suppress(ValueError, TypeError):  # lists of several lengths; bfloat16

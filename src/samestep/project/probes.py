@@ -20,8 +20,8 @@ from samestep.project import contract
 from samestep.project.run import Run
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
-LIMIT, LIMIT_BELOW = 1e-4, 1e-3
-LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
+_LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
+_LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -33,7 +33,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     """
     model.eval()
     with run.ranks.fail_together(), weights.eager(model):
-        probe = Probe(run, model)
+        probe = _Probe(run, model)
         batch = probe.check("loss_sum", run.start.probes[0])
         probe.check_outputs(run.start.probes[1])
         probe.check("eval_sums", run.start.probes[1])
@@ -52,7 +52,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
     model.train()
 
 
-class Probe:
+class _Probe:
     """A prepared model and the functions of its task."""
 
     def __init__(self, run: Run, model: torch.nn.Module):
@@ -61,7 +61,7 @@ class Probe:
         # A run that resumes has passed; trained weights may give small differences of large sums.
         rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
         self.exact = not rounds and not run.first_step
-        self.limit = LIMIT if self.exact else LIMIT_BELOW
+        self.limit = _LIMIT if self.exact else _LIMIT_BELOW
         self.outputs: Batch = {}  # of validation rows
         self.dependent = getattr(run.task, "rows_depend", bool)()
         self.rounded = ""  # the dtype of a loss below fp32
@@ -152,7 +152,7 @@ class Probe:
                 difference = float((one - values).nan_to_num().abs().max())
                 difference /= max(size, checks.SMALLEST)
             else:  # a few predictions of a new model may be as likely as others
-                difference, limit = float((one != values).float().mean()), LIMIT_UNEQUAL
+                difference, limit = float((one != values).float().mean()), _LIMIT_UNEQUAL
             if difference > limit:
                 self.complain(
                     f"task.eval_outputs: {name!r} of a row depends on the rows beside it (shape "

@@ -29,8 +29,8 @@ from samestep.project.launched import this_layout
 LOOK = 2  # seconds between two looks for an error of another process
 GRACE = 10  # seconds after which it ends this process, whatever that does
 PATIENCE = 60  # seconds for which a process that fails before training tries to tell the others
-FIRST_LINE, NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
-OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
+_FIRST_LINE, _NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
+_OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 # Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. That of GPUs
 # includes their start, and NCCL's search for the paths between them.
 LIMITS = {"gloo": 60, "NCCL": 180}
@@ -77,7 +77,7 @@ class Rendezvous:
                 self.server = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False)
             while catch(socket.create_connection, self.address, 5)[1]:  # it has not begun
                 time.sleep(0.5)
-            store = dist.PrefixStore("words", self.connect(OPERATION))
+            store = dist.PrefixStore("words", self.connect(_OPERATION))
             store.set(f"preparing/{self.rank}", self.host)
             self.store = store
             while not self.over.wait(LOOK) and not self.look():
@@ -110,7 +110,7 @@ class Rendezvous:
 
         Raises the error of another process, or Failed if one is not ready after `timeout` seconds.
         """
-        began, line_due = time.monotonic(), FIRST_LINE
+        began, line_due = time.monotonic(), _FIRST_LINE
         # gloo waits at its address, unless it is told an interface.
         address = catch(socket.gethostbyname, self.host)[0] or "127.0.0.1"
         ready, everybody = False, [f"ready/{rank}" for rank in self.all]
@@ -124,7 +124,7 @@ class Rendezvous:
                     ready = True
                 waited = time.monotonic() - began
                 if waited > min(line_due, timeout):
-                    line_due += NEXT_LINE
+                    line_due += _NEXT_LINE
                     names, missing = self.late()
                     remedy = "prepare the data first, with samestep prepare, or raise --timeout"
                     if waited > timeout:

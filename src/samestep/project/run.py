@@ -145,7 +145,7 @@ class Run:
         text = yaml.safe_dump(self.start.given, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
         hardware = self.start.manifest["hardware"]
-        hardware = hardware | {"environment": launch_variables()}
+        hardware = hardware | {"environment": _launch_variables()}
         text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "hardware.yaml", text)
         self.keep_identity()
@@ -210,7 +210,7 @@ class Run:
                 yield module
 
 
-def launch_variables() -> dict[str, str]:
+def _launch_variables() -> dict[str, str]:
     """The variables that hardware.yaml lists beside these entries."""
     chosen = {}
     for name, value in sorted(os.environ.items()):

@@ -106,7 +106,7 @@ class Saver(saver.Saver):
         `wait` and the next save raise it."""
         share, manifest = self.collect(step)
         with self.ranks.fail_together():
-            self.host = share.parts = host_copies(share.parts, self.host)
+            self.host = share.parts = _host_copies(share.parts, self.host)
         self.thread = threading.Thread(
             target=self.write_in_background, args=(share, manifest), name=SAVE_THREAD, daemon=True
         )
@@ -162,7 +162,7 @@ class Saver(saver.Saver):
         return step
 
 
-def host_copies(
+def _host_copies(
     parts: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Copies in host memory, that of the copies `before` where these have the same shapes: pinned

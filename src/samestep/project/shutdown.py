@@ -39,7 +39,7 @@ from samestep.core.stop import StopRequest as SignalFlags
 from samestep.project import rendezvous
 
 
-def find_launcher() -> tuple[int | None, list[str]]:
+def _find_launcher() -> tuple[int | None, list[str]]:
     """The process id of `accelerate launch`, or of samestep's, if it is the parent, and its words.
 
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
@@ -54,7 +54,7 @@ def find_launcher() -> tuple[int | None, list[str]]:
 
 
 # Now, since the launcher may die before training begins.
-LAUNCHER_PID, LAUNCHER_WORDS = find_launcher()
+_LAUNCHER_PID, LAUNCHER_WORDS = _find_launcher()
 
 
 class StopRequest(SignalFlags):
@@ -65,7 +65,7 @@ class StopRequest(SignalFlags):
     """
 
     def __init__(self, program: str = "train.py"):
-        super().__init__(LAUNCHER_PID)
+        super().__init__(_LAUNCHER_PID)
         self.program, self.training, self.leaving = program, False, False
         self.others: rendezvous.Rendezvous | None = None
         self.__enter__()
@@ -79,8 +79,8 @@ class StopRequest(SignalFlags):
         if not self.training and not self.leaving:
             self.leaving = True
             error = self.tell_others()
-            code, line = exit_code_for(error)
-            leave(code, f"{self.program}: {one_line(line, 1000)}" if speaks_for(error) else "")
+            code, line = _exit_code_for(error)
+            leave(code, f"{self.program}: {one_line(line, 1000)}" if _speaks_for(error) else "")
 
     def interrupt(self) -> None:
         os._exit(128 + signal.SIGINT)
@@ -120,7 +120,7 @@ def leave(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-def speaks_for(error: BaseException) -> bool:
+def _speaks_for(error: BaseException) -> bool:
     """Whether this process prints the line about an error: the main one, unless that is gone."""
     rank, processes = read_place()
     return processes == 1 or rank == getattr(error, "speaker", 0)
@@ -137,14 +137,14 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     stop, start, ranks, others = StopRequest(program), None, None, None
     error = None
     try:
-        raise_open_files_limit()
+        _raise_open_files_limit()
         end = lambda error: leave(report(error, program, start and start.output))  # noqa: E731
         stop.others = others = rendezvous.join(end)
         start = prepare()
         ranks = rendezvous.form_group(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
-        error = caught if stop.training else of_the_user(caught)
+        error = caught if stop.training else _of_the_user(caught)
         stop.training = True  # the launcher sends a signal when a process has failed
         if others:
             others.over.set()
@@ -169,16 +169,16 @@ def run_alone(main: Callable) -> None:
     protect_output()
     stop = StopRequest(Path(sys.argv[0]).name)
     try:
-        raise_open_files_limit()
+        _raise_open_files_limit()
         code = main() or 0
         stop.training = True
     except BaseException as error:
         stop.training = True
-        code = report(of_the_user(error), stop.program)
+        code = report(_of_the_user(error), stop.program)
     exit_process(code)
 
 
-def of_the_user(error: BaseException) -> BaseException:
+def _of_the_user(error: BaseException) -> BaseException:
     """What an error means before training: a mistake of the user, where it may be one."""
     try:
         with as_user_error():
@@ -194,8 +194,8 @@ def report(error: BaseException, program: str, output: Path | None = None) -> in
     each process that has it tells what it is and where it was raised. The traceback then goes to a
     file of the run folder; without a folder, or with SAMESTEP_TRACEBACK=1, to the screen.
     """
-    code, line = exit_code_for(error)
-    speaks = speaks_for(error)
+    code, line = _exit_code_for(error)
+    speaks = _speaks_for(error)
     if speaks and output:
         state = "stopped" if code == STOPPED else "failed"
         reason = one_line(line or repr(error), 1000)
@@ -220,7 +220,7 @@ def report(error: BaseException, program: str, output: Path | None = None) -> in
     return code
 
 
-def exit_code_for(error: BaseException) -> tuple[int, str | None]:
+def _exit_code_for(error: BaseException) -> tuple[int, str | None]:
     """The exit code for an error, and one line about it; None instead asks for a traceback."""
     if isinstance(error, UserError):
         return 2, str(error)
@@ -241,7 +241,7 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     return 1, None
 
 
-def raise_open_files_limit() -> None:
+def _raise_open_files_limit() -> None:
     """Raises the limit of open files to 4,096 if allowed; loaders with many workers need them."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)

@@ -36,12 +36,12 @@ from samestep.project.combinations import check_combinations
 from samestep.project.device import check_devices, use_cpu
 from samestep.report import tracking
 
-PATHS = ("output_dir", "resume")  # fields of train.py
+_PATHS = ("output_dir", "resume")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
 
 
 @dataclass
-class ResumePoint:
+class _ResumePoint:
     """Where the run starts, and how far it goes. The main process tells the others."""
 
     max_steps: int
@@ -165,7 +165,7 @@ class ResumePoint:
                 self.finished += f"; no step is left for {changes}"
             self.finished += "; to export again delete model/"
             return
-        before = {"config": read_settings(output / "config.yaml")}
+        before = {"config": _read_settings(output / "config.yaml")}
         now = {"config": given}
         settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
         if exported == -1 or checkpoints.differences(*settings):
@@ -191,7 +191,7 @@ class RunStart:
     views: tuple  # the rows to train and to evaluate on
     probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
-    resume_point: ResumePoint  # on the main process
+    resume_point: _ResumePoint  # on the main process
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
@@ -218,7 +218,7 @@ class RunStart:
         return "\n".join([*lines, f"checked: {self.output} {start}; {steps}"])
 
 
-def read_settings(path: Path) -> dict:
+def _read_settings(path: Path) -> dict:
     """The settings in a config.yaml that a run has written; empty if it is missing or damaged."""
     try:
         settings = yaml.safe_load(read_text(path))
@@ -242,7 +242,7 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, arguments, about)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
-    for name in PATHS:
+    for name in _PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     output = cfg.output_dir
     shown = f"output_dir is {one_line(output, 100)}"
@@ -287,7 +287,7 @@ def change_effects(cfg: Any) -> dict[str, str]:
     return effects
 
 
-def read_layout(cfg: Any) -> Layout:
+def _read_layout(cfg: Any) -> Layout:
     """The layout that the launcher has set up; a check knows no other processes.
 
     Raises ValueError for one that the libraries, train.py or this machine cannot do.
@@ -328,7 +328,7 @@ def check_rows(rows: Any, task: Any, parts: int) -> None:
     task.check_context_parallel()
 
 
-def check_stream(cfg: Any, layout: Layout) -> None:
+def _check_stream(cfg: Any, layout: Layout) -> None:
     """Raises ValueError for fields and layouts that do not go with a stream."""
     rules = [("num_epochs", cfg.num_epochs, "max_steps in its place")]
     rules += [(n, getattr(cfg, n) == "epoch", "steps") for n in ("eval_every", "save_every")]
@@ -423,7 +423,7 @@ def digest_view(view: Any) -> str:
     return columns.digest(view, names or ())
 
 
-def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
+def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions.
 
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
@@ -455,7 +455,7 @@ def collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str])
     }
 
 
-def remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
+def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
     """A line if a resumed run cannot see a change of each row."""
     counted = {"fingerprint": "train on", "validation": "evaluate on"}
     for name, view, fingerprint in zip(counted, views, fingerprints, strict=True):
@@ -481,7 +481,7 @@ def prepare_run(
     contract.check_functions(task)
     arguments = sys.argv[1:] if arguments is None else arguments
     cfg = read_config(config_class, about, arguments)
-    output, layout = Path(cfg.output_dir), read_layout(cfg)
+    output, layout = Path(cfg.output_dir), _read_layout(cfg)
     check_combinations(cfg, layout)
     sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
     plan = batches.plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
@@ -493,15 +493,15 @@ def prepare_run(
     tracking.check_tracker(cfg.tracker)
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
-        ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
+        _ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
     data, bound, views, samples = read_data(cfg, task, run_of(cfg))
     if isinstance(views[0], Stream):
-        check_stream(cfg, layout)
+        _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
         check_rows(views[0], bound, 2 * layout.cp)
-    manifest = collect_manifest(cfg, data, views, samples.fingerprints)
-    resume_point = ResumePoint(cfg.max_steps)
-    resume_point.remarks += remarks_on_rows(manifest, data, views, samples.fingerprints)
+    manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
+    resume_point = _ResumePoint(cfg.max_steps)
+    resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
     resume_point.remarks += config.remarks_on_rate(cfg)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
@@ -518,7 +518,7 @@ def prepare_run(
     )
 
 
-def agree_on_start(processes: Ranks, start: RunStart) -> ResumePoint:
+def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
     """Where the main process found that the run starts.
 
     Raises UserError unless all processes run the same, and see the same run folder.

@@ -14,10 +14,10 @@ from samestep.base.pictures import save_figure
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
 RATE = "_per_second"  # ends the names of throughputs
-MAX_SCORES = 4  # panels of scores
+_MAX_SCORES = 4  # panels of scores
 # A name may contain dollars, which would begin a formula.
-STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
-NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
+_STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
+_NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 
 
 def read_metrics(run: Path) -> tuple[Rows, Rows]:
@@ -41,7 +41,7 @@ def column(rows: Rows, key: str) -> list[float]:
     return [c if isinstance(c, int | float) and math.isfinite(c) else math.nan for c in cells]
 
 
-def find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
+def _find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
     """The keys that get a panel: the loss, the learning rate, throughputs, and some scores. Of a
     single source its loss is one, eval_loss/NAME."""
     scores: dict[str, None] = {}
@@ -49,20 +49,20 @@ def find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
     for train, evals in data:
         for key in [key for row in evals.values() for key in row]:
             of_source = "/" in key and not key.startswith("eval_loss/")
-            if key not in NOT_SCORES and not key.endswith(RATE) and not of_source:
+            if key not in _NOT_SCORES and not key.endswith(RATE) and not of_source:
                 scores[key] = None
         rates |= dict.fromkeys(key for row in train.values() for key in row if key.endswith(RATE))
-    return ["loss", "lr", *rates, *list(scores)[:MAX_SCORES]]
+    return ["loss", "lr", *rates, *list(scores)[:_MAX_SCORES]]
 
 
-@rc_context(STYLE)
+@rc_context(_STYLE)
 def draw(runs: list[Path], output: Path) -> Path:
     """Draws one run, or compares several, in the file `output`, as was logged; returns it.
 
     Raises ValueError if there is nothing to draw.
     """
     data = [read_metrics(run) for run in runs]
-    keys = find_panels(data)
+    keys = _find_panels(data)
     figure = Figure(figsize=(8, 2.2 * len(keys)), dpi=150, layout="constrained")
     panels = figure.subplots(len(keys), sharex=True)
     for number, (run, (train, evals)) in enumerate(zip(runs, data, strict=True)):

@@ -11,7 +11,7 @@ from samestep.base.console import one_line
 from samestep.base.files import read_json_object
 
 # The pipelines of transformers, by a part of the model's class name in config.json.
-PIPELINES = {
+_PIPELINES = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForConditionalGeneration": "text-generation",
@@ -19,7 +19,7 @@ PIPELINES = {
     "ForImageClassification": "image-classification",
 }
 TEXT_TO_TEXT = "text2text-generation"  # encoder-decoders; transformers 5 has no pipeline for them
-SOURCE_TO_TARGET = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+_SOURCE_TO_TARGET = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 model = AutoModelForSeq2SeqLM.from_pretrained({name!r})
 tokenizer = AutoTokenizer.from_pretrained({name!r})
@@ -39,7 +39,7 @@ def pipeline_task(folder: Path) -> str | None:
     names = config.get("architectures")
     if not names or not isinstance(names, list):
         return None
-    task = next((task for end, task in PIPELINES.items() if end in str(names[0])), None)
+    task = next((task for end, task in _PIPELINES.items() if end in str(names[0])), None)
     generates = task in (None, "text-generation")  # a classifier may have a decoder, too
     return TEXT_TO_TEXT if config.get("is_encoder_decoder") and generates else task
 
@@ -56,7 +56,7 @@ def describe_use(task: str, folder: Path, name: str) -> str:
     code += f"{processor}={name!r}{', truncation=True' if task == 'text-classification' else ''})"
     if task == TEXT_TO_TEXT:
         prefix = read_json_object(folder / "config.json").get("source_prefix", "")
-        code = SOURCE_TO_TARGET.format(name=name, source=f"{prefix}a text")
+        code = _SOURCE_TO_TARGET.format(name=name, source=f"{prefix}a text")
     if (folder / "adapter_config.json").exists():  # transformers gives them those of the base
         code = code.replace("import pipeline", "import GenerationConfig, pipeline")
         code += f"\nanswer.model.generation_config = GenerationConfig.from_pretrained({name!r})"

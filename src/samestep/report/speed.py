@@ -107,7 +107,7 @@ class SpeedMeter:
         fetching[0] += before
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         own = np.zeros((processes, 2 * len(fetching) + 2))
-        memory = peak_memory(self.accelerator.device)
+        memory = _peak_memory(self.accelerator.device)
         own[rank] = [*self.stopwatch.take(), *fetching, memory, self.computed]
         everywhere = self.ranks.sum_arrays(own)
         compute, fetch, more = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
@@ -131,7 +131,7 @@ class SpeedMeter:
         return line
 
 
-def peak_memory(device: torch.device) -> float:
+def _peak_memory(device: torch.device) -> float:
     """The most memory that tensors of this process took so far, in GB = 10^9 bytes.
 
     On a GPU it is that of the GPU, elsewhere that of the whole process.

@@ -32,7 +32,7 @@ def nan_to_null(line: dict) -> dict:
     }
 
 
-def has_bar() -> bool:
+def _has_bar() -> bool:
     """Whether this is the main process, at a terminal with columns; a container's may have none."""
     try:
         return is_main() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -59,7 +59,7 @@ class Log:
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=not has_bar(),
+            disable=not _has_bar(),
         )
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if is_main():
@@ -167,7 +167,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         return
     config = flatten(config)
     if tracker == "wandb":
-        start_wandb(accelerator, config, output)
+        _start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
         accelerator.init_trackers(project, config, {"trackio": options})
@@ -179,7 +179,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         print_on_main(f"TensorBoard: `tensorboard --logdir {runs}` shows the runs")
 
 
-def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
+def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     """Starts W&B: online with a key, else offline. It asks nothing, and an outage ends no run."""
     import wandb
 

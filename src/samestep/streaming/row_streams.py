@@ -9,7 +9,7 @@ from samestep.data.rows import Input, RowFormat, stored_rows
 from samestep.streaming.lanes import ShardStream
 
 BLOCK = 500_000  # bytes of the rows of a block, about
-MAXIMUM_ROWS = 50_000  # of a block
+_MAXIMUM_ROWS = 50_000  # of a block
 LONGEST = 1_000_000  # characters of a document, of which a longer text is several
 
 Block = dict[str, list]  # the columns of stored rows, with their places
@@ -46,11 +46,11 @@ class RowStream(ShardStream):
         block: Block = {name: [] for name in names}
         size = 0
         for stored, _, place in stored_rows(source, self.form, self.cfg, []):
-            for row in pieces_of(stored):
+            for row in _pieces_of(stored):
                 for name in names:
                     block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
-                if size >= self.size or len(block["place"]) >= MAXIMUM_ROWS:
+                if size >= self.size or len(block["place"]) >= _MAXIMUM_ROWS:
                     yield block
                     block, size = {name: [] for name in names}, 0
         if block["place"]:
@@ -63,7 +63,7 @@ class RowStream(ShardStream):
         return self.described
 
 
-def pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
+def _pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
     """The row; of a long text several, since the samples of a block are numbered."""
     if "text" not in row:
         return [row]

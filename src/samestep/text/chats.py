@@ -19,10 +19,10 @@ from samestep.data.readers import replace_surrogates
 from samestep.data.sources import IncompleteRow
 
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
-ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
-ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
-ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
-REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
+_ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
+_ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
+_ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
 TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
@@ -56,10 +56,10 @@ def normalize_chat(row: dict, train_on: str = "all") -> None:
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
     if "instruction" in row:
-        row["messages"] = alpaca_messages(row)
-    messages, tools = parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
-    tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
-    tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
+        row["messages"] = _alpaca_messages(row)
+    messages, tools = _parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
+    tools = _parse_json(tools, "tools") if isinstance(tools, str) else _drop_nulls(tools)
+    tools = [_parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
@@ -77,20 +77,20 @@ def normalize_chat(row: dict, train_on: str = "all") -> None:
     if max(answers, default=1) == 1:
         roles = one_line(", ".join(dict.fromkeys(each["role"] for each in messages)), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
-    if not any(map(is_trained_on, messages[1:])):
+    if not any(map(_is_trained_on, messages[1:])):
         raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
-        fits = isinstance(tools, list) and all(map(function_name, tools))
+        fits = isinstance(tools, list) and all(map(_function_name, tools))
         require(fits, "tools", tools, "a list of objects, each with a name")
         row["tools"] = tools
 
 
-def is_trained_on(message: dict) -> bool:
+def _is_trained_on(message: dict) -> bool:
     """Whether a message is an answer. The weight 0, or train: false, makes it context."""
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
-def alpaca_messages(row: dict) -> list[dict[str, str]]:
+def _alpaca_messages(row: dict) -> list[dict[str, str]]:
     """The messages of a row of Alpaca, whose columns are taken out of the row."""
     texts = {role: row.pop(role, None) or "" for role in ("instruction", "input", "output")}
     for role, text in texts.items():
@@ -105,7 +105,7 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
 
 
 def read_messages(messages: list) -> list[dict]:
-    """Messages with a role of ROLES, content, and tool_calls if there are any.
+    """Messages with a role of _ROLES, content, and tool_calls if there are any.
 
     Raises ValueError: a message with another role would be context without a word.
     """
@@ -117,10 +117,10 @@ def read_messages(messages: list) -> list[dict]:
             names = {"from": "role", "value": "content"}
             left = {key: value for key, value in message.items() if key not in names.values()}
             message = {names.get(key, key): value for key, value in left.items()}
-        result = drop_nulls(message)
+        result = _drop_nulls(message)
         if "train" in result:  # axolotl's name
             result["weight"] = result.pop("train")
-        calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
+        calls = _parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
         for name, there in (("role", "role" in result), ("content", "content" in message or calls)):
             if not there:
                 only = one_line(", ".join(map(str, result)) or "nothing", 60)
@@ -131,37 +131,37 @@ def read_messages(messages: list) -> list[dict]:
             raise ValueError(f"{where} has function_call, the old form; write tool_calls")
         if calls:
             require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
-            result["tool_calls"] = [normalize_call(call, where) for call in calls]
+            result["tool_calls"] = [_normalize_call(call, where) for call in calls]
         elif "content" not in result:
             raise IncompleteRow(f"{where} has no content")
-        role = ROLES.get(result["role"].strip().lower())
+        role = _ROLES.get(result["role"].strip().lower())
         if not role:
             name = f"{result['role'].strip()!r:.60}"
-            raise ValueError(f"{where} is from {name}; rename it to one of {', '.join(ROLES)}")
+            raise ValueError(f"{where} is from {name}; rename it to one of {', '.join(_ROLES)}")
         found.append({"content": "", **result, "role": role})
     return found
 
 
-def normalize_call(call: Any, where: str) -> dict:
+def _normalize_call(call: Any, where: str) -> dict:
     """A tool call in OpenAI's form. Its arguments are an object, which templates write as JSON."""
-    if not function_name(call):
+    if not _function_name(call):
         form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
         raise ValueError(f"{where} has the tool call {call!r:.60}; write {form}")
     function = call.get("function", call)
-    arguments = parse_json(function.get("arguments"), f"arguments in {where}") or {}
+    arguments = _parse_json(function.get("arguments"), f"arguments in {where}") or {}
     require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
     call = call if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def function_name(value: Any) -> str:
+def _function_name(value: Any) -> str:
     """The name of a tool or a tool call; empty if it has no name."""
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def parse_json(value: Any, what: str) -> Any:
+def _parse_json(value: Any, what: str) -> Any:
     """The value of JSON text, which cells of tables hold; any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -177,17 +177,17 @@ def parse_messages(value: Any) -> Any:
     holds as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):  # an answer may look so, too
-            found = parse_json(value, "")
+            found = _parse_json(value, "")
             are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
             value = found if found and all(are_messages) else value
     return value
 
 
-def drop_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """The value without null keys: in a table, each object has the keys of all rows."""
     if isinstance(value, dict):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
-    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def chat_texts(row: dict) -> Iterator[str]:
@@ -238,7 +238,7 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
-        if i and is_trained_on(message):
+        if i and _is_trained_on(message):
             before[i] = apply_template(messages[:i], tools, place, tokenizer, ask=True)
             until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
     if not all(until[i].startswith(before[i]) for i in before):
@@ -270,11 +270,11 @@ def left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
     for i, message in enumerate(chat["messages"]):
         text, where = answers.get(i, whole), f"of message {i + 1} ({message['role']})"
         parts = TAG.split(message["content"])[::2] if message["role"] != "tool" else []
-        parts += [message.get(name) or "" for name in REASONING]
+        parts += [message.get(name) or "" for name in _REASONING]
         for part in map(str.strip, parts):
             if part not in text:
                 return f"{part!r:.60} {where}"
-        calls = [function_name(call) for call in message.get("tool_calls", [])]
+        calls = [_function_name(call) for call in message.get("tool_calls", [])]
         for name in calls:
             if text.count(name) < calls.count(name):
                 return f"a call of {name!r:.60} {where}"

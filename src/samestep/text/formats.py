@@ -29,15 +29,15 @@ from samestep.text.sequences import Sequences
 from samestep.text.tokenizing import Tokens
 
 # The columns of each kind of rows, the more structured formats first.
-KNOWN: list[tuple[str, list[str]]] = [
+_KNOWN: list[tuple[str, list[str]]] = [
     ("chat", ["messages"]),
     ("chat", ["conversations"]),  # ShareGPT
     ("chat", ["instruction", "output"]),  # Alpaca
     ("prompt", ["prompt", "completion"]),
     ("text", ["text"]),
 ]
-BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
-SEQUENCES = 64  # of a block of a stream, at least
+_BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
+_SEQUENCES = 64  # of a block of a stream, at least
 KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
@@ -65,7 +65,7 @@ def is_packed(cfg: Any) -> bool:
     return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
 
 
-def named_kinds(cfg: Any) -> list[str]:
+def _named_kinds(cfg: Any) -> list[str]:
     """The formats whose columns have names of their own in the config."""
     return [kind for role, kind in KINDS.items() if getattr(cfg, f"{role}_column") != role]
 
@@ -80,12 +80,12 @@ def check_rows(cfg: Any) -> None:
         check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
     differ = cfg.completion_column != cfg.prompt_column
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    named = named_kinds(cfg)
+    named = _named_kinds(cfg)
     sources.check_read(cfg, demo_data.TEXTS, named[0] if named else "auto")
-    check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
+    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
-def check_packing(cfg: Any, kind: str) -> None:
+def _check_packing(cfg: Any, kind: str) -> None:
     stream = kind in ("auto", "text") or cfg.packing != "stream"
     check_fields(cfg, [("packing", stream, "best_fit for prompts and chats")])
 
@@ -104,23 +104,23 @@ def check_context_parallel(cfg: Any) -> None:
     check_fields(cfg, rules)
 
 
-def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
+def _recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     """The kind of a source's rows, and the columns that are read: fields decide; where they leave
     it open, the names of columns do.
 
     Raises ValueError for columns of no known format.
     """
-    named = named_kinds(cfg)
+    named = _named_kinds(cfg)
     kind = named[0] if named and cfg.rows == "auto" else cfg.rows
     if source.bundled:
-        kind = bundled_kind(source.data, cfg.rows)
+        kind = _bundled_kind(source.data, cfg.rows)
     if source.bundled or kind in ("text", "prompt", *named):
         columns = [getattr(cfg, f"{role}_column") for role, own in KINDS.items() if own == kind]
     else:
-        formats = [each for each in KNOWN if kind in ("auto", each[0])]
+        formats = [each for each in _KNOWN if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1]} <= {*source.first}]
         if not fitting:
-            raise unknown_columns(source, cfg.rows, [columns for _, columns in formats])
+            raise _unknown_columns(source, cfg.rows, [columns for _, columns in formats])
         kind, columns = fitting[0]
     found = dict.fromkeys(columns, True)
     prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
@@ -133,14 +133,14 @@ def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     return kind, found
 
 
-def bundled_kind(name: str, rows: str) -> str:
+def _bundled_kind(name: str, rows: str) -> str:
     """The kind of bundled rows, where `rows` may be auto."""
     if rows != "auto":
         return rows
     return "prompt" if name == "docstrings" else "text"
 
 
-def unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
+def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
     if not source.first:
         return ValueError(f"task.data: there is no text in {source.data}")
@@ -165,40 +165,40 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     """
     bundled: dict[str, Any] = {}
     for name in demo_data.TEXTS:
-        bundled[name] = partial(demo_data.text_rows, name, bundled_kind(name, cfg.rows))
+        bundled[name] = partial(demo_data.text_rows, name, _bundled_kind(name, cfg.rows))
     inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
     kinds = {}
     for each in inputs:
         # Rows to evaluate on are read as those of the first source, unless they are of one.
         same = next((own for own in inputs if own.name == each.name), inputs[0])
-        kind, each.columns = recognize_format(same, cfg)
+        kind, each.columns = _recognize_format(same, cfg)
         kinds[kind] = same.data
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
     sources.check_read(cfg, demo_data.TEXTS)
-    check_packing(cfg, cfg.rows)
-    found = load_rows(inputs, cfg, row_format(cfg))
+    _check_packing(cfg, cfg.rows)
+    found = load_rows(inputs, cfg, _row_format(cfg))
     return found
 
 
-def row_format(cfg: Any) -> RowFormat:
+def _row_format(cfg: Any) -> RowFormat:
     """How rows of the kind cfg.rows are read."""
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
-    normalize = {"text": normalize_text, "prompt": normalize_prompt, "chat": normalize_chat}
+    normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": normalize_chat}
     features = {name: datasets.Value("string") for name in names[cfg.rows]}
     return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=key_of)
 
 
-def normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
+def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
     """The text of a row; raises ValueError for what is none."""
     text = row.get(cfg.text_column)
     sources.require_text("text", text)
     return {"text": text}
 
 
-def normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
+def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     """A prompt, which may be blank, and its completion."""
     prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
     if not isinstance(prompt, str):
@@ -214,7 +214,7 @@ def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
         chat = {name: row.get(name) for name in ("instruction", "input", "output")}
     elif cfg.completion_column in row:  # as TRL has them
         prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
-        prompt, completion = map(messages_of, (prompt, completion), ("prompt", "completion"))
+        prompt, completion = map(_messages_of, (prompt, completion), ("prompt", "completion"))
         chat, context = {"messages": [*prompt, *completion]}, len(prompt)
     else:
         named = cfg.messages_column
@@ -230,7 +230,7 @@ def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
     return {"chat": json.dumps(chat, ensure_ascii=False, default=str)}
 
 
-def messages_of(value: Any, name: str) -> list[dict]:
+def _messages_of(value: Any, name: str) -> list[dict]:
     """The messages of a prompt or a completion; raises ValueError for a text beside messages."""
     sources.require_value(name, value)
     found = chats.parse_messages(value)
@@ -312,9 +312,9 @@ def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
         return Sequences(data["train"], cfg), validation
     longest = sequences.longest_piece(cfg)
     make = partial(make_sequences, cfg=cfg, folder=data.folder, longest=longest)
-    size = SEQUENCES * cfg.context_length * BYTES_A_TOKEN
-    columns = recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
-    return RowStream(cfg, row_format(cfg), columns, make, size), validation
+    size = _SEQUENCES * cfg.context_length * _BYTES_A_TOKEN
+    columns = _recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
+    return RowStream(cfg, _row_format(cfg), columns, make, size), validation
 
 
 def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:
@@ -341,7 +341,7 @@ def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
     return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)
 
 
-def prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
+def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
     """The tokens of a text, or of a user's message, that the model is to continue or answer."""
     begin = tokenizing.begin_tokens(tokenizer)
     if kind == "chat":
@@ -360,7 +360,7 @@ def prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     """Texts that a model writes after the sample prompt, and after prompts that are held out."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
-    prompts = {"sample": prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)}
+    prompts = {"sample": _prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)}
     for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
         row = data["validation"][number]
         prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]

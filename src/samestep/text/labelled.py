@@ -18,7 +18,7 @@ from samestep.text import tokenizing
 
 TEXTS = ("text", "text_pair")
 TOKENS = ("input_ids", "token_type_ids")  # columns with a number for each token
-MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
+_MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def check_padding(model: Any, tokenizer: Any) -> None:
 
 
 def set_marks(model: Any, cfg: Any, data: Any) -> None:
-    """Writes what samestep predict needs into the config of the model: MARKS."""
-    for name in MARKS:  # an earlier training may have left its own
+    """Writes what samestep predict needs into the config of the model: _MARKS."""
+    for name in _MARKS:  # an earlier training may have left its own
         vars(model.config).pop(name, None)
     if cfg.problem_type == NUMBER:
         scale = labels.read(data.folder)

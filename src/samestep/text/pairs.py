@@ -71,13 +71,13 @@ def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
         needs=["eos_token"],
         model_input_names=["input_ids", "attention_mask"],
     )
-    set_languages(tokenizer, cfg)
+    _set_languages(tokenizer, cfg)
     tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
 
 
-def set_languages(tokenizer: Any, cfg: Any) -> None:
+def _set_languages(tokenizer: Any, cfg: Any) -> None:
     """Lets a tokenizer write the languages of cfg into texts, and save them; raises ValueError for
     one that is missing, or unknown to the tokenizer."""
     known = tokenizing.languages_of(tokenizer)
@@ -96,7 +96,7 @@ def set_languages(tokenizer: Any, cfg: Any) -> None:
         setattr(tokenizer, attribute, given)
 
 
-def set_target_language(model: Any, tokenizer: Any) -> None:
+def _set_target_language(model: Any, tokenizer: Any) -> None:
     """Lets a model begin each target that it generates with the language, as labels have it."""
     if not tokenizing.languages_of(tokenizer):
         return
@@ -135,7 +135,7 @@ def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[str, dict]]
 def set_generation(model: Any, cfg: Any, tokenizer: Any) -> None:
     """Writes the search of cfg, the language of targets and the prefix of sources into the configs
     of the exported model."""
-    set_target_language(model, tokenizer)
+    _set_target_language(model, tokenizer)
     model.config.source_prefix = cfg.source_prefix  # for samestep predict
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)

@@ -26,11 +26,11 @@ from samestep.text import chats, formats, tokenizing
 BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
 ANSWERS = ("chosen", "rejected")
 # A pair as it is read: texts, or messages and tools as JSON.
-TEXT, FLAG = datasets.Value("large_string"), datasets.Value("bool")
-READ = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "tools": TEXT, "is_chat": FLAG}
+TEXT, _FLAG = datasets.Value("large_string"), datasets.Value("bool")
+READ = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "tools": TEXT, "is_chat": _FLAG}
 # A pair as it is trained on: a prompt with each answer, and which of the tokens are the answer's.
 TOKENS = ("chosen_input_ids", "chosen_loss_mask", "rejected_input_ids", "rejected_loss_mask")
-NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
+_NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
 EQUAL = "both answers are equal"
 
 
@@ -81,7 +81,7 @@ def normalize(row: dict, cfg: Any) -> dict:
     """
     given = [row.get(getattr(cfg, f"{name}_column")) for name in ("prompt", *ANSWERS)]
     names = ("prompt", *ANSWERS)
-    prompt, *answers = map(text_or_messages, given, names)
+    prompt, *answers = map(_text_or_messages, given, names)
     for name, answer in zip(ANSWERS, answers, strict=True):
         if answer is None:
             raise IncompleteRow(f"the {name} is empty")
@@ -92,16 +92,16 @@ def normalize(row: dict, cfg: Any) -> dict:
         if list not in kinds:
             answers = [[{"role": "assistant", "content": text}] for text in answers]
         tools = row.get(cfg.tools_column)
-        found = split_chats(prompt or [], answers, tools)
+        found = _split_chats(prompt or [], answers, tools)
         stored = {name: json.dumps(value, default=str) for name, value in found.items()}
         return {**stored, "is_chat": True}
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
     if prompt is None:  # a space before a word belongs to it
-        start = count_equal(*answers)
+        start = _count_equal(*answers)
         start -= answers[0][start - 1 : start] == " "
         if not start and all(str(answer).strip() for answer in answers):
-            raise ValueError(f"chosen and rejected begin with different words: {NO_PROMPT}")
+            raise ValueError(f"chosen and rejected begin with different words: {_NO_PROMPT}")
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
         raise IncompleteRow(EQUAL)
@@ -113,7 +113,7 @@ def normalize(row: dict, cfg: Any) -> dict:
     return {**texts, "is_chat": False}
 
 
-def text_or_messages(value: Any, name: str) -> str | list | None:
+def _text_or_messages(value: Any, name: str) -> str | list | None:
     """Read a text, or a list of messages, which cells of tables hold as JSON; None: it is missing.
 
     Raises ValueError for other values.
@@ -126,7 +126,7 @@ def text_or_messages(value: Any, name: str) -> str | list | None:
     return value
 
 
-def split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, list]:
+def _split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, list]:
     """Make three lists of messages, what both chats begin with and the rest, and one of tools.
 
     An answer begins with a message of the assistant, or with the whole prompt.
@@ -149,9 +149,9 @@ def split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, list
     chosen, rejected = whole
     if chosen == rejected:
         raise IncompleteRow(EQUAL)
-    shared = min(count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    shared = min(_count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if not shared:
-        raise ValueError(f"chosen and rejected begin with different messages: {NO_PROMPT}")
+        raise ValueError(f"chosen and rejected begin with different messages: {_NO_PROMPT}")
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
@@ -159,7 +159,7 @@ def split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, list
     return {**parts, "tools": chat.get("tools", [])}
 
 
-def count_equal(first: Any, second: Any) -> int:
+def _count_equal(first: Any, second: Any) -> int:
     """Count the items that two sequences have in common at their beginning."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -197,19 +197,19 @@ def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[st
     names = [*batch]
     for values in zip(*batch.values(), strict=True):
         pair = dict(zip(names, values, strict=True))
-        whole = [tokenize_answer(pair, name, tokenizer) for name in ANSWERS]
+        whole = [_tokenize_answer(pair, name, tokenizer) for name in ANSWERS]
         for name, (ids, mask) in zip(ANSWERS, truncate(whole, max_length), strict=True):
             found[f"{name}_input_ids"].append(ids.astype(dtype))
             found[f"{name}_loss_mask"].append(mask.astype(np.uint8))
     return found
 
 
-def tokenize_answer(pair: dict, name: str, tokenizer: Any) -> tuple[np.ndarray, ...]:
+def _tokenize_answer(pair: dict, name: str, tokenizer: Any) -> tuple[np.ndarray, ...]:
     """Tokenize the prompt with one answer: ids, and a mask of the tokens of the answer, (T,)."""
     if not pair["is_chat"]:
         row = {"prompt": pair["prompt"], "completion": pair[name]}
         return formats.tokenize_prompt(row, tokenizer)
-    texts = chats.render_chat(chat_of(pair, name), pair["place"], tokenizer)
+    texts = chats.render_chat(_chat_of(pair, name), pair["place"], tokenizer)
     if len(texts) > 1:
         raise ValueError(
             f"task.chat_template: {pair['place']}: the template changes an answer of {name} when "
@@ -218,7 +218,7 @@ def tokenize_answer(pair: dict, name: str, tokenizer: Any) -> tuple[np.ndarray, 
     return tokenizing.tokenize_answers(*texts[0], tokenizer)
 
 
-def chat_of(pair: dict, name: str) -> dict[str, list]:
+def _chat_of(pair: dict, name: str) -> dict[str, list]:
     """Make a chat of the prompt, as context, and one answer."""
     context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
     return {"messages": [*context, *json.loads(pair[name])], "tools": json.loads(pair["tools"])}

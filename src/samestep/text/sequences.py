@@ -41,8 +41,8 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
     sequence to train on.
     """
     train, rows = (write_sequences(tokens[name], cfg, name) for name in ("train", "validation"))
-    sizes = token_bytes(tokenizer)
-    losses = unigram_losses(train, len(sizes))
+    sizes = _token_bytes(tokenizer)
+    losses = _unigram_losses(train, len(sizes))
     if not (cfg.validation_data or cfg.validation_split):
         rows = spread(rows, cfg.validation_rows)
 
@@ -89,7 +89,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
             size = 0
             kept = [each for each in NUMBERS if each in features]
             numbers_of = {each: columns.values_of(own, each) for each in kept}
-            for found in packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
+            for found in _packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
                 first = found.pop("first")
                 found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
@@ -105,11 +105,11 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 raise ValueError(f"task.data: {text}")
         writer.finalize()
     rows = datasets.Dataset.from_file(str(path))
-    print_use(documents, rows, cfg, name, pieces)
+    _print_use(documents, rows, cfg, name, pieces)
     return rows
 
 
-def print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
+def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
     """Prints the number of sequences, how full they are, and how many documents are too long."""
     size = int(columns.lengths_of(rows, "input_ids").sum())
     text = f"{len(rows):,} sequences, {100 * size / (len(rows) * cfg.context_length):.0f} %"
@@ -146,7 +146,7 @@ def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, Any]]:
         yield {"input_ids": rest, "first": np.searchsorted(ends, [start], side="right")}
 
 
-def packed_blocks(documents: datasets.Dataset, cfg: Any) -> Iterator[dict[str, Any]]:
+def _packed_blocks(documents: datasets.Dataset, cfg: Any) -> Iterator[dict[str, Any]]:
     """Sequences of whole documents, a block after the other."""
     block: list[tuple[np.ndarray, np.ndarray]] = []
     size = begin = 0
@@ -180,14 +180,14 @@ def pack(documents: Documents, cfg: Any, longest: int, begin: int = 0) -> dict[s
             end = first + longest
             if mask[first + 1 : end].any():  # the first is not in the loss
                 pieces.append((ids[first:end], mask[first:end], number))
-    rows = assign_rows([len(ids) for ids, _, _ in pieces], cfg.context_length)
+    rows = _assign_rows([len(ids) for ids, _, _ in pieces], cfg.context_length)
     lengths = [np.array([len(pieces[i][0]) for i in row], np.int32) for row in rows]
     tokens, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
     first = np.array([pieces[row[0]][2] for row in rows], int)
     return {"input_ids": tokens, "loss_mask": masks, "lengths": lengths, "first": first}
 
 
-def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
+def _assign_rows(lengths: list[int], room: int) -> list[list[int]]:
     """Best-fit decreasing: longest first, each into the row with the least room that holds it.
 
     Gives the numbers of the pieces in each row.
@@ -216,7 +216,7 @@ def assign_rows(lengths: list[int], room: int) -> list[list[int]]:
 # ---- The loss of frequencies, and bytes ----------------------------------------------------------
 
 
-def unigram_losses(rows: datasets.Dataset, size: int) -> np.ndarray:
+def _unigram_losses(rows: datasets.Dataset, size: int) -> np.ndarray:
     """The loss of each token for a model that knows only how often each is in the loss: float32
     (vocabulary,), in nats."""
     counts = np.ones(size, np.int64)
@@ -228,7 +228,7 @@ def unigram_losses(rows: datasets.Dataset, size: int) -> np.ndarray:
     return -np.log(counts / counts.sum()).astype(np.float32)
 
 
-def token_bytes(tokenizer: Any) -> np.ndarray:
+def _token_bytes(tokenizer: Any) -> np.ndarray:
     """Bytes of text that each token stands for, 0 for special ones: int64 (vocabulary,)."""
     sizes = np.zeros(len(tokenizer), np.int64)
     byte_level = "ByteLevel" in tokenizer.backend_tokenizer.to_str().partition('"decoder"')[2][:500]

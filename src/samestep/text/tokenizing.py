@@ -24,17 +24,17 @@ from samestep.models.pretrained import ModelConfig
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
-SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
+_SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
 PAD, END_OF_TEXT = "<pad>", "<|endoftext|>"  # of a new tokenizer
-NEEDS = {  # attributes of a tokenizer, and their names in messages
+_NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
     "is_fast": FILE,
 }
-UNUSED = ("mask", "image", "audio", "video")  # tokens that no text has
+_UNUSED = ("mask", "image", "audio", "video")  # tokens that no text has
 SHORT = 5_000  # characters of a part of a text: long ones take twice the time
 AT_ONCE = 200  # parts that are tokenized at once: encodings take 40 times the memory of a text
-SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
+_SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
 
 
 # ---- Models to start from ------------------------------------------------------------------------
@@ -55,10 +55,10 @@ def most_tokens(cfg: ModelConfig) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return 2**30
-    return limit - unused_positions(config, limit)
+    return limit - _unused_positions(config, limit)
 
 
-def unused_positions(config: Any, limit: int) -> int:
+def _unused_positions(config: Any, limit: int) -> int:
     """Positions that no token of a text gets: RoBERTa counts them from that of padding, plus 1."""
     import torch
     from transformers import AutoModel
@@ -80,14 +80,14 @@ def check_lengths(cfg: ModelConfig, *names: str) -> None:
     check_fields(cfg, [(name, getattr(cfg, name) <= most, wanted) for name in names])
 
 
-def check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
+def _check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
     """Raise ValueError for tokens without a row in the embeddings of the pretrained model.
 
     A mask token and those of other inputs may lack one, as in BART (cnn) and Gemma 3 (1b): no text
     has them.
     """
     rows = getattr(config_of(cfg).get_text_config(), "vocab_size", None)
-    unused = {getattr(tokenizer, f"{name}_token", None) for name in UNUSED}
+    unused = {getattr(tokenizer, f"{name}_token", None) for name in _UNUSED}
     ids = [number for token, number in tokenizer.get_vocab().items() if token not in unused]
     needed = max(ids) + 1
     if isinstance(rows, int) and needed > rows:
@@ -119,7 +119,7 @@ def prepare_tokenizer(
     names; or a new one, trained on the texts, which puts its end-of-text token after each if it
     `ends` them, with further `options`. The end-of-text token is the pad token where there is none.
     It gets the chat template, or the default if it has none. Raises ValueError for one without one
-    of `needs`, which are keys of NEEDS, and where the pretrained model cannot see `lengths`, names
+    of `needs`, which are keys of _NEEDS, and where the pretrained model cannot see `lengths`, names
     of fields, or has fewer embeddings than tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -134,7 +134,7 @@ def prepare_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(kept))
     elif cfg.model_name_or_path:
         tokenizer = pretrained.load(AutoTokenizer, cfg)
-        check_embeddings(cfg, tokenizer)
+        _check_embeddings(cfg, tokenizer)
     else:
         print("Preparing data: training a tokenizer", flush=True)
         learn_vocabulary(texts, cfg.vocab_size, folder, ends)
@@ -156,7 +156,7 @@ def prepare_tokenizer(
         if not getattr(tokenizer, name):
             raise ValueError(
                 f"task.model_name_or_path: the tokenizer of {cfg.model_name_or_path} has no "
-                f"{NEEDS[name]}; give another model"
+                f"{_NEEDS[name]}; give another model"
             )
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -189,10 +189,10 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def spread_rows(rows: Any, names: list[str]) -> Iterable[dict[str, Any]]:
-    """Rows of these columns, evenly spread over a split, of about SAMPLE bytes together: what a
+    """Rows of these columns, evenly spread over a split, of about _SAMPLE bytes together: what a
     tokenizer is trained on."""
     chosen = rows.select_columns(names)
-    return chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // SAMPLE)))
+    return chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // _SAMPLE)))
 
 
 def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
@@ -266,7 +266,7 @@ def tokenize_texts(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
     firsts = [0]  # of each text its first part, and an end
     for each in texts:
         start = 0
-        while separates and (match := SPACED.search(each, start + SHORT - 100)):
+        while separates and (match := _SPACED.search(each, start + SHORT - 100)):
             parts.append(each[start : match.end()])
             start = match.end()
         parts.append(each[start:])
