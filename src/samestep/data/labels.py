@@ -114,9 +114,9 @@ def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) ->
 def encode(labels: list, known: dict[str, Any]) -> dict[str, Any]:
     """Columns of a batch of rows for the loss, from what `learn` knows:
 
-    labels    classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
-              deviations from the mean of the training rows, float32
-    weight    of the row in the loss, float32, 1: `balance` changes it
+    - labels: classes, int64; several labels as 0 or 1, float32 (C,); or numbers in standard
+      deviations from the mean of the training rows, float32
+    - weight: of the row in the loss, float32, 1: `balance` changes it
     """
     weights = np.ones(len(labels), np.float32)
     if "mean" in known:
