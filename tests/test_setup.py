@@ -170,10 +170,10 @@ def test_a_machine_that_cannot_be_set_up_gets_one_line(machine, env, said):
 
 
 @pytest.mark.parametrize("task", ["image_classification", "preference"])
-def test_the_wheels_of_offline_md_are_all_that_a_project_needs(tmp_path, task):
-    """Those that docs/offline.md names, with what they require; torch is on the machine."""
+def test_the_wheels_of_the_page_are_all_that_a_project_needs(tmp_path, task):
+    """Those that docs/commands.md names, with what they require; torch is on the machine."""
     project = bake(tmp_path, task=task, tracker="none").path
-    text = (project / "docs" / "offline.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (project / "docs" / "commands.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"^pip download --dest wheels \$platform (.*)$", text, flags=re.MULTILINE)
     found = {word for words in commands for word in words.split() if not word.startswith("-")}
     # The library lies in vendor/.
