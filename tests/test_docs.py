@@ -22,6 +22,9 @@ from samestep.__main__ import VERBS
 from samestep.core import training
 from samestep.project import config
 
+sys.path.append(str(ROOT / "docs"))
+import render  # noqa: E402
+
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 TASKS = QUESTIONS["task"]
 FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.M | re.S)
@@ -90,6 +93,16 @@ def test_first_pages_are_short_and_that_of_the_template_shows_the_loop(baked):
     assert shown.count("\n") <= 20
     for project in baked.values():
         assert (project.path / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+
+
+def test_ten_pages_of_a_project_lie_rendered_in_the_repository(tmp_path):
+    """python docs/render.py writes them anew."""
+    found = render.render(bake(tmp_path).path)
+    assert len(found) <= 11  # with README.md
+    assert sum(len(FENCE.sub("", text).split()) for text in found.values()) <= 10_000
+    kept = {path.name: path.read_text("utf-8") for path in (ROOT / "docs/project").iterdir()}
+    assert kept == found
+    assert (ROOT / "docs" / "api.md").read_text("utf-8") == render.api()
 
 
 def anchors(page):
