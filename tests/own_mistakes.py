@@ -2,9 +2,11 @@
 
 import ast
 import contextlib
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,8 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
 if mistake == "batchnorm":
     model[0] = torch.nn.BatchNorm1d(4)
     model[1] = torch.nn.Linear(4, 1)
+if mistake == "half":
+    model.to(torch.bfloat16)
 if "frozen" in mistake:
     model[0].requires_grad_(False)
     if mistake == "unequal_frozen":
@@ -36,6 +40,10 @@ if mistake == "scheduler":
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 if mistake != "unprepared":
     model, optimizer = accelerator.prepare(model, optimizer)
+part = accelerator.unwrap_model(model)[0]
+part.train(mistake != "evaluate")  # as a teacher, or a BatchNorm whose statistics stay
+if mistake == "compiled":
+    model = torch.compile(model)
 own = torch.Generator().manual_seed(0)
 
 
@@ -80,15 +88,24 @@ if "=" in mistake:
 training = Training(
     accelerator, model, optimizer, rows, folder=folder, collate=collate, exact=exact, **given
 )
+if mistake == "warm_up":
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+    accelerator.register_for_checkpointing(scheduler)
+if mistake == "no_rows":
+    training.evaluate([], len)
+if mistake == "late_scheduler":
+    training.resume()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
+    assert part.training == (mistake != "evaluate") and model.training
     for micro_batch in step.window:
         accelerator.print("ids", *micro_batch.ids)
     for batch in step:
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
         reduction = {"mean": "mean", "count": "mean", "vector": "none"}.get(mistake, "sum")
-        loss = F.mse_loss(net(x), y, reduction=reduction)
-        if mistake == "nan" and step.number == 3:
+        loss = F.mse_loss(net(x.to(part.weight.dtype)).float(), y, reduction=reduction)
+        if mistake == "always_nan" or (mistake == "nan" and step.number == 3):
             loss = loss * float("nan")
         inside = (
             accelerator.accumulate(model) if mistake == "accumulate" else contextlib.nullcontext()
@@ -140,8 +157,10 @@ def eval_sums(model, batch):
 if mistake == "evaluate":
     sums = training.evaluate(rows, eval_sums)
     accelerator.print("rows", sums["rows"].item(), "errors", sums["errors"].item())
+    assert model.training and not part.training
 if mistake == "again":
     for step in training.steps(6):
+        assert json.loads(Path(folder, "status.json").read_text())["state"] == "running"
         for x, y in step:
             step.backward(F.mse_loss(model(x), y, reduction="sum"))
         step.clip(1.0)

@@ -8,11 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
+from samestep.base.errors import UserError
+from samestep.core import script as own_script
 
 MISTAKES_SCRIPT, MASKED = (ROOT / "tests" / f"own_{name}.py" for name in ("mistakes", "masked"))
 EXAMPLE = ROOT / "examples" / "own_script.py"
@@ -65,7 +71,10 @@ MISTAKES = {
     "break_inside": (1, "step.clip in step 2, whose gradient is not added up: first"),
     "collate_own_generator": (1, "a generator of its own; draw from torch, np.random or random"),
     "scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
+    "late_scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
     "unprepared": (1, "Training takes what accelerator.prepare(model, optimizer) returns"),
+    "compiled": (1, "torch.compile has wrapped the model: call model.compile() before"),
+    "no_rows": (1, "rows are empty; give at least one"),
     "odd_state": (1, "bag is a set"),
     "two_sizes": (1, "global_batch_size is 8, and in settings 2; give the same"),
     "batchnorm": (1, "exact: "),
@@ -81,7 +90,7 @@ MISTAKES = {
 }
 # What changes nothing at all, and what only has to work.
 SAME = ["no_zero_grad", "weights_differ", "collate_texts", "accumulation"]
-HARMLESS = ["collate_draws", "nan", "frozen"]
+HARMLESS = ["collate_draws", "nan", "frozen", "half"]
 
 
 def script(processes, *arguments, seconds=120, program=(MISTAKES_SCRIPT,), **env):
@@ -133,8 +142,67 @@ def test_an_argument_that_training_cannot_take_is_one_line(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+# Facts of an Accelerator, whether exact is asked for, and words of the line.
+SETUPS = [
+    ({"parallelism_config": {"tp_size": 2}}, False, "not with tensor or context parallelism"),
+    ({"parallelism_config": {"cp_size": 2}}, False, "not with tensor or context parallelism"),
+    ({"kind": "FSDP", "mixed_precision": "fp16", "policy": {}}, False, "precision takes bf16"),
+    ({"kind": "FSDP", "policy": {"reduce_dtype": None}}, False, "adds gradients in float32"),
+    ({"kind": "FSDP", "policy": {"output_dtype": torch.bfloat16}}, False, "precision takes bf16"),
+    ({"kind": "FSDP", "mixed_precision": "bf16"}, True, "combined with bf16 under FSDP2"),
+    ({"kind": "FSDP", "offload": CPUOffloadPolicy()}, True, "be combined with offload"),
+    ({"kind": "FSDP", "fused": True}, True, "combined with fused=True under FSDP2 on CPUs"),
+    ({"mixed_precision": "fp8"}, True, "exact cannot be combined with fp8"),
+    ({"device": torch.device("mps")}, True, "exact cannot be combined with an Apple GPU"),
+    ({"compiled": True}, True, "exact cannot be combined with torch.compile"),
+]
+
+
+@pytest.mark.parametrize("facts, exact, said", SETUPS)
+def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact, said):
+    model, (kind, policy, config) = torch.nn.Linear(1, 1), ("NO", None, None)
+    if facts.get("compiled"):
+        model.compile()
+    kind = facts.get("kind", kind)
+    if "policy" in facts:
+        given = {"reduce_dtype": torch.float32, "output_dtype": torch.float32, **facts["policy"]}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **given)
+    if "parallelism_config" in facts:
+        config = SimpleNamespace(total_size=2, **facts["parallelism_config"])
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    plugin = SimpleNamespace(
+        mixed_precision_policy=policy, cpu_offload=facts.get("offload", OffloadPolicy())
+    )
+    accelerator = SimpleNamespace(
+        _models=[model], unwrap_model=lambda module: module, is_fsdp2=True, process_index=0,
+        distributed_type=SimpleNamespace(value=kind), num_processes=2 if config else 1,
+        parallelism_config=config, mixed_precision=facts.get("mixed_precision", "no"),
+        device=facts.get("device", torch.device("cpu")), state=SimpleNamespace(fsdp_plugin=plugin),
+    )  # fmt: skip
+    optimizer = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
+    optimizer.optimizer = torch.optim.SGD(model.parameters(), fused=facts.get("fused", False))
+    with pytest.raises(UserError, match=re.escape(said)):
+        own_script.check_prepared(accelerator, model, optimizer)
+        assert exact
+        own_script.compute_exactly(accelerator, model, optimizer)
+
+
+def test_ten_losses_that_are_not_finite_end_the_run(tmp_path):
+    ((code, _, errors),) = script(1, "always_nan", tmp_path, 20)
+    assert code == 2 and "step.loss was not finite 10 times in a row, up to step 10" in errors
+    assert newest(tmp_path).name == "step-00000008"
+
+
+def test_a_warm_up_that_begins_after_training_is_made_goes_on(tmp_path):
+    """Its learning rate of 0 is none that the code has changed."""
+    for steps in (2, 4):
+        words_of(script(1, "warm_up", tmp_path / "run", steps))
+    words_of(script(1, "warm_up", tmp_path / "whole", 4))
+    assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))
+
+
 def test_steps_go_on_in_the_same_process(tmp_path):
-    """The lock, which ends with the steps, is taken again."""
+    """The lock, which ends with the steps, is taken again; the state is running meanwhile."""
     again = words_of(script(1, "again", tmp_path / "again"))
     whole = words_of(script(1, "nothing", tmp_path / "whole", 6))
     assert again.splitlines()[-1] == whole.splitlines()[-1]
@@ -157,7 +225,7 @@ def test_what_is_harmless_gives_the_weights_of_the_plain_script(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_evaluate_counts_each_row_once(tmp_path, processes):
-    """41 rows, in batches of two."""
+    """41 rows, in batches of two. Neither it nor the loop ends the eval mode of a part."""
     found = words_of(script(processes, "evaluate", tmp_path))
     assert re.search(r"^rows 41\.0 errors [\d.]+$", found, re.MULTILINE)
 
@@ -223,6 +291,11 @@ FSDP2 = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
+POLICY = (
+    "accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="
+    "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+    "reduce_dtype=torch.float32, cast_forward_inputs=False))"
+)
 # 8 of 40 steps of the example, in four micro-batches.
 FLAGS = ["--exact", "--max_steps", "8", "--micro_batch_size", "4", "--folder"]
 
@@ -252,6 +325,28 @@ def test_fsdp2_has_that_sha_too(alone, tmp_path):
     program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
     found = losses_of(words_of(script(2, *FLAGS, tmp_path, program=program, **FSDP2)))
     assert found == losses and digest(newest(tmp_path)) == digest(newest(folder))
+
+
+def test_fsdp2_in_bf16_as_accelerate_sets_it_is_refused(tmp_path):
+    program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
+    bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
+    ended = script(2, *FLAGS[1:], tmp_path, program=program, **bf16)
+    assert [code for code, *_ in ended] == [2, 2]
+    assert "FSDP2 in half precision takes bf16" in str(ended)
+
+
+def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
+    lines = EXAMPLE.read_text()
+    lines = lines.replace("= Accelerator()", f"= Accelerator(fsdp_plugin={POLICY})")
+    call = "            loss = model(**batch).loss"
+    lines = lines.replace(call, f"            with accelerator.autocast():\n    {call}")
+    program = tmp_path / "script.py"
+    program.write_text(f"import accelerate, torch.distributed.fsdp\n{lines}")
+    bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
+    program = [ROOT / "tests" / "sharded_on_cpu.py", program]
+    found = losses_of(words_of(script(2, *FLAGS[1:], tmp_path, program=program, **bf16)))
+    half, whole = ([float(line.split()[1]) for line in each] for each in (found, alone[1]))
+    assert half != whole and half == pytest.approx(whole, abs=0.01)
 
 
 def test_bf16_has_one_sha_of_its_own(alone, tmp_path):

@@ -18,7 +18,7 @@ from samestep.core.sharding import full_tensor
 class StepGradients:
     """The gradient of a step's summed losses, divided by the step's items in the loss.
 
-    DDP or FSDP averages it over the processes while the last micro-batch is computed.
+    DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
     """
 
     def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):

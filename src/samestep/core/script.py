@@ -1,5 +1,6 @@
 """What Training asks of a script: a mistake that would be silent is found, and said in a line."""
 
+import contextlib
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from samestep.base.console import print_on_main
 from samestep.base.errors import Failed, UserError
 from samestep.core import batches, checks, exact, provenance, weights
 from samestep.core.loader import MicroBatch
+from samestep.core.mesh import layout_of_accelerator
 
 if TYPE_CHECKING:
     from samestep.core.step import Step
@@ -45,12 +47,21 @@ def check_whole(least: int, **numbers: Any) -> None:
             raise UserError(f"{name} is {value!r}; give a whole number, at least {least}")
 
 
-def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: Any) -> None:
-    """Raises UserError unless these come from accelerator.prepare, and can be trained."""
+def check_rows(rows: Any) -> None:
+    """Raises UserError unless rows can be addressed, and there is one."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(f"rows are a {type(rows).__name__}; give a dataset with len() and [i]")
     if not len(rows):
         raise UserError("rows are empty; give at least one")
+
+
+def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    """Raises UserError unless these come from accelerator.prepare, and can be trained."""
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "torch.compile has wrapped the model: call model.compile() before accelerator.prepare, "
+            "without dynamo_backend"
+        )
     known = [accelerator.unwrap_model(each) for each in accelerator._models]
     is_known = any(accelerator.unwrap_model(model) is each for each in known)
     if not is_known or not isinstance(optimizer, AcceleratedOptimizer):
@@ -63,6 +74,17 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: A
         raise UserError(f"Training works with DDP and FSDP2, not with {kind}")
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise UserError("Training works with fsdp_version: 2; this is FSDP of version 1")
+    if layout_of_accelerator(accelerator).replica_size > 1:
+        raise UserError("Training works with DDP and FSDP2, not with tensor or context parallelism")
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy if kind == "FSDP" else None
+    dtypes = {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} if policy else set()
+    if dtypes - {None, torch.float32} or (policy and accelerator.mixed_precision == "fp16"):
+        raise UserError(
+            "FSDP2 in half precision takes bf16, and adds gradients in float32: give "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)), "
+            "and call the model under accelerator.autocast()"
+        )
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
         raise UserError(
@@ -71,18 +93,25 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rows: A
         )
 
 
-def compute_exactly(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+def compute_exactly(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
     """Makes torch deterministic; raises UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
-    if precision == "fp8" or (is_fsdp and precision != "no"):
-        raise UserError(f"exact does not work in {precision} here; use fp32, or DDP")
-    exact.be_deterministic()
+    modules, plugin = [*model.modules()], getattr(accelerator.state, "fsdp_plugin", None)
     on_cpu = accelerator.device.type == "cpu"
-    if on_cpu and is_fsdp and any(group.get("fused") for group in optimizer.param_groups):
-        raise UserError(
-            "exact: under FSDP on CPUs a fused optimizer rounds the last values of a shard in "
-            "another way; leave out fused=True"
-        )
+    # Under FSDP on CPUs a fused optimizer rounds the last values of a shard in another way.
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    excluded = {
+        "fp8": precision == "fp8",
+        f"{precision} under FSDP2": is_fsdp and precision != "no",
+        "offload": is_fsdp and hasattr(plugin.cpu_offload, "pin_memory"),  # a CPUOffloadPolicy
+        "fused=True under FSDP2 on CPUs": on_cpu and is_fsdp and is_fused,
+        "an Apple GPU": accelerator.device.type == "mps",
+        "torch.compile": any(m._compiled_call_impl or hasattr(m, "_orig_mod") for m in modules),
+    }
+    for name, is_there in excluded.items():
+        if is_there:
+            raise UserError(f"exact cannot be combined with {name}; leave one of them out")
+    exact.be_deterministic()
     if on_cpu:
         torch.set_num_threads(1)  # sums depend on the number of threads
 
@@ -101,7 +130,7 @@ def merge_settings(fixed: dict, settings: dict) -> dict:
 
 
 def describe(run: "Training", settings: dict) -> dict:
-    """The entries of all manifests: settings, rows, model and optimizer; the same on all processes.
+    """The entries of all manifests: settings, rows and model; the same on all processes.
 
     Raises UserError if the same rows are another batch the second time, or processes differ.
     """
@@ -118,7 +147,6 @@ def describe(run: "Training", settings: dict) -> dict:
         run.few = batches.choose_probes(samples, run.task)
     data = {"samples": len(run.rows), "fingerprint": found[0]}
     check_same(run, config, data, drawn)
-    settings_of_optimizer = weights.optimizer_settings(run.optimizer.optimizer)
     device = run.accelerator.device
     numbers = provenance.versions(run.accelerator.mixed_precision, device.type == "cuda")
     return {
@@ -129,7 +157,6 @@ def describe(run: "Training", settings: dict) -> dict:
         "code": provenance.script_code(),
         "library": provenance.library_digest(),
         "hardware": provenance.describe_hardware(run.ranks, device.type, numbers),
-        "optimizer": weights.settings_as_text(settings_of_optimizer),
         "frozen_weights": weights.frozen_digest(weights.bare_model(run.accelerator, run.model)),
     }
 
@@ -178,7 +205,7 @@ def try_loop(step: "Step") -> Iterator[Any]:
     run = step.training
     rows = [run.few[0], run.few[-1]]
     print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
-    with weights.eager(run.model):
+    with keep_modes(run.model), weights.eager(run.model):
         for _ in checks.backward_passes(run.ranks, run.model):
             yield from try_batch(step, rows)
         run.model.eval()
@@ -189,9 +216,9 @@ def try_loop(step: "Step") -> Iterator[Any]:
         alone = []
         for number, row in enumerate(() if run.rows_depend else rows):
             alone.append((yield from try_batch(step, [row], number)))
-    run.model.train()
     step.losses = []
-    limit = 1e-4 if run.accelerator.mixed_precision == "no" else 5e-2
+    is_half = any(parameter.element_size() < 4 for parameter in run.model.parameters())
+    limit = 5e-2 if is_half or run.accelerator.mixed_precision != "no" else 1e-4
     problem = alone and checks.differ("the loss", together, alone, limit)
     if problem:
         raise UserError(
@@ -199,6 +226,17 @@ def try_loop(step: "Step") -> Iterator[Any]:
             "(reduction='sum', or mean=True with the count of that mean); if rows depend on each "
             "other by intent, give rows_depend=True"
         )
+
+
+@contextlib.contextmanager
+def keep_modes(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back which parts of the model are in train mode, and which in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def try_batch(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.base.errors import as_user_error
+from samestep.base.errors import UserError, as_user_error
 from samestep.core import exact, inputs, monitor, script
 from samestep.core.batches import seed_micro_batch
 from samestep.core.loader import MicroBatch, StepLoader
@@ -58,6 +58,12 @@ class Step:
                 run.ranks, run.plan.count, [run.plan.run()], [self.losses]
             )
             self.loss = total / self.items if self.items else math.nan
+            run.not_finite = 0 if math.isfinite(self.loss) else run.not_finite + 1
+            if run.not_finite == 10:
+                raise UserError(
+                    f"step.loss was not finite 10 times in a row, up to step {self.number}; they "
+                    "did not change the weights: check the data, or give a lower learning rate"
+                )
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
         """Gives a batch to the body of the loop, which computes its gradient."""
@@ -75,7 +81,8 @@ class Step:
         self.losses.append(loss.detach())
         gradients = self.training.gradients
         if gradients:
-            loss = gradients.nan_if_not_finite(loss) * gradients.divisor / max(self.items, 1)
+            scale = gradients.divisor / max(self.items, 1)
+            loss = gradients.nan_if_not_finite(loss) * scale
         else:  # the loop is tried
             with as_user_error():
                 inputs.check_loss(loss)

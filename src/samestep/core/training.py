@@ -35,7 +35,7 @@ from samestep.core.saver import Saver
 from samestep.core.step import Step
 from samestep.core.stop import StopRequest, launcher_by_environment
 from samestep.core.sums import EvaluationSums
-from samestep.core.weights import TrainingState
+from samestep.core.weights import TrainingState, bare_model, settings_as_text
 
 
 class Training:
@@ -43,10 +43,16 @@ class Training:
 
     rows: a dataset with len() and [i].
     folder: of the run. `checkpoints` and `status.json` lie in it.
+    seed: of the order of the rows, and of what is drawn in a step.
+    global_batch_size: rows of a step, over all processes; micro_batch_size: of a batch, at most.
     collate(list of rows): a batch.
     count(batch): its items in the loss, from its labels alone; without it the number of its rows.
     settings: those that determine the result; a run that resumes must have the same.
+    exact: whether the weights are bitwise the same on any number of processes.
     augment(row, generator): the row for training; draws from this generator.
+    keep_checkpoints: the newest so many; 0: all.
+    num_workers: processes that fetch rows ahead; 0: this process does.
+    log_every: steps between two whose `loss` is computed, which waits for the device.
     rows_depend: whether the loss of a row depends on others by intent.
     accept_changes: whether a run resumes with other settings.
     """
@@ -64,9 +70,10 @@ class Training:
         script.check_whole(1, **sizes, log_every=log_every)
         numbers = {"seed": seed, "keep_checkpoints": keep_checkpoints, "num_workers": num_workers}
         script.check_whole(0, **numbers)
-        script.check_prepared(accelerator, model, optimizer, rows)
+        script.check_rows(rows)
+        script.check_prepared(accelerator, model, optimizer)
         if exact:
-            script.compute_exactly(accelerator, optimizer)
+            script.compute_exactly(accelerator, model, optimizer)
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.seed, self.exact = Path(folder), seed, exact
         self.keep_checkpoints, self.accept_changes = keep_checkpoints, accept_changes
@@ -86,6 +93,7 @@ class Training:
             fixed["micro_batch_size"] = micro_batch_size
         self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
         self.step = 0  # steps that are done
+        self.not_finite = 0  # losses in a row
         self.saver: Saver | None = None
         self.gradients: StepGradients | None = None
         self.current: Step | None = None
@@ -96,9 +104,9 @@ class Training:
 
         Prepare or register schedulers, and what else has a state, before.
         """
+        script.check_schedulers(self.accelerator, self.optimizer)
         if self.saver:
             return self.step
-        script.check_schedulers(self.accelerator, self.optimizer)
         found: Any = (None, None, {}, [])
         with self.ranks.fail_together():
             if self.accelerator.is_main_process:  # one process: verifying reads all bytes
@@ -108,6 +116,7 @@ class Training:
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
             state = TrainingState(*prepared, self.ranks.layout, sets_lr=False)
+        self.manifest["optimizer"] = settings_as_text(state.settings)  # with those of schedulers
         self.saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, lock
         )
@@ -150,6 +159,7 @@ class Training:
         with self.ranks.fail_together():
             if self.saver.lock and self.saver.lock.file.closed:  # after the steps of another call
                 self.saver.lock = run_folder.RunLock(self.folder)
+                run_folder.write_status(self.folder, "running")
         begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
         left = max(max_steps - begin, 0)
         with StopRequest(launcher_by_environment()) as stop:  # from here on signals are flags
@@ -159,7 +169,8 @@ class Training:
                 device,
             )  # fmt: skip
             loader.prefetch()
-            self.model.train()
+            if not bare_model(self.accelerator, self.model).training:
+                self.model.train()
             for number in range(begin + 1, begin + left + 1):
                 self.current = Step(self, number, loader)
                 yield self.current
@@ -194,14 +205,16 @@ class Training:
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
         """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
+        script.check_rows(rows)
         self.resume()
         loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
         totals = EvaluationSums(loader.sampler, self.accelerator.device)
-        for batch in loader.batches(self.model):
-            sums = eval_sums(self.model, batch)
-            with as_user_error():
-                inputs.check_sums(sums)
-            totals.add(sums)
+        with script.keep_modes(self.model):
+            for batch in loader.batches(self.model):
+                sums = eval_sums(self.model, batch)
+                with as_user_error():
+                    inputs.check_sums(sums)
+                totals.add(sums)
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1, self.plan.count)
         found: list[dict[str, Any]] = totals.total(self.ranks)
