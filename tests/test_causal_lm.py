@@ -340,6 +340,8 @@ def twice(i, **marks):
     return row
 
 
+TOOL = {"name": "f"}
+SHOWN = f"Tools: <tools>\n{json.dumps(TOOL)}\n</tools>\n"
 ANSWERED = "User: N?\nAssistant: Bad.<|endoftext|>\nUser: No?"
 # A row of the number N, settings, and its text up to the answer, which alone is learnt.
 FORMS = {
@@ -364,6 +366,25 @@ FORMS = {
         lambda i: {"prompt": twice(i)["messages"][:3], "completion": twice(i)["messages"][3:]},
         {}, ANSWERED,
     ),
+    "tools of alpaca": (
+        lambda i: {"instruction": f"{i}?", "output": f"{i}!", "tools": [TOOL]},
+        {}, f"{SHOWN}User: N?",
+    ),
+    "tools of a prompt": (
+        lambda i: {"prompt": chat(f"{i}?")["messages"], "given": json.dumps([TOOL]),
+                   "completion": chat("", f"{i}!")["messages"][1:]},
+        {"tools_column": "given"}, f"{SHOWN}User: N?",
+    ),
+    "names of Alpaca": (
+        lambda i: {"instruction": chat(f"{i}?")["messages"],
+                   "output": chat("", f"{i}!")["messages"][1:]},
+        {"prompt_column": "instruction", "completion_column": "output"}, "User: N?",
+    ),
+    "from and content": (
+        lambda i: {"messages": [{"from": "human", "content": f"{i}?"},
+                                {"from": "gpt", "content": f"{i}!"}]},
+        {}, "User: N?",
+    ),
     # As OpenAI and axolotl mark an answer that is context alone.
     "weight": (lambda i: twice(i, weight=0), {}, ANSWERED),
     "train": (lambda i: twice(i, train=False), {}, ANSWERED),
@@ -372,9 +393,10 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_chats_and_answers_that_are_not_learnt(pack, form):
+def test_forms_of_chats_and_answers_that_are_not_learnt(pack, form, capsys):
     row, fields, asked = FORMS[form]
     found = texts_and_learnt(*pack([row(i) for i in range(30)], context_length=64, **fields))
+    assert (", input" in capsys.readouterr().out) == ("alpaca" in form)  # columns that are read
     assert len(found) > 20
     for text, learnt in found:
         number = learnt.strip().split("!")[0]

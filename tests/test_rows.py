@@ -134,6 +134,8 @@ def test_columns_that_are_not_read_may_be_of_any_type(tmp_path):
         ("a.json", b'[{"text": "x"},\n{"b" 1}]', "Expecting ':' delimiter: line 2 column 6"),
         ("a.json", b"3", "cannot read"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text" "y"}', "after line 1: Expecting ':' delimiter"),
+        ("a.json", b'[{"text": "x", "text": "y"}]', "the key 'text' is there twice"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1, "a": {"b": 1, "b": 1}}', "line 1: the key 'b' is"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "after line 2: not an object: [1]"),
         ("a.jsonl", b'{"body": "x", "kind": 1}\n', "no column text among body, kind; name the"),
         ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),

@@ -210,6 +210,7 @@ def chat(number):
 
 ROWS = {  # of each kind the fields of the task, and a row by its number
     "prompts": ({}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
+    "messages": ({}, lambda n: {"prompt": chat(n)[:1], "completion": chat(n)[1:]}),
     "chats": ({"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
     "texts": ({"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
 }

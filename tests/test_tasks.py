@@ -363,15 +363,25 @@ def loss_of_transformers(kit, model, batch):
 
 BAD_MESSAGES = [  # and what is said of them
     ([], "there are no messages; --task.incomplete_rows skip"), ({}, "there are no messages"),
-    ("[{", "messages is '[{', which is not JSON (Expecting"),
+    ("[{", "messages is '[{', which cannot be read as JSON (Expecting"),
+    ('[{"role": "user", "content": "a", "content": "b"}]', "(the key 'content' is there twice"),
     ([{"role": "user", "content": "a"}], "no message after the first has the role assistant ("),
     ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
 ]  # fmt: skip
-CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}
+CALL, FALSE = (
+    {"role": "assistant", "tool_calls": [{"name": "f", "arguments": each}]} for each in ([1], False)
+)
 INCOMPLETE = [
     ({"prompt": "a", "completion": " "}, "the completion is empty"),
     (chat("a", None), "message 2 has no content"),
     ({"instruction": "a", "output": ""}, "there is no output"),
+    (
+        {
+            "prompt": chat("a", "b", "c")["messages"],
+            "completion": chat("a", "b", weight=0)["messages"][1:],
+        },
+        "no message of the completion is trained on",
+    ),
 ]
 SEVERAL = {"problem_type": "multi_label_classification"}
 GOOD = ("a", "x")
@@ -383,6 +393,9 @@ REFUSED = {  # rows or a file, settings, and what is said
         *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
         *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
         ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
+        ([{"messages": [FALSE]}], {"rows": "chat"}, "is False but must be an object"),
+        ([{"instruction": "a", "input": 0, "output": "b"}], {}, "the input is 0 but must be text"),
+        ([{"prompt": "a", "completion": "b"}], {"rows": "chat"}, "the prompt is text; give mess"),
         ([chat("a", "b", weight=0)], {}, "no message of the assistant is trained on"),
         ([chat("a", "b", role="Agent 7")], {}, "message 2 is from 'Agent 7'; rename it to one of"),
         ([{"prompt": chat("a")["messages"], "completion": "b"}], {}, "completion is text; give"),

@@ -203,7 +203,7 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
-    """The loss, the rows, and the table of classification.py; of numbers, terms of their errors."""
+    """The loss, the rows, and the table of count_answers; of numbers, terms of their errors."""
     logits, answers = logits_of(model, batch), batch["labels"]
     sums = {"loss": row_losses(logits, batch).sum(), "rows": torch.ones_like(batch["weight"]).sum()}
     if answers.is_floating_point() and answers.ndim == 1:

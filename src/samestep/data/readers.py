@@ -93,10 +93,22 @@ def check_columns(existing: Iterable[str], columns: Columns | None) -> None:
             raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(each for each in found if names.count(each) > 1)
+        raise ValueError(f"the key {name!r:.60} is there twice in an object; remove one")
+    return found
+
+
+parse_json = json.JSONDecoder(object_pairs_hook=_object_of).decode  # json.loads keeps the last
+
+
 def replace_surrogates(value: Any) -> Any:
     """JSON can spell half of a surrogate pair, which is not a character: `?` replaces it."""
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        return value if value.isascii() else value.encode(errors="replace").decode()
     if isinstance(value, list):
         return [replace_surrogates(each) for each in value]
     if isinstance(value, dict):
@@ -105,7 +117,8 @@ def replace_surrogates(value: Any) -> Any:
 
 
 def _open_text(path: str) -> Any:
-    """The text of a file, decompressed, without the mark of UTF-8; lines end with \\n."""
+    """The text of a file, decompressed, without the mark of UTF-8. Only \\n ends a line; a
+    \\r before it stays."""
     how: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n"}
     if "://" in path:
         import fsspec
@@ -141,7 +154,7 @@ def _read_jsonl(path: str, columns: Columns | None) -> _Numbered:
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, json.loads(line)
+                yield number, parse_json(line)
 
 
 def _read_json(path: str, columns: Columns | None) -> _Numbered:
@@ -149,7 +162,7 @@ def _read_json(path: str, columns: Columns | None) -> _Numbered:
     with _open_text(path) as file:
         text = file.read()
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise

@@ -29,7 +29,7 @@ from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
 
 _Bundled = Mapping[str, Callable[[], Iterable[tuple[dict, str]]]]
-TABLE = 2_000_000  # bytes of content that are written at a time
+_WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
 HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
@@ -207,7 +207,8 @@ class RowFormat:
 def stored_rows(
     source: Input, form: RowFormat, cfg: DataConfig, left_out: list[str]
 ) -> Iterator[tuple[dict, str | None, Place]]:
-    """What is stored of each row, its group, and its place; `left_out` gets those of others.
+    """What is stored of each row, its group, and its place. `left_out` gets an entry for each
+    other row: the first says its place, later ones are empty.
 
     Raises ValueError for the first row that cannot be used.
     """
@@ -305,7 +306,7 @@ def write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
         for row in rows:
             waiting.append(row)
             size += 100 + sum(len(each) for each in row.values() if hasattr(each, "__len__"))
-            if size > TABLE:
+            if size > _WRITTEN:
                 write_waiting()
                 size = 0
         write_waiting()

@@ -15,7 +15,7 @@ from typing import Any
 
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
-from samestep.data.readers import replace_surrogates
+from samestep.data.readers import parse_json, replace_surrogates
 from samestep.data.sources import IncompleteRow
 
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
@@ -77,7 +77,7 @@ def normalize_chat(row: dict, train_on: str = "all") -> None:
     if max(answers, default=1) == 1:
         roles = one_line(", ".join(dict.fromkeys(each["role"] for each in messages)), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
-    if not any(map(_is_trained_on, messages[1:])):
+    if not any(map(is_trained_on, messages[1:])):
         raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
         fits = isinstance(tools, list) and all(map(_function_name, tools))
@@ -85,14 +85,15 @@ def normalize_chat(row: dict, train_on: str = "all") -> None:
         row["tools"] = tools
 
 
-def _is_trained_on(message: dict) -> bool:
+def is_trained_on(message: dict) -> bool:
     """Whether a message is an answer. The weight 0, or train: false, makes it context."""
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 def _alpaca_messages(row: dict) -> list[dict[str, str]]:
     """The messages of a row of Alpaca, whose columns are taken out of the row."""
-    texts = {role: row.pop(role, None) or "" for role in ("instruction", "input", "output")}
+    cells = {role: row.pop(role, None) for role in ("instruction", "input", "output")}
+    texts = {role: "" if cell is None else cell for role, cell in cells.items()}
     for role, text in texts.items():
         require(isinstance(text, str), f"the {role}", text, "text")
         if role != "input" and not text.strip():
@@ -115,6 +116,8 @@ def read_messages(messages: list) -> list[dict]:
         require(isinstance(message, dict), where, message, "an object with role and content")
         if "from" in message and message.get("role") is None:  # ShareGPT
             names = {"from": "role", "value": "content"}
+            if message.get("value") is None and "content" in message:
+                names = {"from": "role"}
             left = {key: value for key, value in message.items() if key not in names.values()}
             message = {names.get(key, key): value for key, value in left.items()}
         result = _drop_nulls(message)
@@ -148,7 +151,8 @@ def _normalize_call(call: Any, where: str) -> dict:
         form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
         raise ValueError(f"{where} has the tool call {call!r:.60}; write {form}")
     function = call.get("function", call)
-    arguments = _parse_json(function.get("arguments"), f"arguments in {where}") or {}
+    arguments = _parse_json(function.get("arguments"), f"arguments in {where}")
+    arguments = {} if arguments is None else arguments
     require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
     call = call if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
@@ -166,10 +170,11 @@ def _parse_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return replace_surrogates(json.loads(value)) if value.strip() else None
+        return replace_surrogates(parse_json(value)) if value.strip() else None
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
-        raise ValueError(f"{what} is {value!r:.60}, which is not JSON ({problem})") from None
+        text = f"{what} is {value!r:.60}, which cannot be read as JSON ({problem})"
+        raise ValueError(text) from None
 
 
 def parse_messages(value: Any) -> Any:
@@ -238,7 +243,7 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
-        if i and _is_trained_on(message):
+        if i and is_trained_on(message):
             before[i] = apply_template(messages[:i], tools, place, tokenizer, ask=True)
             until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
     if not all(until[i].startswith(before[i]) for i in before):

@@ -38,7 +38,7 @@ _KNOWN: list[tuple[str, list[str]]] = [
 ]
 _BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 _SEQUENCES = 64  # of a block of a stream, at least
-KINDS = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
+_KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
 # ---- Columns -------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def check_config(cfg: Any) -> None:
     for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
         if not os.path.isfile(folder / name):
             raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
-    check_rows(cfg)
+    _check_row_fields(cfg)
     check_adapters(cfg)
     check_fields(cfg, [pretrained.width_rule(cfg)])
 
@@ -67,10 +67,10 @@ def is_packed(cfg: Any) -> bool:
 
 def _named_kinds(cfg: Any) -> list[str]:
     """The formats whose columns have names of their own in the config."""
-    return [kind for role, kind in KINDS.items() if getattr(cfg, f"{role}_column") != role]
+    return [kind for role, kind in _KIND_OF.items() if getattr(cfg, f"{role}_column") != role]
 
 
-def check_rows(cfg: Any) -> None:
+def _check_row_fields(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
     data = [each.data for each in split_data(cfg.data)]
     shipped = [each for each in data if each in demo_data.TEXTS]
@@ -115,20 +115,21 @@ def _recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     if source.bundled:
         kind = _bundled_kind(source.data, cfg.rows)
     if source.bundled or kind in ("text", "prompt", *named):
-        columns = [getattr(cfg, f"{role}_column") for role, own in KINDS.items() if own == kind]
+        columns = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
     else:
-        formats = [each for each in _KNOWN if kind in ("auto", each[0])]
+        known = [*_KNOWN, ("chat", [cfg.prompt_column, cfg.completion_column])]  # as TRL has them
+        formats = [each for each in known if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1]} <= {*source.first}]
         if not fitting:
             raise _unknown_columns(source, cfg.rows, [columns for _, columns in formats])
         kind, columns = fitting[0]
     found = dict.fromkeys(columns, True)
+    if kind == "chat" and "instruction" in columns:
+        found["input"] = False
     prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
     if kind == "prompt" and any(isinstance(chats.parse_messages(v), list) for v in prompt):
-        return "chat", found
-    if "instruction" in columns:
-        found["input"] = False
-    elif kind == "chat" and cfg.tools_column:
+        kind = "chat"
+    if kind == "chat" and cfg.tools_column:
         found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
     return kind, found
 
@@ -145,7 +146,7 @@ def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> Valu
     if not source.first:
         return ValueError(f"task.data: there is no text in {source.data}")
     there = ", ".join(source.first)[:100]
-    forms = ", ".join(map(" + ".join, formats))
+    forms = ", ".join(dict.fromkeys(map(" + ".join, formats)))
     fields = "--task.messages_column"
     if rows == "auto":
         texts = "--task.text_column, --task.prompt_column and --task.completion_column"
@@ -160,8 +161,8 @@ def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> Valu
 def read_rows(cfg: Any) -> datasets.DatasetDict:
     """The rows of cfg.data as splits train and validation, with the columns of their format.
 
-    text: `text`; prompt: `prompt` and `completion`; chat: `messages` and `tools`, JSON text. Sets
-    cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
+    text: `text`; prompt: `prompt` and `completion`; chat: `chat`, JSON text of its messages and
+    tools. Sets cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
     """
     bundled: dict[str, Any] = {}
     for name in demo_data.TEXTS:
@@ -210,22 +211,24 @@ def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
 def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
     """Messages and tools as JSON text: see chats.normalize_chat."""
     context = 0  # messages
-    if "instruction" in row:
-        chat = {name: row.get(name) for name in ("instruction", "input", "output")}
-    elif cfg.completion_column in row:  # as TRL has them
+    if cfg.prompt_column in row and cfg.completion_column in row:  # as TRL has them
         prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
         prompt, completion = map(_messages_of, (prompt, completion), ("prompt", "completion"))
         chat, context = {"messages": [*prompt, *completion]}, len(prompt)
+    elif "instruction" in row:
+        chat = {name: row.get(name) for name in ("instruction", "input", "output")}
     else:
         named = cfg.messages_column
         chat = {"messages": row[named] if named in row else row.get("conversations")}
-        chat["tools"] = row.get(cfg.tools_column)
+    chat["tools"] = row.get(cfg.tools_column)
     chats.normalize_chat(chat, cfg.train_on)
     for message in chat["messages"][:context]:
         message["weight"] = 0
     if context and chat["messages"][-1]["role"] != "assistant":
         role = chat["messages"][-1]["role"]
         raise ValueError(f"the completion ends with a message of the {role}")
+    if context and not any(map(chats.is_trained_on, chat["messages"][context:])):
+        raise sources.IncompleteRow("no message of the completion is trained on")
     # Parquet has dates, which JSON has not.
     return {"chat": json.dumps(chat, ensure_ascii=False, default=str)}
 
@@ -311,13 +314,13 @@ def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
     if not cfg.streaming:
         return Sequences(data["train"], cfg), validation
     longest = sequences.longest_piece(cfg)
-    make = partial(make_sequences, cfg=cfg, folder=data.folder, longest=longest)
+    make = partial(_stream_sequences, cfg=cfg, folder=data.folder, longest=longest)
     size = _SEQUENCES * cfg.context_length * _BYTES_A_TOKEN
     columns = _recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
     return RowStream(cfg, _row_format(cfg), columns, make, size), validation
 
 
-def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:
+def _stream_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:
     """The sequences of a block of a stream: rows as those of Sequences. A last one that is not full
     is dropped, where documents are not packed whole."""
     tokens = tokenize(block, tokenizing.load_tokenizer(folder), with_masks=is_packed(cfg))
@@ -329,7 +332,7 @@ def make_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int)
         whole = len(ids) // cfg.context_length * cfg.context_length
         found = {"input_ids": [*ids[:whole].reshape(-1, cfg.context_length)]}
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-    return sequences.labels_of(rows, cfg.context_length) if rows else []
+    return sequences.training_rows(rows, cfg.context_length) if rows else []
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:

@@ -47,7 +47,7 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
         rows = spread(rows, cfg.validation_rows)
 
     def count_loss(row: dict) -> dict:
-        labels = labels_of([row], cfg.context_length)[0]["labels"][1:]
+        labels = training_rows([row], cfg.context_length)[0]["labels"][1:]
         counted = labels[labels != IGNORE_INDEX]
         return {"bytes": sizes[counted].sum(), "unigram_loss": losses[counted].sum()}
 
@@ -260,10 +260,10 @@ class Sequences(Rows):
         self.length = cfg.context_length
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        return labels_of(super().__getitems__(places), self.length)
+        return training_rows(super().__getitems__(places), self.length)
 
 
-def labels_of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+def training_rows(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     """Prepared rows as they are trained on, padded to the length. The first token of each packed
     document is not in the loss."""
 

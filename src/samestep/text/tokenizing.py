@@ -1,4 +1,4 @@
-"""Text as tokens: tokenizers to load or to learn, loss masks, the bytes that a token stands for.
+"""Text as tokens: tokenizers to load or to learn, and loss masks.
 
 A tokenised text is two arrays of equal length: its token ids, and its loss mask, which is 1 for a
 token that is a loss term and 0 for context.
