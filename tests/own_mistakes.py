@@ -104,7 +104,8 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
         reduction = {"mean": "mean", "count": "mean", "vector": "none"}.get(mistake, "sum")
-        loss = F.mse_loss(net(x.to(part.weight.dtype)).float(), y, reduction=reduction)
+        dtype = part.weight.dtype
+        loss = F.mse_loss(net(x.to(dtype)), y.to(dtype), reduction=reduction).float()
         if mistake == "always_nan" or (mistake == "nan" and step.number == 3):
             loss = loss * float("nan")
         inside = (
