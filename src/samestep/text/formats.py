@@ -210,6 +210,7 @@ def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
 
 def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
     """Messages and tools as JSON text: see chats.normalize_chat."""
+    chat: dict[str, Any]
     context = 0  # messages
     if cfg.prompt_column in row and cfg.completion_column in row:  # as TRL has them
         prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
