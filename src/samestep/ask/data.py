@@ -72,20 +72,28 @@ class Part:
         return f"{number:>8} {one_line(f'{place}{self.text(row)[:width]}', 1000)}"
 
     def find(self, word: str) -> list[int]:
-        """The rows that a number, a place or a text means: that hold most of its pieces, as a
-        sequence may hold a part."""
+        """The rows that a number, a place or a text means; spaces do not count. Where sequences are
+        cut out of texts that follow each other, a text may reach over several."""
+        numbers = range(len(self.view))
         if word.isdecimal():
-            if int(word) >= len(self.view):
-                raise UserError(f"row {word}: there are {len(self.view):,} rows, from 0 on")
+            if int(word) not in numbers:
+                raise UserError(f"row {word}: there are {len(numbers):,} rows, from 0 on")
             return [int(word)]
-        word = " ".join(word.split())
-        pieces = {word[i : i + 30] for i in range(0, max(1, len(word) - 29), 10)}
-        scores = []
-        for number in range(len(self.view)):
-            text = self.line(number, self.view[number], None)
-            scores.append(sum(piece in text for piece in pieces))
-        most = max(scores)
-        return [number for number, score in enumerate(scores) if most and score >= most / 4]
+        is_cut = "input_ids" in self.columns and "lengths" not in self.columns
+        ends = (word, f": {word}", f"/{word}")
+        found = [i for i in numbers if self.place(i) == word or self.place(i).endswith(ends[1:])]
+        if found:  # the row before may hold the beginning
+            return sorted({*found, *(max(i - 1, 0) for i in found if is_cut)})
+        texts = ["".join(self.text(self.view[i]).split()) for i in numbers]
+        whole, wanted = ("" if is_cut else "\n").join(texts), "".join(word.split())
+        begins = np.cumsum([0, *(len(text) + (not is_cut) for text in texts)])
+        rows: set[int] = set()
+        at = whole.find(wanted)
+        while at >= 0:
+            first, last = np.searchsorted(begins, [at, at + len(wanted) - 1], side="right") - 1
+            rows |= {*range(int(first), int(last) + 1)}
+            at = whole.find(wanted, at + 1)
+        return sorted(rows)
 
 
 class RunData:

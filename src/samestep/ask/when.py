@@ -4,9 +4,10 @@
     python -m samestep when runs/mine "the horse sat on the mat"
     python -m samestep when runs/mine "rows.jsonl, line 12"
 
-A row is its number, or a part of its text or place. A text is found in rows as they are trained on:
-a sequence may hold the end of one document and the beginning of another. Of a stream the order is
-read, not computed: all its samples are read again. Exit codes: 0; 2 the input is wrong.
+A row is its number, its place, or a part of its text. A text is found in rows as they are trained
+on: a sequence may hold the end of one document and the beginning of another, and a place means the
+sequence that begins there, and the one before, which may hold the beginning. Of a stream the order
+is read, not computed: all its samples are read again. Exit codes: 0; 2 the input is wrong.
 """
 
 import sys
@@ -35,9 +36,13 @@ def when(run: str, words: list[str]) -> None:
     if first > 1:
         print(f"the order is known from step {first} on alone")
     for word in words:
+        if not word.strip():
+            raise UserError("the text is empty; give a row, a text or a place")
         found = _scan(data, word) if data.is_stream else compute(data, word)
         if not found:
-            raise UserError(f"no row has the text {one_line(word, 60)}")
+            raise UserError(
+                f"no row has the text or place {one_line(word, 60)}, of those to train on"
+            )
         for line, steps in found.items():
             told = some([f"{step:,}" for step in steps], 20) or "none"
             print(f"row {line}\n  {len(steps)} times until step {record.last:,}: {told}")
