@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import shutil
 from functools import partial
 
@@ -406,10 +405,10 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     assert 1020 > high > low + 1.5 > 980
     card = (baked.path / "runs/numbers/model/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
-    (given,) = re.findall(r"^An input is a pair: `(.*)`\.$", card, re.M)
-    given = given.replace("a text", "the oak").replace("its pair", "and the elm")
-    (value,) = re.findall(r"; the value is `(.*)`\.$", card, re.M)
-    code += f"\nscore = {given}['score']\nprint({value})"
+    # As docs/serving.md says.
+    code += "\nscore = answer({'text': 'the oak', 'text_pair': 'and the elm'})['score']"
+    code += "\nconfig = answer.model.config"
+    code += "\nprint(score * config.label_std + config.label_mean)"
     assert float(baked.run("python", "-c", code).stdout) == pytest.approx(high, rel=1e-6)
     refused = baked.run(*command, "the oak", check=False)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
