@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 
 from conftest import kill_after, lines, reseal
+from samestep.ask.data import Part
 from samestep.core.order import hash64, permute
 from test_mixture import SOURCES
 
@@ -155,3 +158,10 @@ def test_what_cannot_be_asked_is_one_line(tiny, quick, killed, tmp_path):
     assert "known from step 5 on" in tiny.ask("when", output, 3)
     reseal(checkpoint, history=[])
     refused("made it, without a history", "rows", output, "--verify")
+
+
+def test_a_text_is_not_found_over_rows_that_are_not_cut(monkeypatch):
+    table = datasets.Dataset.from_dict({"input_ids": [0, 1]})
+    rows = SimpleNamespace(dataset=table, is_stream=False, sources=[])
+    monkeypatch.setattr(Part, "text", lambda _, row: ("a cat", "sat")[row["input_ids"]])
+    assert [*map(Part(rows, None).find, ("cat sat", "sat"))] == [[], [1]]

@@ -203,11 +203,6 @@ def machines():
     made.clean()
 
 
-def wait_for_line(run, text):
-    """Waits until a run prints this."""
-    assert any(text in line for line in iter(run.stdout.readline, "")), f"no {text}"
-
-
 def own_lines(printed):
     """What the project says of an error, on both machines; not what gloo logs."""
     return [line for text in printed for line in text.splitlines() if line.startswith("train.py: ")]

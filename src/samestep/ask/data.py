@@ -16,6 +16,7 @@ from samestep.core import batches
 from samestep.core.order import SampleOrder, hash64, permute
 from samestep.project import config, contract, prepared, prepared_key, startup
 from samestep.streaming.lanes import unpack_id
+from samestep.text.sequences import Sequences
 
 WIDTH = 60  # characters of a text
 
@@ -79,7 +80,7 @@ class Part:
             if int(word) not in numbers:
                 raise UserError(f"row {word}: there are {len(numbers):,} rows, from 0 on")
             return [int(word)]
-        is_cut = "input_ids" in self.columns and "lengths" not in self.columns
+        is_cut = isinstance(self.view, Sequences) and "lengths" not in self.columns
         ends = (word, f": {word}", f"/{word}")
         found = [i for i in numbers if self.place(i) == word or self.place(i).endswith(ends[1:])]
         if found:  # the row before may hold the beginning
