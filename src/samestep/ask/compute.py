@@ -66,8 +66,7 @@ class _Question:
         for number in plan.run():
             samples = plan.positions(self.samples, number)
             left = [each for each in samples if kept(each[0])]
-            seeds = self.rows.seeds(plan.positions(self.positions, number), [i for i, _ in samples])
-            batches.seed_host(int(seeds.sum()))  # collate may draw
+            self.rows.seed_collate(plan.positions(self.positions, number))
             batch, (count, _), _ = batches.collate(run.task, left or some)
             window.append((number, batch))
             counts.append(count if left else 0)

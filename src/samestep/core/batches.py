@@ -25,7 +25,7 @@ from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
 from samestep.core import inputs
 from samestep.core.inputs import Batch
-from samestep.core.order import SampleOrder, hash64
+from samestep.core.order import SampleOrder, hash64, hash_integers
 
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
 
@@ -168,7 +168,7 @@ def plan_step(
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
     step, counted from 1, and not by its rank."""
-    seed = int(hash64(seed, step - 1, number)[0])
+    seed = hash_integers(seed, step - 1, number)
     seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.
     device = torch.accelerator.current_accelerator()
@@ -312,17 +312,19 @@ class SampleDataset(torch.utils.data.Dataset):
         with as_user_error():
             if self.is_stream:
                 ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
-                seeds = self.seeds(positions, ids)
             else:
                 ids = self.ids(positions)
-                seeds = self.seeds(positions, ids)
-                rows = self.read([max(i, 0) for i in ids], seeds.tolist())
+                rows = self.read(positions, ids)
         if self.augment:
-            numbers = seeds.view(np.int64).tolist()
+            numbers = self.seeds(positions, ids).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(number) for number in numbers]
             rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
-        seed_host(int(seeds.sum()))  # collate is next: it may draw, by the micro-batch
+        self.seed_collate(positions)
         return list(zip(ids, rows, strict=True))
+
+    def seed_collate(self, positions: Sequence[int]) -> None:
+        """Before collate, which may draw: by the first position of the micro-batch."""
+        seed_host(hash_integers(self.seed or 0, positions[0]))
 
     def seeds(self, positions: list[int], ids: Sequence[int]) -> np.ndarray:
         """What random numbers of the rows begin with, uint64: of a row of the validation by its id,
@@ -332,13 +334,14 @@ class SampleDataset(torch.utils.data.Dataset):
         passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
         return hash64(self.seed, passes, ids)
 
-    def read(self, places: list[int], seeds: list[int]) -> Sequence[Any]:
-        """The rows at these places, each alone, so that a transform of others may draw from the
+    def read(self, positions: list[int], ids: list[int]) -> Sequence[Any]:
+        """The rows with these ids, each alone, so that a transform of others may draw from the
         global generators. Those that a dataset reads many at once draw nothing."""
+        places = [max(i, 0) for i in ids]
         if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
             return self.dataset.__getitems__(places)
         rows = []
-        for place, seed in zip(places, seeds, strict=True):
+        for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
             seed_host(seed)
             rows.append(self.dataset[place])
         return rows

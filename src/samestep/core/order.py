@@ -33,6 +33,17 @@ def hash64(*words: Any) -> np.ndarray:
     return bits
 
 
+def hash_integers(*words: int) -> int:
+    """`hash64` of one integer for each word, without numpy: a tenth of the time."""
+    bits, mask = 0, 2**64 - 1
+    for word in words:
+        bits = ((bits ^ word & mask) + 0x9E3779B97F4A7C15) & mask
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
+        bits ^= bits >> 31
+    return bits
+
+
 def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarray:
     """Places below `sizes`, permuted: each key has a permutation of the places below its size.
     `back`: the inverse.
@@ -192,13 +203,8 @@ class SampleOrder:
 
     def ids(self, positions: Any) -> np.ndarray:
         """Sample ids at these positions: int64, shape of positions (N,)."""
-        positions = np.asarray(positions, np.uint64) - self.first
-        numbers, places = np.divmod(positions, np.uint64(self.block))
-        ids = np.empty(len(positions), np.int64)
-        for number in np.unique(numbers).tolist() if len(positions) else ():
-            own = numbers == number
-            ids[own] = self.compute(number)[places[own]]
-        return ids
+        pairs = [divmod(int(each) - int(self.first), self.block) for each in positions]
+        return np.array([self.compute(number)[place] for number, place in pairs], np.int64)
 
     @functools.lru_cache(2)  # noqa: B019  a run has one order
     def compute(self, number: int) -> np.ndarray:

@@ -11,18 +11,7 @@ from typing import Any
 
 import torch
 
-BITS = 2**64 - 1
-
-
-def hash64(*words: int) -> int:
-    """The finalizer of SplitMix64, after each word."""
-    bits = 0
-    for word in words:
-        bits = ((bits ^ word & BITS) + 0x9E3779B97F4A7C15) & BITS
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & BITS
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & BITS
-        bits ^= bits >> 31
-    return bits
+from samestep.core.order import hash_integers
 
 
 def permute(place: int, size: int, key: int) -> int:
@@ -33,7 +22,7 @@ def permute(place: int, size: int, key: int) -> int:
         right, left = divmod(place, width)
         a, b = width, height
         for turn in range(24):
-            left = (left + hash64(key + (turn << 32) + right)) % a
+            left = (left + hash_integers(key + (turn << 32) + right)) % a
             left, right, a, b = right, left, b, a
         place = right * width + left
         if place < size:
@@ -45,7 +34,7 @@ def samples_of_step(step: int, global_batch_size: int, rows: int, seed: int) -> 
     samples = []
     for position in range((step - 1) * global_batch_size, step * global_batch_size):
         turn, place = divmod(position, rows)
-        samples.append(permute(place, rows, hash64(seed, turn)))
+        samples.append(permute(place, rows, hash_integers(seed, turn)))
     return samples
 
 

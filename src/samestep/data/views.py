@@ -1,10 +1,10 @@
 """Rows of a prepared `datasets.Dataset` as numpy arrays: what a step trains on."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from samestep.core.inputs import Source
@@ -65,5 +65,5 @@ def cells_of(column: pa.ChunkedArray) -> list[Any]:
     column = column.combine_chunks()
     if not pa.types.is_nested(column.type):
         return [*column.to_numpy(zero_copy_only=False)]
-    values, ends = column.flatten().to_numpy(), np.cumsum(pc.list_value_length(column)).tolist()
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    values = column.values.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]

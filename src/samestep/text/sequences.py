@@ -254,9 +254,11 @@ class Sequences(Rows):
     `unigram_loss` of their tokens in the loss.
     """
 
+    sizes = None  # type: ignore[assignment]  # all are padded to one length
+
     def __init__(self, dataset: Any, cfg: Any):
         names = [name for name in COLUMNS if name in dataset.column_names]
-        super().__init__(dataset, names, ["input_ids"], cfg)
+        super().__init__(dataset, names, [], cfg)
         self.length = cfg.context_length
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
