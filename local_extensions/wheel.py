@@ -1,10 +1,7 @@
-"""Writes the library as a wheel, with the standard library alone.
+"""Writes the library as a wheel: python local_extensions/wheel.py FOLDER [--release]
 
-    python local_extensions/wheel.py FOLDER
-
-The version ends with a part that names the content, such as 1.0.0+3f2a9c1d. Equal sources give an
-equal file, and an index refuses such a version, so no other package can take its place. A release
-for an index has no such part: python local_extensions/wheel.py FOLDER --release
+The version ends with a part that names the content, such as 1.0.0+3f2a9c1d, which an index refuses:
+no other package can take its place. Equal sources give an equal file. A release has no such part.
 """
 
 import argparse
@@ -15,28 +12,19 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = ROOT / "{{cookiecutter.project_slug}}" / "pyproject.toml"
 INIT = "samestep/__init__.py"
 NUMBER = re.compile(rb'^__version__ = "(.+)"$', re.M)
 METADATA = """\
 Metadata-Version: 2.4
 Name: samestep
 Version: {}
-Summary: {}
-Author: cookiecutter-accelerate authors
+Summary: The library under train.py and task.py of the template cookiecutter-accelerate.
 License-Expression: MIT
 License-File: LICENSE
-Classifier: Typing :: Typed
 Description-Content-Type: text/markdown
 {}
 
-samestep trains PyTorch models with Hugging Face Accelerate. The samples and losses of a run are the
-same on any number of processes, and after any interruption; with `exact`, the weights are bitwise
-identical on devices of one kind.
-
-Projects of the template cookiecutter-accelerate bring the library as a wheel, and import it in
-`train.py` and `task.py`. The page `docs/library.md` of a project lists its subpackages.
-`python -m samestep` lists its programs.
+`docs/library.md` of a project lists its subpackages, `python -m samestep` its programs.
 """
 WHEEL = b"Wheel-Version: 1.0\nGenerator: samestep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
@@ -53,36 +41,24 @@ def contents() -> dict[str, bytes]:
     return {name: paths[name].read_bytes() for name in sorted(paths)}
 
 
-def metadata(files: dict[str, bytes], number: str) -> str:
-    """What indexes and installers read of a version.
-
-    Required is what the project of any task requires. What the project of one task, one tracker or
-    DeepSpeed requires is an extra.
-    """
-    project = PROJECT.read_text(encoding="utf-8")
-    python = re.search(r'^requires-python = "(.+)"$', project, re.M)[1]
-    lines = [f"Requires-Python: {python}"]
+def metadata(number: str) -> str:
+    """What installers read; what one task, one tracker or DeepSpeed requires is an extra."""
+    project = (ROOT / "{{cookiecutter.project_slug}}" / "pyproject.toml").read_text("utf-8")
+    lines = ["Requires-Python: " + re.search(r'^requires-python = "(.+)"$', project, re.M)[1]]
     for requirement in re.findall(r'^    "([\w-]+>=[\w.]+)",$', project, re.M):
         lines.append(f"Requires-Dist: {requirement}")
     extras = re.findall(r'^    "(\w+)": (.+),$', project, re.M)  # of tasks and of trackers
-    extras += re.findall(r"^(deepspeed) = (.+)$", project, re.M)
-    for name, requirements in extras:
+    for name, found in [*extras, *re.findall(r"^(deepspeed) = (.+)$", project, re.M)]:
         extra = name.replace("_", "-")
         lines.append(f"Provides-Extra: {extra}")
-        for requirement in re.findall(r'"(.+?)"', requirements):
+        for requirement in re.findall(r'"(.+?)"', found):
             lines.append(f'Requires-Dist: {requirement}; extra == "{extra}"')
-    template = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    urls = template.partition("\n[project.urls]\n")[2].partition("\n[")[0]
-    for name, address in re.findall(r'^(\w+) = "(.+)"$', urls, re.M):
-        lines.append(f"Project-URL: {name}, {address}")
-    summary = files[INIT].decode().split('"""')[1].splitlines()[0]
-    return METADATA.format(number, summary, "\n".join(lines))
+    return METADATA.format(number, "\n".join(lines))
 
 
-def version(files: dict[str, bytes] | None = None) -> str:
+def version(files: dict[str, bytes]) -> str:
     """The version of the sources: the library's own, and eight digits of their SHA-256."""
-    files = files or contents()
-    digest = hashlib.sha256(metadata(files, "").encode())
+    digest = hashlib.sha256(metadata("").encode())
     for name, data in files.items():
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return f"{NUMBER.search(files[INIT])[1].decode()}+{digest.hexdigest()[:8]}"
@@ -91,13 +67,10 @@ def version(files: dict[str, bytes] | None = None) -> str:
 def write(folder: Path, release: bool = False) -> Path:
     """Writes the wheel into a folder, and removes older ones; its path."""
     files = contents()
-    number = version(files)
-    if release:
-        number = number.partition("+")[0]
+    number = version(files).partition("+")[0] if release else version(files)
     name = f"samestep-{number}"
-    about = metadata(files, number).encode()
     files[INIT] = NUMBER.sub(f'__version__ = "{number}"'.encode(), files[INIT])
-    files[f"{name}.dist-info/METADATA"] = about
+    files[f"{name}.dist-info/METADATA"] = metadata(number).encode()
     files[f"{name}.dist-info/WHEEL"] = WHEEL
     files[f"{name}.dist-info/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     record = ""
@@ -115,14 +88,8 @@ def write(folder: Path, release: bool = False) -> Path:
     return wheel
 
 
-def main() -> None:
-    """Writes the wheel that the command line asks for, and prints its path."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--release", action="store_true", help="a version that an index takes")
-    given = parser.parse_args()
-    print(write(given.folder, given.release))
-
-
-if __name__ == "__main__":
-    main()
+    print(write(**vars(parser.parse_args())))

@@ -41,9 +41,6 @@ ANSWERS = [
     ("Apache-2.0", "all", "seq2seq", "none"),
     ("MIT", "kubernetes", "preference", "wandb"),
 ]
-RECIPES = {"causal_lm": ["default", "finetune", "finetune_demo", "lora", "lora_demo", "smoke"]}
-RECIPES["preference"] = ["default", "finetune", "finetune_demo", "smoke"]
-RECIPES["image_classification"] = ["default", "finetune", "resnet50", "smoke", "vit_b"]
 
 
 def files(folder):
@@ -72,15 +69,9 @@ def check_files_parse(project):
 
 def check_ruff(folder):
     """Lint and format-check all projects in a folder, each with its own settings."""
-    for command in (
-        ["check", "--quiet", "--output-format=concise"],
-        ["format", "--diff", "--quiet"],
-    ):
-        ruff = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", str(folder)],
-            capture_output=True,
-            text=True,
-        )
+    for command in (["check", "--quiet"], ["format", "--diff", "--quiet"]):
+        words = [sys.executable, "-m", "ruff", *command, "--no-cache", str(folder)]
+        ruff = subprocess.run(words, capture_output=True, text=True)
         assert ruff.returncode == 0, (ruff.stdout + ruff.stderr)[:3000]
 
 
@@ -177,14 +168,12 @@ def test_imports_of_the_library_go_down_and_in_no_circle():
 
 
 def test_no_room_grows():
-    """What is new pays with lines and tokens of the same room."""
+    """What is new pays with lines of the same room."""
     rooms = limits.rooms()
     assert list(LIMITS) == list(rooms)
     for room, paths in rooms.items():
-        counts = limits.count(paths)
-        over = {unit: number - LIMITS[room][unit] for unit, number in counts.items()}
-        said = [f"{number} {unit}" for unit, number in over.items() if number > 0]
-        assert not said, f"{room} exceeds tests/limits.json by {' and '.join(said)}"
+        over = limits.count(paths) - LIMITS[room]["lines"]
+        assert over <= 0, f"{room} exceeds tests/limits.json by {over} lines"
 
 
 def library_names(source):
@@ -239,8 +228,8 @@ def test_a_project_is_a_few_files_on_the_library(bakes, task):
     for name in python:
         missing = {module.split(".")[0] for module in imports(project / name)} - known
         assert not missing, f"{name} imports {missing}"
-    recipes = sorted(path.stem for path in project.glob("configs/train/*"))
-    assert recipes == RECIPES.get(task, ["default", "finetune", "smoke"])
+    recipes = {path.stem for path in project.glob("configs/train/*")}
+    assert recipes == {path.stem for path in (ROOT / "templates" / task).glob("*.yaml")}
     for name in recipes:
         text = (project / "configs" / "train" / f"{name}.yaml").read_text(encoding="utf-8")
         assert text.startswith("# ") and "accelerate launch --config_file configs/" in text
@@ -259,18 +248,13 @@ def test_golden_tree(tmp_path):
     assert tree == GOLDEN.read_text(encoding="utf-8"), test_golden_tree.__doc__
 
 
-@pytest.mark.parametrize(
-    "name, slug",
-    [
-        ("My Training", "my_training"),
-        ("日本語", "ri_ben_yu"),
-        ("class", "class_project"),
-        ("x" * 100, "x" * 52),
-    ],
-)
-def test_default_slug_is_always_valid(name, slug):
-    assert local_extensions.default_slug(name) == slug
-    local_extensions.check_slug(slug)
+SLUGS = {"日本語": "ri_ben_yu", "class": "class", "Torch": "project_torch", "1": "project_1"}
+SLUGS |= {"My Training": "my_training", "x" * 100: "x" * 50, "!": "project"}
+
+
+def test_default_slug_is_always_valid():
+    for name, slug in SLUGS.items():
+        assert local_extensions.default_slug(name) == slug and local_extensions.is_slug(slug)
 
 
 @pytest.fixture
@@ -305,14 +289,11 @@ ACCEPTED = [
     {"project_name": "no", "project_slug": "null"},
 ]
 REFUSED = [
-    ("project_slug", "../x", "Write for example: x"),
-    ("project_slug", "1st", "Write for example: project_1st"),
-    ("project_slug", "task", "is the name of a Python module"),
-    ("project_slug", "pip", "Write for example: pip_project"),
-    ("project_slug", "x" * 61, "Write at most 60"),
-    ("licence", "MIT", "'licence' is not a question. Write license or project_name or "),
-    ("project_name", "", "holds no text"),
-    ("project_name", "two\nlines", "'two\\nlines' contains a character that does not show"),
+    ("project_slug", "../x", "Write for example x."),
+    ("project_slug", "torch", "Write for example project_torch."),
+    ("project_slug", "x" * 61, "names no project"),
+    ("licence", "MIT", "'licence' is none of project_name, project_slug, "),
+    ("project_name", "two\nlines", "is no line of 1 to 100 printable characters"),
     ("author_name", "{{ cycler.__init__.__globals__.os.system('touch pwned') }}", "Jinja code"),
 ]
 
@@ -344,17 +325,18 @@ def test_hostile_answers_that_are_refused(tmp_path, cook, question, answer, word
     assert written <= {"config.yaml", "replay"} and files(template()) == before
 
 
-def test_the_command_prints_next_steps_and_drops_caches(tmp_path):
+def test_the_command_says_what_is_next_and_drops_caches(tmp_path):
     """Tools leave binary files in a template that somebody works on; no project gets them."""
     source = copy_template(tmp_path / "template")
     for cache in (".mypy_cache", "__pycache__", "tests/__pycache__"):
         (source / SOURCE / cache).mkdir(parents=True)
         (source / SOURCE / cache / "binary").write_bytes(b"{{ \xff")
     command = [sys.executable, "-m", "cookiecutter", "template", "--no-input", "-o", "new"]
-    env = os.environ | {"HOME": str(tmp_path), "PWD": str(tmp_path)}
+    env = os.environ | {"HOME": str(tmp_path)}
     options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
     result = subprocess.run(command, check=True, **options)
-    assert f"  cd new/{DEFAULT_SLUG}\n  make setup" in result.stdout and result.stderr == ""
+    said = f"{DEFAULT_SLUG} is ready. Next, in it: make setup, then make train\n"
+    assert (result.stdout, result.stderr) == (said, "")
     assert files(tmp_path / "new" / DEFAULT_SLUG) == files(bake(tmp_path / "clean").path)
 
 
@@ -367,8 +349,8 @@ def test_a_replayed_answer_is_checked_again_and_runs_no_code(tmp_path, cook):
     context = json.loads((template().parent / "template.json").read_text(encoding="utf-8"))
     file = tmp_path / "replay.json"
     for question, answer, words in [
-        ("project_slug", "../../x", "is not a plain name"),
-        ("cluster", INJECTION, "is not a choice. Write none or"),
+        ("project_slug", "../../x", "names no project"),
+        ("cluster", INJECTION, "is none of none, slurm"),
     ]:
         changed = {**context, "cookiecutter": context["cookiecutter"] | {question: answer}}
         file.write_text(json.dumps(changed), encoding="utf-8")
