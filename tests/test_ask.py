@@ -84,13 +84,10 @@ def test_a_step_of_a_run_that_was_killed_is_computed_again(tiny, killed):
     printed = tiny.ask("replay", killed, "--step", 7, "--without", first, "--gradients")
     loss, items = re.search(r"step 7 alone: loss (\S+),.* (\d+) items", printed).groups()
     alone, norm, own = re.search(rf"^ +(\S+) norm (\S+) +(\d+) +{first} ", printed, re.M).groups()
-    left, others = (
-        float(re.findall(r"^ +loss +\S+ +(\S+)", printed, re.M)[-1]),
-        int(items) - int(own),
-    )
+    left = float(re.findall(r"^ +loss +\S+ +(\S+)", printed, re.M)[-1])
     assert f"and without {first}\n" in printed and float(norm) > 0
-    wanted = (float(loss) * int(items) - float(alone) * int(own)) / others
-    assert left == pytest.approx(wanted, rel=1e-3)
+    wanted = float(loss) * int(items) - float(alone) * int(own)
+    assert left * (int(items) - int(own)) == pytest.approx(wanted, rel=1e-3)
     two = tiny.ask("replay", killed, "--step", 7, "--processes", 2)
     assert "2 x cpu" in two and "computed twice: equal" in two
     assert all(float(apart) < 1e-6 for apart in re.findall(r"(\S+) apart", two))
@@ -121,7 +118,7 @@ def test_a_run_that_ends_by_nan_names_its_step_and_its_rows(tiny, quick, tmp_pat
     assert f"step {step:>8}: skipped" in tiny.ask("replay", tmp_path / "run")
 
 
-SHARDED = ("ZeRO-2", "FSDP2, tp 2", "FSDP2, cp 2", "stages 2")
+SHARDED = ("ZeRO-2", "FSDP2, cp 2", "stages 2")
 NORM = "import task, torch\nold = task.build_model\n"
 NORM += "task.build_model = lambda cfg: torch.nn.Sequential(old(cfg), torch.nn.BatchNorm1d(4))"
 
@@ -139,9 +136,6 @@ def test_what_cannot_be_asked_is_one_line(tiny, quick, killed, tmp_path):
     refused("--without 99 is not a row of the step", *replay, "--without", 99)
     other = "import task\ntask.torch.randn = task.torch.rand"
     refused("the data have changed since step 7", *replay, before=other)
-    refused(
-        "the data of the steps from 1 on have changed", "rows", killed, "--step", 7, before=other
-    )
     refused("BatchNorm, whose statistics", *replay, before=NORM)
     depend = "import task\ntask.rows_depend = True"
     refused("rows_depend: rows of this task mean nothing", *replay, "--gradients", before=depend)

@@ -133,40 +133,33 @@ def test_links_lead_to_pages_and_headings(baked, place):
 
 
 @pytest.fixture(scope="module")
-def known(baked):
-    """The flags of train.py by task, and those of all other programs."""
-    fields = {}
+def flags():
+    """The flags of train.py with any task, and those of all other programs."""
+    found = {*OTHER_FLAGS.split()}
     for task in TASKS:
         with train_module(ROOT / "templates" / task / "task.py") as train:
-            fields[task] = {f"--{name}" for name in config.fields_of(train.Config)}
-    others = {*OTHER_FLAGS.split()}
+            found |= {f"--{name}" for name in config.fields_of(train.Config)}
     for action in launch_command_parser()._actions:
-        others.update(action.option_strings)
+        found.update(action.option_strings)
     for path in [*ROOT.glob("src/samestep/*/*.py"), *ROOT.glob("benchmarks/*.py")]:
-        others.update(re.findall(r'"(--[\w-]+)"', path.read_text("utf-8")))
-    return fields, others
+        found.update(re.findall(r'"(--[\w-]+)"', path.read_text("utf-8")))
+    return found
 
 
 @pytest.mark.parametrize("place", [*TASKS, "template"])
-def test_commands_name_what_is_there(baked, known, place):
-    """README.md and docs/data.md of a project are for its task, its other pages for all tasks."""
-    fields, others = known
+def test_commands_name_what_is_there(baked, flags, place):
     folders = [baked[TASKS[0]].path, ROOT] if place == "template" else [baked[place].path]
     makefiles = [(folder / "Makefile").read_text("utf-8") for folder in (*folders, ROOT)]
     targets = {*re.findall(r"^([a-z-]+):", "\n".join(makefiles), flags=re.M)}
     for name, page in pages(folders[-1]).items():
-        of_task = place != "template" and name in ("README.md", "AGENTS.md", "docs/data.md")
-        text = "\n".join(commands(page))
-        if name == "README.md":
-            text = "\n".join([text, *comments(folders[-1])])
+        text = "\n".join([*commands(page), *comments(folders[-1])])
         unknown = {*re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", text, flags=re.M)} - targets
         unknown |= {*re.findall(r"-m samestep ([a-z]+)", text)} - {*VERBS}
+        unknown |= {*re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)} - flags
         for path in re.findall(r"(?:configs|cluster|benchmarks)/[\w/*.-]+\w", text):
             there = any([*folder.glob(path)] for folder in folders)
             if not there and not path.endswith("X.yaml"):
                 unknown.add(path)
-        own = fields[place] if of_task else set().union(*fields.values())
-        unknown |= {*re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)} - own - others
         assert not unknown, f"{name} names {sorted(unknown)}"
         for language, block in FENCE.findall(page.read_text("utf-8")):
             if language == "python":

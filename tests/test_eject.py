@@ -26,18 +26,14 @@ def ejected(tmp_path_factory):
     return project
 
 
-def test_words_that_are_no_verb_are_refused(ejected):
-    result = ejected.run(*SAMESTEP, "trian", check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("samestep: 'trian' is not a verb; give one of audit, diff,")
+def test_words_that_are_no_verb_are_refused_and_eject_overwrites_nothing(ejected):
+    for verb, said in (("trian", "'trian' is not a verb; give one of audit, "), ("eject", "")):
+        result = ejected.run(*SAMESTEP, verb, check=False)
+        assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert result.stderr.startswith("samestep") and said in result.stderr
+    assert not (ejected.path / ".samestep.partial").exists()
     listed = ejected.run(*SAMESTEP).stdout
     assert "launch     trains: becomes train.py" in listed and "eject " in listed
-
-
-def test_eject_overwrites_nothing(ejected):
-    result = ejected.run(*SAMESTEP, "eject", check=False)
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert not (ejected.path / ".samestep.partial").exists()
 
 
 @pytest.mark.slow

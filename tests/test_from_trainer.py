@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import datasets
 import pytest
@@ -16,12 +15,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from conftest import ROOT, bake, digest, lines, read_weights
+from conftest import ROOT, bake, lines, read_weights
+from test_tasks import check_two_processes_and_a_lost_half
 
 PAGE = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
 TASK = "\n\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))
 WORDS = "bad good it was not a film of the year and I saw no other".split()
-FLAGS = ["--max_steps", 4, "--save_every", 2, "--eval_every", 2, "--log_every", 1]
+FLAGS = ["--max_steps", 6, "--save_every", 3, "--eval_every", 3, "--log_every", 1]
 FLAGS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 1]
 FLAGS += ["--keep_checkpoints", 0, "--learning_rate", 1e-3, "--task.model_name_or_path", "small"]
 
@@ -51,21 +51,12 @@ def project(tmp_path_factory):
 
 
 def test_the_task_of_the_page_keeps_the_promises(project, tmp_path):
-    printed = project.train(1, *FLAGS, "--output_dir", tmp_path / "one")
+    printed = check_two_processes_and_a_lost_half(project, tmp_path, *FLAGS)
     assert "its rows" not in printed
     assert not [*(project.path / "reviews").glob("cache*")]  # what map has kept is elsewhere
-    project.train(2, *FLAGS, "--output_dir", tmp_path / "two")
-    kept = "checkpoints/step-00000002"
-    shutil.copytree(tmp_path / "one" / kept, tmp_path / "half" / kept)
-    project.train(1, *FLAGS, "--output_dir", tmp_path / "half")
-    last = "checkpoints/step-00000004"
-    assert digest(tmp_path / "half" / last) == digest(tmp_path / "one" / last)
-    weights = read_weights(tmp_path / "one" / last)
+    weights = read_weights(tmp_path / "whole" / "checkpoints" / "step-00000006")
     assert {each.dtype for each in weights.values()} == {torch.float32}
-    for key in ("loss", "eval_loss"):
-        one, two = (lines(tmp_path / run, key) for run in ("one", "two"))
-        assert [e[key] for e in two] == pytest.approx([e[key] for e in one], rel=1e-5)
-    check_scores(project.path, tmp_path / "one")
+    check_scores(project.path, tmp_path / "whole")
 
 
 def check_scores(folder, output):

@@ -6,7 +6,6 @@ import transformers
 
 from conftest import load_task, with_classes
 from samestep.models import pretrained
-from samestep.models.pretrained import renew_head
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -53,19 +52,6 @@ def test_a_head_for_other_classes_or_another_order_is_new(tmp_path, capsys, name
     assert said + ", ".join(names) in capsys.readouterr().out
     again = start(tmp_path / "old", names)
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
-
-
-def test_both_heads_of_a_model_with_two_are_new():
-    config = transformers.DeiTConfig(
-        hidden_size=16, intermediate_size=16, image_size=8, patch_size=4, num_hidden_layers=1,
-        num_attention_heads=2, num_labels=3,
-    )  # fmt: skip
-    model = transformers.DeiTForImageClassificationWithTeacher(config)
-    heads = model.cls_classifier, model.distillation_classifier
-    before = [each.weight.clone() for each in heads]
-    said = renew_head(model, OWN, ["emu", "cat", "dog"], ("classifier",))
-    assert said.startswith("new weights for cls_classifier, distillation_classifier: ")
-    assert not any(map(torch.equal, (head.weight for head in heads), before))
 
 
 def test_a_model_that_is_compared_with_its_reference_has_no_dropout(tmp_path):

@@ -30,10 +30,10 @@ def restored(monkeypatch):
     os.environ.update(before)
 
 
-def environment(lines, shell="sh", **before):
+def environment(lines, **before):
     """The environment after a shell has read these lines."""
     before = {"PATH": os.environ["PATH"], **before}
-    command = [shell, "-c", f"eval \"$1\" && exec {sys.executable} -c '{SHOW}'", shell, lines]
+    command = ["sh", "-c", f"eval \"$1\" && exec {sys.executable} -c '{SHOW}'", "sh", lines]
     ended = subprocess.run(command, env=before, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return yaml.safe_load(ended.stdout)
@@ -65,6 +65,13 @@ def lines_of(monkeypatch, capsys, *words, **before):
     return code, *capsys.readouterr()
 
 
+def test_a_value_is_quoted_for_the_shell(restored):
+    text = "it's $HOME `id` \\ \" \n é;&| *"
+    words = ["--config_file", str(FOLDER / "fsdp2.yaml")]
+    words += [f"--fsdp_transformer_layer_cls_to_wrap={text}"]
+    assert environment("\n".join(env.shell_lines(words)))["FSDP_TRANSFORMER_CLS_TO_WRAP"] == text
+
+
 def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     """FSDP, hidden GPUs and threads of the first are gone, and what was there before is back."""
     mine = {"CUDA_VISIBLE_DEVICES": "3", "FSDP_VERSION": "1", "ACCELERATE_A.B": "odd", "A": "it's"}
@@ -83,18 +90,6 @@ def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
 
 
-VALUES = ["a b", "it's", '"', "$HOME `id` \\", "two\nlines", "", "é;&|", "-n", "*"]
-
-
-@pytest.mark.parametrize("shell", ["sh", "bash"])
-@pytest.mark.parametrize("text", VALUES)
-def test_a_value_is_quoted_for_the_shell(restored, shell, text):
-    words = ["--config_file", str(FOLDER / "fsdp2.yaml")]
-    words += [f"--fsdp_transformer_layer_cls_to_wrap={text}"]
-    found = environment("\n".join(env.shell_lines(words)), shell)
-    assert found["FSDP_TRANSFORMER_CLS_TO_WRAP"] == text
-
-
 # What `accelerate config` writes.
 FULL = """
 compute_environment: LOCAL_MACHINE
@@ -107,16 +102,12 @@ gpu_ids: 0,1
 machine_rank: 1
 main_process_ip: 10.0.0.1
 main_process_port: 7
-main_training_function: main
 mixed_precision: bf16
 num_machines: 2
 num_processes: 4
 rdzv_backend: c10d
 same_network: false
 tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
 """
 
 
@@ -148,16 +139,13 @@ WRONG = {  # a YAML, and what is said
     ONE + "num_process: 2\n": "had unknown keys (['num_process'])",
     ONE + "num_processes: 2\n": "is given twice",
     "distributed_type: NO\nnum_processes: 2\n": "starts 1 process for this distributed_type, not 2",
-    "distributed_type: MULTI_CPU\nnum_processes: 2\n": "starts 1 process for this distributed_ty",
     ONE + "mixed_precision: no\n": "mixed_precision is False; write it in quotes",
     ONE + "mixed_precision: half\n": "Unknown mixed_precision mode: half",
     MANY + "2\nuse_cpu: true\n": "use_cpu has no effect with this distributed_type; see cpu_multi",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
     MANY + "\n": "num_processes is None; give a whole number",
-    MANY + "'2'\n": "num_processes is '2'; give a whole number",
     MANY + "2\nuse_cpu:\n": "use_cpu is None; give true or false",
     MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
-    MANY + "2\ngpu_ids: '0'\n": "Less than two GPU ids were configured",
     MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
     MANY + "2\nfsdp_config: {fsdp_version: 2}\n": "fsdp_config has no effect here: write distribut",
     ONE + "parallelism_config: {parallelism_config_tp_size: 2}": "parallelism_config has no effec",
@@ -215,18 +203,13 @@ STARTED = [  # the environment, and what is said
     (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "give srun --ntasks-per-node 1, and start"),
     (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "8,1"}, ""),
     (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "RANK": "3", "WORLD_SIZE": "4"}, ""),
-    ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, ""),  # sbatch alone
-    (
-        {"WORLD_SIZE": "2"},
-        "WORLD_SIZE is 2, and no launcher has set RANK: start train",
-    ),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
     ({"RANK": "1"}, ""),  # it counts beside WORLD_SIZE alone
     ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
     ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
     ({"PET_NPROC_PER_NODE": "gpu"}, "PET_NPROC_PER_NODE is gpu, and no launcher"),
     ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
-    ({"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "1"}, ""),
     (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
 ]
 
@@ -239,11 +222,9 @@ def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
         monkeypatch.setenv(name, text)
     if not said:
         return launched.check_started()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="torchrun, accelerate launch or samestep launch") as error:
         launched.check_started()
-    assert said in str(error.value) and "torchrun, accelerate launch or samestep launch" in str(
-        error.value
-    )
+    assert said in str(error.value)
 
 
 def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
@@ -298,13 +279,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "hardware, processes",
-    [
-        ("cpu_multi", 2),
-        pytest.param("cpu_multi", 1, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
-    ],
+    "hardware, processes", [("cpu_multi", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
 )
 def test_a_yaml_means_the_same_under_torchrun(small, tmp_path, hardware, processes):
     """Losses, bytes and hardware.yaml; exact, so that no sum depends on when a message came."""

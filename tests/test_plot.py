@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 
 import pytest
 
@@ -29,17 +28,6 @@ def write(run, lines):
     return run
 
 
-def size(png):
-    """Width and height from the header; a file that is no PNG fails."""
-    header = png.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", header[16:])
-
-
-def command(folder, *arguments):
-    return programs.run(plot, folder, *arguments)
-
-
 # ---- Reading -------------------------------------------------------------------------------------
 
 
@@ -61,17 +49,6 @@ def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path):
 
 
 # ---- Pictures ------------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_data_and_nothing_else_is_left(tmp_path):
-    runs = [
-        write(tmp_path / name / "a", curve(last))
-        for name, last in zip("xyz", (2, 2.2, 2), strict=True)
-    ]
-    shown = [curves.draw([run], run / "curves.png").read_bytes() for run in runs]
-    assert {size(run / "curves.png") for run in runs} == {(1200, 990)}
-    assert shown[0] != shown[1] and shown[0] == shown[2]
-    assert sorted(path.name for path in runs[0].iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
 @pytest.fixture
@@ -103,8 +80,7 @@ def test_odd_data_are_drawn(tmp_path):
     lines = [training(i, x) for i, x in enumerate(odd)]
     lines += [{"step": 60, "eval_loss": math.nan, "$\\frac_{\ud800\u4e2d\n_baseline": 1.5}]
     run = write(tmp_path / "_a$\\b$c", lines)
-    compared = [run, write(tmp_path / "b", curve())]
-    assert size(curves.draw(compared, tmp_path / "both.png"))[0] == 1200
+    curves.draw([run, write(tmp_path / "b", curve())], tmp_path / "both.png")
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -120,13 +96,10 @@ def folder(tmp_path_factory):
 
 
 def test_the_path_is_printed(folder):
-    for arguments, picture in (
-        (["runs/a"], "runs/a/curves.png"),
-        (["runs/a", "runs/b"], "curves.png"),
-    ):
-        result = command(folder, *arguments)
+    for runs, picture in ((["runs/a"], "runs/a/curves.png"), (["runs/a", "runs/b"], "curves.png")):
+        result = programs.run(plot, folder, *runs)
         assert (result.returncode, result.stdout, result.stderr) == (0, picture + "\n", "")
-        assert size(folder / picture)[0] == 1200
+        assert (folder / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +113,7 @@ def test_the_path_is_printed(folder):
     ],
 )
 def test_bad_input_gets_one_line(folder, arguments, line):
-    result = command(folder, *arguments)
+    result = programs.run(plot, folder, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"samestep plot: {line}")
     assert result.stderr.count("\n") == 1

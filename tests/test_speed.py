@@ -86,20 +86,17 @@ def test_shares_are_those_of_the_clock(clock):
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 
 
-@pytest.mark.parametrize("column", [0, 2])
-def test_the_process_that_others_wait_for_is_named(clock, column):
-    """Process 2 computes or fetches 0.2 s more than the 1 s of the others, in each of 10 steps."""
+def test_the_process_that_others_wait_for_is_named(clock):
+    """Process 2 computes 0.2 s more than the 1 s of the others, in each of 10 steps."""
     slow = np.zeros((3, 22))
     slow[1], slow[2] = [1.0] * 10 + [0.0] * 12, [1.2] * 10 + [0.0] * 12
-    if column:
-        slow[2] = [1.0] * 10 + [0.2] * 10 + [0, 0]
     meter, model = make_meter(3, [slow])
     meter.start()
     for _ in range(10):
         take_step(clock, meter, model, compute=1.0, fetch=0.0)
     line = meter.read()
     assert line["slowest"] == 2
-    assert line["peer_wait"] == pytest.approx(10 * (1.2 - np.mean([1.0, 1.0, 1.2])) / 10)
+    assert line["peer_wait"] == pytest.approx(1.2 - np.mean([1.0, 1.0, 1.2]))
 
 
 @pytest.mark.parametrize("tf32, peak, share_trained", [(False, 67, 1.0), (True, 495, 0.25)])

@@ -108,9 +108,8 @@ def base_model(folder):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "vocab_size": len(words), "tie_word_embeddings": True}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=128)).save_pretrained(
-        folder
-    )
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=128)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return tokenizer
 
 
@@ -161,13 +160,8 @@ def test_adapters_with_gradient_checkpointing_are_those_without(tmp_path):
     base_model(tmp_path / "base")
     project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS[::2])))
-    flags = [
-        "--task.data",
-        tmp_path / "chats.jsonl",
-        "--task.model_name_or_path",
-        tmp_path / "base",
-    ]
-    flags += ["--task.lora_rank", 4, "--task.context_length", 64, "--max_steps", 3]
+    flags = ["--task.data", tmp_path / "chats.jsonl", "--max_steps", 3, "--task.lora_rank", 4]
+    flags += ["--task.model_name_or_path", tmp_path / "base", "--task.context_length", 64]
     flags += ["--warmup_steps", 0, "--log_every", 1, "--save_every", 3, "--eval_every", 3]
     for again in ("false", "true"):
         given = ["--gradient_checkpointing", again, "--output_dir", tmp_path / again]
@@ -188,38 +182,23 @@ def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
         lora.add_adapters(model, cfg, "CAUSAL_LM")
 
 
-def linear_models():
-    """Models with layers that have a state in place of a mask, which positions do not reset."""
+def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
+    """Of LFM2: a state in place of a mask, which positions do not reset. The second text has other
+    logits than alone; from new weights, too, which leak little."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
-    heads = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-    kinds = {
-        "Qwen3_5Text": {**heads, "layer_types": ["linear_attention", "full_attention"]},
-        "Lfm2": {"layer_types": ["conv", "full_attention"]},
-        "Bamba": {**mamba, "attn_layer_indices": [1]},
-    }
-    for name, settings in kinds.items():
-        config = getattr(transformers, f"{name}Config")(**sizes, **settings)
-        torch.manual_seed(1)
-        yield pretrained.new_model(
-            transformers.AutoModelForCausalLM, config, pretrained.ModelConfig()
-        )
-
-
-def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
-    """Their second text has other logits than alone; from new weights, too, which leak little."""
-    draw = torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 128, (1, size), generator=draw) for size in (10, 12)]
+    config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+    torch.manual_seed(1)
+    plain = pretrained.ModelConfig()
+    model = pretrained.new_model(transformers.AutoModelForCausalLM, config, plain)
+    texts = [torch.randint(3, 128, (1, size)) for size in (10, 12)]
     places = torch.tensor([[*range(10), *range(12)]])
-    for model in linear_models():
-        with torch.no_grad():
-            alone = model(input_ids=texts[1], use_cache=False).logits
-            packed = model(input_ids=torch.cat(texts, 1), position_ids=places, use_cache=False)
-        assert not torch.allclose(packed.logits[:, 10:], alone, atol=1e-5)
-        with pytest.raises(ValueError, match="cannot keep packed texts apart; take another model"):
-            next_token.check_separates_texts(model)
+    with torch.no_grad():
+        alone = model(input_ids=texts[1], use_cache=False).logits
+        packed = model(input_ids=torch.cat(texts, 1), position_ids=places, use_cache=False)
+    assert not torch.allclose(packed.logits[:, 10:], alone, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot keep packed texts apart; take another model"):
+        next_token.check_separates_texts(model)
 
 
 @pytest.mark.parametrize("closing", ["after the answer", "before the next turn", "nowhere"])
