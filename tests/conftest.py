@@ -587,6 +587,14 @@ def project(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def projects(tmp_path_factory):
+    """A project of each task, by its name, shared likewise."""
+    folder = tmp_path_factory.mktemp("projects")
+    tasks = [path.parent.name for path in (ROOT / "templates").glob("*/task.py")]
+    return {task: bake(folder / task, task=task) for task in tasks}
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A project whose task is that of tests/tasks/tiny.py, shared."""
     return make_tiny(tmp_path_factory.mktemp("tiny"))

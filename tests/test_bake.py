@@ -78,13 +78,6 @@ def check_ruff(folder):
 # ---- Answers that are taken ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bakes(tmp_path_factory):
-    """A project of each task, by its name."""
-    folder = tmp_path_factory.mktemp("bakes")
-    return {task: bake(folder / task, task=task).path for task in QUESTIONS["task"]}
-
-
 @pytest.mark.parametrize("license_name, cluster, task, tracker", ANSWERS)
 def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, tracker):
     """Its files parse, its Python is a copy, its license and dependencies are those chosen."""
@@ -199,10 +192,10 @@ def test_a_task_uses_few_names_of_the_library(task):
 
 
 @pytest.mark.parametrize("task", QUESTIONS["task"])
-def test_a_project_is_a_few_files_on_the_library(bakes, task):
+def test_a_project_is_a_few_files_on_the_library(projects, task):
     """train.py -> task.py, and both on samestep: there are no other arrows. What they import is a
     declared dependency: a package that only comes along with another one can go with it."""
-    project = bakes[task]
+    project = projects[task].path
     python = [name for name in files(project) if name.suffix == ".py"]
     assert [*map(str, python)] == ["task.py", "tests/test_training.py", "train.py"]
     own = {"train", "task"}

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import yaml
 
-from conftest import ROOT, bake, train_module
+from conftest import ROOT, train_module
 from samestep.programs.schema import recipe_schema
 from samestep.project import config
 
@@ -36,13 +36,6 @@ def schemas():
             schema = json.loads(json.dumps(recipe_schema(train.Config)))
             found[task] = schema, config.fields_of(train.Config)
     return found
-
-
-@pytest.fixture(scope="module")
-def projects(tmp_path_factory):
-    """A project of each task."""
-    folder = tmp_path_factory.mktemp("projects")
-    return {task: bake(folder / task, task=task) for task in TASKS}
 
 
 def test_the_program_writes_the_schema_of_the_project(schemas, projects):
