@@ -19,9 +19,8 @@ FOLDER = "{{cookiecutter.project_slug}}"
 OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 QUESTIONS = [name for name in OWN if not name.startswith("_")]
 # A distribution of one of these names would replace what the project needs.
-NEEDED = (ROOT / FOLDER / "pyproject.toml").read_text(encoding="utf-8")
-TAKEN = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)[>=]=', NEEDED)}
-TAKEN |= {*sys.stdlib_module_names, "pip"}
+NEEDED = (ROOT / FOLDER / "pyproject.toml").read_text(encoding="utf-8").replace("-", "_")
+TAKEN = {"pip", *sys.stdlib_module_names, *re.findall(r'"(\w+)[>=]=', NEEDED)}
 
 
 def is_slug(slug):
@@ -82,9 +81,8 @@ def git(*words):
     """Return what git prints about the template; None if it fails, or is missing."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(
-            ["git", *words], cwd=ROOT, env=env, stderr=subprocess.DEVNULL, text=True
-        ).strip()
+        options = {"cwd": ROOT, "env": env, "stderr": subprocess.DEVNULL, "text": True}
+        return subprocess.check_output(["git", *words], **options).strip()
 
 
 def public_url(url):
