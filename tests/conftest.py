@@ -319,16 +319,6 @@ def read_weights(checkpoint):
     return {name[6:]: values for name, values in whole.items() if name.startswith("model.")}
 
 
-def read_moments(checkpoint):
-    """What the optimizer keeps for each weight: {weight: {key: tensor}}."""
-    found = {}
-    for name, values in read_checkpoint(checkpoint).items():
-        if name.startswith("state."):
-            weight, _, key = name[6:].rpartition(".")
-            found.setdefault(weight, {})[key] = values
-    return found
-
-
 def digest(checkpoint):
     """SHA-256 of all names, types, shapes and bytes of the tensors in a checkpoint."""
     import torch

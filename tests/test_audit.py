@@ -39,7 +39,7 @@ def project(tmp_path_factory):
     with open(project.path / "task.py", "a") as file:
         file.write(ROWS)
     project.train(1, *EXACT, "--output_dir", "runs/one")
-    assert "states of steps 4 to 12, exact" in ask(project, 0, "receipt", "runs/one")
+    assert "states of steps 4 to 12, exact" in project.ask("receipt", "runs/one")
     return project
 
 
@@ -59,21 +59,14 @@ def clone(project, tmp_path):
 
 
 def refused(project, *words):
-    return ask(project, 2, "audit", "receipt.json", *words)
-
-
-def ask(project, code, *words):
-    """What a verb prints, and its error; it ends with this exit code."""
-    result = project.run("python", "-m", "samestep", *words, check=False)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    return project.ask("audit", "receipt.json", *words, code=2)
 
 
 def test_a_receipt_has_the_chain_of_all_saves_and_nothing_of_this_machine(project, tmp_path):
     hidden = ("--task.prepare_host", "/home/somebody")
     hidden += ("--keep_checkpoints", "1", "--eval_every", "0")
     project.train(1, *EXACT, *hidden, "--output_dir", tmp_path / "run")
-    ask(project, 0, "receipt", str(tmp_path / "run"))
+    project.ask("receipt", str(tmp_path / "run"))
     found = receipt.read(tmp_path / "run" / "receipt.json")
     logged = {line["step"]: line["state"] for line in lines(tmp_path / "run", "state")}
     assert {save["step"]: save["state"] for save in found["saves"]} == logged
@@ -100,12 +93,12 @@ def test_a_receipt_is_of_the_run_since_its_last_change(project, tmp_path):
     output = ("--output_dir", tmp_path / "run")
     project.train(1, *EXACT, *output, "--max_steps", "8")
     project.train(1, *EXACT, *output, "--accept_changes", "true", "--learning_rate", "0.02")
-    ask(project, 0, "receipt", str(tmp_path / "run"))
+    project.ask("receipt", str(tmp_path / "run"))
     found = receipt.read(tmp_path / "run" / "receipt.json")
     assert [save["step"] for save in found["saves"]] == [8, 12]
     manifest = tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json"
     assert found["previous"] == state_hash.chain_hash(json.loads(manifest.read_text()))
-    printed = ask(project, 2, "audit", str(tmp_path / "run" / "receipt.json"), "--steps", "0:12")
+    printed = project.ask("audit", tmp_path / "run" / "receipt.json", "--steps", "0:12", code=2)
     assert "--steps 0:12: give A:B of the steps 8, 12" in printed
 
 
@@ -114,19 +107,19 @@ def test_a_state_without_a_hash_has_no_receipt(project, tmp_path):
     (run / "metrics.jsonl").unlink()
     for path in (run / "checkpoints").iterdir():
         reseal(path, state="", previous="", hardware={"sharding": "ZeRO-2"})
-    assert "support DDP and FSDP2, not ZeRO-2" in ask(project, 2, "receipt", str(run))
+    assert "support DDP and FSDP2, not ZeRO-2" in project.ask("receipt", str(run), code=2)
     shutil.rmtree(run / "checkpoints")
-    assert "has no valid checkpoint" in ask(project, 2, "receipt", str(run))
+    assert "has no valid checkpoint" in project.ask("receipt", str(run), code=2)
 
 
 def test_a_clone_audits_from_the_beginning_on_two_processes_and_from_a_checkpoint(project, clone):
-    printed = ask(clone, 0, "audit", "receipt.json", "--steps", "0:8", "--processes", "2")
+    printed = clone.ask("audit", "receipt.json", "--steps", "0:8", "--processes", "2")
     assert "differs, and may: processes: 1 -> 2" in printed
     states = [save["state"][:16] for save in receipt.read(clone.path / "receipt.json")["saves"]]
     assert f"step      4: equal {states[0]}" in printed and f"8: equal {states[1]}" in printed
     assert "=> the same run, to the bit" in printed
     run = str(project.path / "runs" / "one")
-    printed = ask(clone, 0, "audit", "receipt.json", "--steps", "8:12", "--run", run)
+    printed = clone.ask("audit", "receipt.json", "--steps", "8:12", "--run", run)
     assert f"step     12: equal {states[2]}" in printed and "step      8" not in printed
     assert not (clone.path / "runs").exists()
 
@@ -134,7 +127,7 @@ def test_a_clone_audits_from_the_beginning_on_two_processes_and_from_a_checkpoin
 def test_an_edited_optimizer_is_refused_and_anyway_names_the_first_weight(clone):
     edit(clone, *OPTIMIZER)
     assert "made of: code of train.build_optimizer; --anyway" in refused(clone)
-    printed = ask(clone, 1, "audit", "receipt.json", "--anyway")
+    printed = clone.ask("audit", "receipt.json", "--anyway", code=1)
     assert "differs, and must not: code of train.build_optimizer" in printed
     assert "step      4: NOT EQUAL" in printed and "step      8" not in printed
     assert "4 of 4 weights differ, the first: 0.bias" in printed
@@ -164,7 +157,7 @@ def test_other_data_and_what_is_no_receipt_are_refused(project, clone):
 
 def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project, clone):
     project.train(1, "--output_dir", "runs/two", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
-    assert "for as many processes only" in ask(project, 0, "receipt", "runs/two")
+    assert "for as many processes only" in project.ask("receipt", "runs/two")
     file = clone.path / "receipt.json"
     shutil.copy(project.path / "runs" / "two" / "receipt.json", file)
     assert "made of: processes: 1 -> 2; --anyway tries it" in refused(clone, "--processes", "2")
@@ -178,15 +171,15 @@ def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project,
 def test_an_own_script_is_audited_by_its_command(clone):
     shutil.copy(ROOT / "tests" / "own_mistakes.py", clone.path / "mine.py")
     clone.run("python", "-m", "mine", "none", "runs/mine")
-    ask(clone, 0, "receipt", "runs/mine")
+    clone.ask("receipt", "runs/mine")
     words = ("audit", "runs/mine/receipt.json", "--run", "runs/mine", "--steps")
-    printed = ask(clone, 0, *words, "2:4", "--", "python", "mine.py", "none", "runs/mine")
+    printed = clone.ask(*words, "2:4", "--", "python", "mine.py", "none", "runs/mine")
     assert "step      4: equal" in printed and "=> the same run, to the bit" in printed
-    printed = ask(clone, 2, *words, "0:4", "--", "python", "mine.py", "settings", "runs/mine")
+    printed = clone.ask(*words, "0:4", "--", "python", "mine.py", "settings", "runs/mine", code=2)
     assert "made of: lr: 0.01 -> 0.02; --anyway tries it" in printed
-    printed = ask(clone, 2, *words[:2], "--", "python", "mine.py", "none", "runs/mine")
+    printed = clone.ask(*words[:2], "--", "python", "mine.py", "none", "runs/mine", code=2)
     assert "give --run, the folder below this one where the command writes" in printed
-    assert "=> the same run" in ask(clone, 0, "diff", "runs/mine", "runs/mine")
+    assert "=> the same run" in clone.ask("diff", "runs/mine", "runs/mine")
 
 
 @pytest.mark.parametrize(
@@ -211,5 +204,5 @@ def test_diff_names_the_first_difference_and_its_cause(
     for each in edits:
         edit(clone, *each)
     clone.train(processes, *EXACT, *flags, "--output_dir", "runs/b")
-    printed = ask(clone, code, "diff", str(project.path / "runs" / "one"), "runs/b")
+    printed = clone.ask("diff", project.path / "runs" / "one", "runs/b", code=code)
     assert all(text in printed for text in texts), printed

@@ -69,16 +69,15 @@ def base(tmp_path_factory):
     return baked
 
 
-def cook(base, heading, folder):
-    """That project after a recipe, applied as its reader would."""
-    project = BakedProject(folder)
-    shutil.copytree(base.path, project.path)
+def apply(base, patch, folder):
+    """A copy of a project after a patch, applied as its reader would."""
+    project = BakedProject(shutil.copytree(base.path, folder))
     # Or git would take the project for a part of whatever repository stands around it.
     env = project.env(GIT_CEILING_DIRECTORIES=str(folder.parent))
     command = ["git", "apply", "--whitespace=error", "-"]
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
-    result = subprocess.run(command, input=recipes()[heading], **options)
-    assert result.returncode == 0, f"{heading}: {result.stderr}"
+    result = subprocess.run(command, input=patch, **options)
+    assert result.returncode == 0, result.stderr
     return project
 
 
@@ -106,7 +105,7 @@ def cooked(base, tmp_path_factory):
     @functools.cache
     def cooked(heading):
         folder = tmp_path_factory.mktemp("cooked")
-        project, before = cook(base, heading, folder / "project"), NO_PICTURE
+        project, before = apply(base, recipes()[heading], folder / "project"), NO_PICTURE
         if heading == "A learning rate for each layer":  # layers are called 0 and 3
             before += "\nimport task; task.build_model = task.numbered"
         train = functools.partial(project.train, before=before)
@@ -182,8 +181,8 @@ def eval_loss(project, state):
 
 def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
     assert len(recipes()) == 8
-    for number, heading in enumerate(recipes()):
-        project = cook(base, heading, tmp_path / str(number))
+    for number, patch in enumerate(recipes().values()):
+        project = apply(base, patch, tmp_path / str(number))
         assert (project.path / "train.py").read_bytes() != (base.path / "train.py").read_bytes()
     for command in (["check", "-q"], ["format", "-q", "--diff"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", str(tmp_path)]

@@ -9,15 +9,14 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
-from conftest import ROOT, SOURCE, BakedProject, bake, lines
+from conftest import ROOT, SOURCE, bake, lines
 from samestep.core.batches import seed_micro_batch
-from test_cookbook import task_of
+from test_cookbook import apply, task_of
 from test_tasks import check_two_processes_and_a_lost_half
 
 # Lines that an edit may add.
@@ -53,18 +52,6 @@ def read(name):
     return (ROOT / "tests" / "edits" / f"{name}.patch").read_text("utf-8")
 
 
-def apply(base, name, folder):
-    """A copy of the project after an edit."""
-    shutil.copytree(base.path, folder)
-    project = BakedProject(folder)
-    env = project.env(GIT_CEILING_DIRECTORIES=str(folder.parent))
-    command = ["git", "apply", "--whitespace=error", "-"]
-    options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
-    result = subprocess.run(command, input=read(name), **options)
-    assert result.returncode == 0, result.stderr
-    return project
-
-
 def added_lines(patch):
     return sum(each.startswith("+") and not each.startswith("+++") for each in patch.split("\n"))
 
@@ -76,7 +63,7 @@ def flags_of():
 
 def test_a_collator_that_pads(base, tmp_path):
     """The third edit."""
-    project = apply(base, "03", tmp_path / "project")
+    project = apply(base, read("03"), tmp_path / "project")
     flags = [*flags_of(), "--task.packing", "best_fit"]
     said = check_two_processes_and_a_lost_half(project, tmp_path, *flags)
     assert "no label is a token that ends texts" not in said
@@ -84,7 +71,7 @@ def test_a_collator_that_pads(base, tmp_path):
 
 def test_a_teacher_is_not_saved_and_its_bytes_are_known(base, tmp_path):
     """The ninth edit."""
-    project = apply(base, "09", tmp_path / "project")
+    project = apply(base, read("09"), tmp_path / "project")
     check_two_processes_and_a_lost_half(project, tmp_path, *flags_of())
     whole = tmp_path / "whole"
     saved = LlamaForCausalLM.from_pretrained(whole / "model")
@@ -127,7 +114,7 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
     """The eighth edit, by GradCache: any cut trains the same; one step is compared with autograd
     through the whole batch, under dropout."""
     base = bake(tmp_path, task="seq2seq", tracker="none")
-    project = apply(base, "08", tmp_path / "project")
+    project = apply(base, read("08"), tmp_path / "project")
     rows = [{"source": f"the {a} is here {i}", "target": b} for i, (a, b) in enumerate(PAIRS)]
     (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = [*STEPS, "--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_layers", 1]

@@ -69,8 +69,8 @@ def set_up(machine, processes, env):
 def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     path = FOLDER / f"{name}.yaml"
     keys = yaml.safe_load(path.read_text())
-    axes = keys.get("parallelism_config", {}).items()
-    sizes = {key.split("_config_")[1].removesuffix("_size"): n for key, n in axes if n > 1}
+    axes = keys.get("parallelism_config", {})
+    sizes = {axis: axes.get(f"parallelism_config_{axis}_size", 1) for axis in layout.AXES}
     # Machine 1, since machine 0 would try the port.
     machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
     env = launched_env(path, *(machines if name.startswith("multi_node") else []))
@@ -78,7 +78,7 @@ def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     set_up(machine, keys["num_processes"], env)
     found = launched.this_layout()
     assert found.processes == keys["num_processes"]
-    assert {axis: getattr(found, axis) for axis in layout.AXES if getattr(found, axis) > 1} == sizes
+    assert {axis: getattr(found, axis) for axis in layout.AXES} == sizes
     launched.check_launched(found)
     launched.check_words(["--config_file", str(path), "--num_processes", "1"])
     # One place for each number: the recipe has these.

@@ -278,9 +278,8 @@ def small(tmp_path_factory):
     return make_small(tmp_path_factory.mktemp("small"), micro_batch_size=1, max_steps=3)
 
 
-@pytest.mark.parametrize(
-    "hardware, processes", [("cpu_multi", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware, processes", [("cpu_multi", 2), ("fsdp2", 2)])
 def test_a_yaml_means_the_same_under_torchrun(small, tmp_path, hardware, processes):
     """Losses, bytes and hardware.yaml; exact, so that no sum depends on when a message came."""
     path = f"configs/accelerate/{hardware}.yaml"
