@@ -92,10 +92,10 @@ bench-short: $(BENCH)  ## the same for the small step, three programs and few ro
 bench-steps: $(BENCH)  ## measure what exact costs: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
-bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
+bench-scaling: $(TESTS)  ## measure the speed-up over 1, 2 and 4 devices: 10 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/scaling.py $(ARGS)
 
-bench-scale: $(BENCH)  ## measure how text is prepared and read, 10 and 100 MB: 15 minutes
+bench-scale: $(BENCH)  ## measure how 100 MB of text are prepared and read: half an hour
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 receipt: $(TESTS)  ## write docs/receipt.json, of the first run of the figure of README.md: a minute

@@ -1,6 +1,6 @@
 """Compares a baked project with other ways to train, on the same work.
 
-    make bench                                       # in the template: a table, a plot, a .json
+    make bench                                       # in the template: a table, a .json
     python benchmarks/compare.py --sizes small --rounds 2 --steps 5
 
 The peers are those of peers.py. A process of each waits while another one trains: a round lets
@@ -17,13 +17,15 @@ import os
 import platform
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 import work
 from peers import PEERS
@@ -31,7 +33,7 @@ from work import SIZES, Size, Work
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
+PACKAGES = "torch accelerate transformers tokenizers lightning datasets trl".split()
 PLAIN, BAKED = "plain loop", "baked project"
 # Prepares the data, as train.py would, and saves the rows and the order of the samples.
 PREPARE = """
@@ -124,13 +126,14 @@ def free_port() -> int:
 # ---- The work ------------------------------------------------------------------------------------
 
 
-def bake(folder: Path, **answers: str) -> Path:
-    """A project of the default answers but for these."""
+def bake(folder: Path, sources: Path = HERE.parent, **answers: str) -> Path:
+    """A project of the default answers but for these, by the template of a checkout."""
     from cookiecutter.main import cookiecutter
 
+    say("baking a project")
     elsewhere = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
     template = shutil.ignore_patterns(".git", ".venv", "demo", "runs", "__pycache__", ".*_cache")
-    shutil.copytree(HERE.parent, folder / "template", ignore=template)
+    shutil.copytree(sources, folder / "template", ignore=template)
     return Path(
         cookiecutter(
             str(folder / "template"),
@@ -197,19 +200,25 @@ def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps:
             output = f"{todo.output}/{peer}-{processes}"
             todo_here = Work(todo.size, todo.project, todo.data, output)
             runs[peer] = Run(peer, todo_here, processes, todo.size.counted)
-            found[peer] = {**count(runs[peer]), "seconds": [], "cpu": []}
+            found[peer] = count(runs[peer])
         check_same_work(found, todo.size.counted)
-        for number in range(rounds):
-            say(f"{name}, {processes} x CPU: round {number + 1} of {rounds}")
-            for peer in peers[number % len(peers) :] + peers[: number % len(peers)]:
-                runs[peer].train(1)  # its data comes back into the caches
-                timed = runs[peer].train(steps)
-                found[peer]["seconds"].append(timed["seconds"])
-                found[peer]["cpu"].append(timed["cpu"])
+        take_turns(runs, found, f"{name}, {processes} x CPU", rounds, steps)
     finally:
         for run in runs.values():
             run.end()
     return found
+
+
+def take_turns(runs: dict[str, Run], found: dict[str, dict], name: str, rounds: int, steps: int):
+    """Adds to what was found of each run its seconds and CPU seconds a step in each round."""
+    names = [*runs]
+    for number in range(rounds):
+        say(f"{name}: round {number + 1} of {rounds}")
+        for each in names[number % len(names) :] + names[: number % len(names)]:
+            runs[each].train(1)  # its data comes back into the caches
+            timed = runs[each].train(steps)
+            for clock, seconds in timed.items():
+                found[each].setdefault(clock, []).append(seconds)
 
 
 def say(text: str) -> None:
@@ -221,22 +230,10 @@ def say(text: str) -> None:
 # ---- Showing -------------------------------------------------------------------------------------
 
 
-def middle(values: list[float]) -> tuple[float, float, float]:
-    """Median, and the range of the middle half."""
-    if len(values) < 3:
-        return statistics.median(values), min(values), max(values)
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+def ratios(values: list[float], others: list[float]) -> tuple[float, float, float]:
+    """Of the ratios within a round the median, and the range of the middle half."""
+    low, median, high = np.percentile(np.divide(values, others), [25, 50, 75]).tolist()
     return median, low, high
-
-
-def summarise(found: dict[str, dict]) -> None:
-    """Adds to each peer the ratios to the plain loop of the same round, and its time of a step."""
-    plain = found[PLAIN]
-    for peer in found.values():
-        for each in ("seconds", "cpu"):
-            ratios = [a / b for a, b in zip(peer[each], plain[each], strict=True)]
-            peer[f"{each}_ratio"] = middle(ratios)
-        peer["step_ms"] = 1e3 * statistics.median(peer["seconds"])
 
 
 def describe(report: dict) -> str:
@@ -249,12 +246,14 @@ def describe(report: dict) -> str:
     for processes, sizes in report["steps"].items():
         for peer in report["peers"]:
             row = [peer, processes]
-            for found in (size[peer] for size in sizes.values()):
-                ratio, low, high = found["seconds_ratio"]
-                row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
-                row.append(f"{found['cpu_ratio'][0]:.3f}")
+            for found in sizes.values():
+                mine, plain = found[peer], found[PLAIN]
+                ratio, low, high = ratios(mine["seconds"], plain["seconds"])
+                row.append(f"{1e3 * median(mine['seconds']):.1f}")
+                row.append(f"{ratio:.3f} ({low:.3f} to {high:.3f})")
+                row.append(f"{ratios(mine['cpu'], plain['cpu'])[0]:.3f}")
             rows.append(row)
-    return f"{markdown(columns, rows)}\n\n{about(report)}"
+    return markdown(columns, rows)
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
@@ -280,34 +279,6 @@ def write_page(command: str, text: str) -> None:
     PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
-def plot(report: dict, file: Path) -> None:
-    """A panel for each size and number of processes: the time of a step, as ratios."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [(p, name) for name in report["sizes"] for p in report["steps"]]
-    shape = {"figsize": (2.2 + 2.2 * len(panels), 2.4), "sharey": True, "squeeze": False}
-    figure, axes = pyplot.subplots(1, len(panels), layout="constrained", **shape)
-    peers = report["peers"][::-1]
-    for axis, (processes, name) in zip(axes[0], panels, strict=True):
-        found = report["steps"][processes][name]
-        for place, peer in enumerate(peers):
-            median, low, high = found[peer]["seconds_ratio"]
-            color = "#c2410c" if peer == BAKED else "#475569"
-            axis.plot([low, high], [place, place], color=color, linewidth=2, alpha=0.5)
-            axis.plot(median, place, "o", color=color)
-            axis.text(median, place + 0.15, f"{median:.2f}", ha="center", fontsize=8, color=color)
-        axis.axvline(1, color="#94a3b8", linewidth=0.8, zorder=0)
-        axis.set_yticks(range(len(peers)), peers)
-        axis.set_ylim(-0.6, len(peers) - 0.3)
-        axis.margins(x=0.2)
-        axis.set_title(f"{name} step, {processes} x CPU", fontsize=9)
-    figure.supxlabel("time of a step / plain loop", fontsize=9)
-    figure.savefig(file, dpi=150)
-
-
 def about_machine() -> dict:
     """Processor, versions and date."""
     model = platform.processor() or platform.machine()
@@ -323,10 +294,29 @@ def about_machine() -> dict:
     return {"device": f"{model}, {os.cpu_count()} cores", "versions": found, "date": date}
 
 
-def publish(report: dict, describe: Callable, asked: argparse.Namespace, command: str) -> None:
-    """Prints the tables, and writes them to the .json, and if that is asked for to the page."""
+# ---- A program -----------------------------------------------------------------------------------
+
+
+def parser_of(about: str, name: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark, with the flags that all have."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("--name", default=name, help="name of the file of results")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
+    return parser
+
+
+def publish(asked: argparse.Namespace, command: str, measure: Callable, describe: Callable) -> None:
+    """Calls measure(asked, folder) for what it adds to a report; prints the report's tables, and
+    writes it to the .json, and if that is asked for the tables to the page."""
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    report: dict = {**about_machine(), "load": [os.getloadavg()[0]]}
+    try:
+        report |= measure(asked, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     report["load"].append(os.getloadavg()[0])
-    text, path = describe(report), asked.output / f"{asked.name}.json"
+    text, path = f"{describe(report)}\n\n{about(report)}", asked.output / f"{asked.name}.json"
     say("")
     print(text)
     asked.output.mkdir(parents=True, exist_ok=True)
@@ -336,38 +326,25 @@ def publish(report: dict, describe: Callable, asked: argparse.Namespace, command
         write_page(command, text)
 
 
+def measure(asked: argparse.Namespace, folder: Path) -> dict:
+    peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
+    project, found = bake(folder), {processes: {} for processes in asked.processes}
+    for name in asked.sizes:
+        size, todo = SIZES[name], prepare(project, SIZES[name], folder / name)
+        rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
+        for processes in asked.processes:
+            found[processes][name] = time_steps(todo, peers, int(processes), rounds, steps)
+    return {"peers": peers, "sizes": asked.sizes, "steps": found}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "cpu")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
     parser.add_argument("--processes", nargs="+", choices=("1", "2"), default=["1", "2"])
     parser.add_argument("--rounds", type=int, help="instead of those of work.py")
     parser.add_argument("--steps", type=int, help="steps in a round, likewise")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
-    parser.add_argument("--name", default="cpu", help="name of the files of results")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
-    asked = parser.parse_args()
-    peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
-    report: dict = {**about_machine(), "load": [os.getloadavg()[0]], "peers": peers}
-    report |= {"sizes": asked.sizes, "steps": {n: {} for n in asked.processes}}
-    try:
-        say("baking a project")
-        project = bake(folder)
-        todo = {}
-        for name in asked.sizes:
-            todo[name] = prepare(project, SIZES[name], folder / name)
-        for name in asked.sizes:
-            for processes in asked.processes:
-                size = SIZES[name]
-                rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
-                found = time_steps(todo[name], peers, int(processes), rounds, steps)
-                summarise(found)
-                report["steps"][processes][name] = found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    publish(report, describe, asked, "make bench")
-    plot(report, asked.output / f"{asked.name}.png")
+    publish(parser.parse_args(), "make bench", measure, describe)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ gets the project's micro-batches, in its order. Losses, rewards and gradient nor
 """
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
+
+import compare
 
 PAIRS, MICRO, RATE, STEPS, LOSSES = 32, 8, 5e-5, 10, ("sigmoid", "ipo")
 NONE = "--eval_every 0 --save_every 0 --tracker none".split()
@@ -43,11 +45,8 @@ def run_ours(loss: str, file: Path) -> None:
     task.pair_losses, output = recorded, file.with_suffix("")
     where = ["--task.loss_type", loss, "--output_dir", str(output)]
     sys.argv = ["train.py", *OURS.split(), *NONE, *where]
-    try:
+    with contextlib.suppress(SystemExit):
         runpy.run_path("train.py", run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     found = {
         name: [each[name] for each in lines if "loss" in each] for name in ("loss", "grad_norm")
@@ -125,49 +124,37 @@ def difference(ours: dict, theirs: dict, name: str) -> str:
     return f"{float((own - other).abs().max() / other.abs().max()):.1e}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--name", default="dpo", help="of the .json")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--docs", action="store_true", help="write the table into the page")
-    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # of the program: loss, file
-    asked = parser.parse_args()
-    if asked.process:
-        loss, file = asked.process[0], Path(asked.process[1])
-        if file.stem == "ours":
-            return run_ours(loss, file)
-        return run_trl(loss, file, torch.load(file.with_name("ours.pt"))["batches"])
+def measure(asked: argparse.Namespace, folder: Path) -> dict:
+    """For each loss the differences, each side in a process of its own."""
+    project, rows = compare.bake(folder, task="preference"), []
+    env = compare.environment()
 
-    import trl
+    def run(*words: object) -> None:
+        subprocess.run([sys.executable, *map(str, words)], cwd=project, env=env, check=True)
 
-    import compare
+    run("train.py", *BASE)
+    for loss in LOSSES:
+        files = [folder / loss / name for name in ("ours.pt", "trl.pt")]
+        files[0].parent.mkdir()
+        for file in files:
+            run(__file__, loss, file)
+        both = [torch.load(file) for file in files]
+        rows.append([loss, *(difference(*both, name) for name in ("loss", "rewards", "grad_norm"))])
+    return {"rows": rows}
 
-    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "rows": []}
-    report["versions"]["trl"] = trl.__version__
-    with tempfile.TemporaryDirectory() as folder:
-        project = compare.bake(Path(folder), task="preference")
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        env = compare.environment(PYTHONPATH=os.pathsep.join(paths))
 
-        def run(*words: object) -> None:
-            subprocess.run([sys.executable, *map(str, words)], cwd=project, env=env, check=True)
-
-        run("train.py", *BASE)
-        for loss in LOSSES:
-            files = [Path(folder, loss, name) for name in ("ours.pt", "trl.pt")]
-            files[0].parent.mkdir()
-            for file in files:
-                run(__file__, "--process", loss, file)
-            both = [torch.load(file) for file in files]
-            differences = [difference(*both, name) for name in ("loss", "rewards", "grad_norm")]
-            report["rows"].append([loss, *differences])
-
-    def describe(report: dict) -> str:
-        columns = ["loss", "difference of losses", "of rewards", "of gradient norms"]
-        return f"{compare.markdown(columns, report['rows'])}\n\n{compare.about(report)}"
-
-    compare.publish(report, describe, asked, "python benchmarks/dpo_trl.py")
+def describe(report: dict) -> str:
+    columns = ["loss", "difference of losses", "of rewards", "of gradient norms"]
+    return compare.markdown(columns, report["rows"])
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] and sys.argv[1] in LOSSES:  # a process of measure()
+        loss, file = sys.argv[1], Path(sys.argv[2])
+        if file.stem == "ours":
+            run_ours(loss, file)
+        else:
+            run_trl(loss, file, torch.load(file.with_name("ours.pt"))["batches"])
+    else:
+        asked = compare.parser_of(__doc__, "dpo").parse_args()
+        compare.publish(asked, "python benchmarks/dpo_trl.py", measure, describe)

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -50,7 +49,7 @@ GOAL = "baked, 16 x 4"  # at least 0.55 of the peak; the goal is 0.6
 class Speed:
     """One way to train the model of 1.08 B parameters."""
 
-    peer: str  # a name of PEERS, below
+    peer: str  # plain, trainer or baked
     micro_batch: int = 8  # samples
     accumulation: int = 1
     compile: bool = True
@@ -255,7 +254,7 @@ def speed(here: Place, name: str) -> Iterator[Row]:
     if not kept.exists():
         kept.write_text(compare.prepare(here.project, size, here.project / "data").to_json())
     output = tempfile.mkdtemp(dir=here.project)
-    size = replace(size, batch=row.micro_batch * row.accumulation)
+    size = replace(size, batch=row.micro_batch * row.accumulation, micro_batches=row.accumulation)
     todo = replace(Work.from_json(kept.read_text()), size=size, output=output)
     env = {"BENCH_WORK": todo.to_json(), "BENCH_ROW": json.dumps(asdict(row))}
     here.launch(__file__, hardware=row.hardware, **env)
@@ -287,59 +286,29 @@ CHECKS: dict[str, tuple] = {
 # ---- A process that is timed ---------------------------------------------------------------------
 
 
-def plain(row: Speed, todo: Work) -> None:
-    """A loop in PyTorch alone, in bf16 on a GPU."""
-    import torch
-    from torch.utils.data import DataLoader
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = work.build_model(todo.size).to(device)
-    optimizer = work.build_optimizer(model)
-    forward = torch.compile(model) if row.compile else model
-    bf16 = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    dataset = work.build_dataset(todo)
-    loader = DataLoader(dataset, batch_size=row.micro_batch, pin_memory=device == "cuda")
-    for turn, batch in enumerate(loader, 1):
-        batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-        with bf16:
-            loss = forward(**batch)["loss"]
-        (loss / row.accumulation).backward()
-        if turn % row.accumulation == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def trainer(row: Speed, todo: Work) -> None:
-    """Trainer of transformers, in bf16 on a GPU."""
-    import torch
-
+def train(row: Speed, todo: Work) -> None:
+    """A peer of peers.py, in bf16 on a GPU."""
     import peers
 
-    size = replace(todo.size, batch=row.micro_batch * row.accumulation)
-    size = replace(size, micro_batches=row.accumulation)
-    gpu = torch.cuda.is_available()
-    peers.trainer(replace(todo, size=size), use_cpu=not gpu, bf16=gpu, torch_compile=row.compile)
+    if row.peer == "plain":
+        peers.plain(todo, "cuda" if on_gpu() else "cpu", row.compile)
+    elif row.peer == "trainer":
+        peers.trainer(todo, use_cpu=not on_gpu(), bf16=on_gpu(), torch_compile=row.compile)
+    else:
+        peers.baked(todo, compile=str(row.compile).lower(), **row.flags)
 
 
-def baked(row: Speed, todo: Work) -> None:
-    """train.py of a baked project."""
-    os.chdir(todo.project)
-    sys.path[0] = todo.project
-    changes = {"compile": str(row.compile).lower(), "micro_batch_size": row.micro_batch}
-    words = work.flags(todo.size, **changes, **row.flags)
-    sys.argv = ["train.py", *words, "--output_dir", f"{todo.output}/run"]
-    runpy.run_path("train.py", run_name="__main__")
+def on_gpu() -> bool:
+    import torch
 
-
-PEERS = {"plain": plain, "trainer": trainer, "baked": baked}
+    return torch.cuda.is_available()
 
 
 def measure(row: Speed, todo: Work):
     """Times steps; it yields before each micro-batch, and at the end leaves the process."""
     import torch
 
-    gpu, size = torch.cuda.is_available(), todo.size
+    gpu, size = on_gpu(), todo.size
 
     def now() -> float:
         if gpu:
@@ -368,7 +337,7 @@ def peak() -> float:
 
     from samestep.report.peaks import PEAKS
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = torch.cuda.get_device_name() if on_gpu() else ""
     known = [numbers[2] for card, numbers in PEAKS.items() if name and card in name]
     if known and known[0]:
         return known[0] * 1e12
@@ -390,7 +359,7 @@ def worker() -> None:
 
     row, todo = Speed(**json.loads(os.environ["BENCH_ROW"])), Work.read()
     clock.attach(measure(row, todo))
-    PEERS[row.peer](row, todo)
+    train(row, todo)
 
 
 # ---- The table -----------------------------------------------------------------------------------

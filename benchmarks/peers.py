@@ -18,8 +18,8 @@ import work
 from work import Work
 
 
-def plain(todo: Work) -> None:
-    """A loop in PyTorch alone."""
+def plain(todo: Work, device: str = "cpu", compiled: bool = False) -> None:
+    """A loop in PyTorch alone; in bf16 on a GPU."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -27,19 +27,23 @@ def plain(todo: Work) -> None:
     from torch.utils.data import DataLoader, DistributedSampler
 
     model, dataset, sampler = work.build_model(todo.size), work.build_dataset(todo), None
-    optimizer = work.build_optimizer(model)
+    on_gpu = device == "cuda"
+    optimizer = work.build_optimizer(model.to(device))
+    forward = torch.compile(model) if compiled else model
     if todo.processes > 1:
         dist.init_process_group("gloo")
-        model = DistributedDataParallel(model)
+        forward = model = DistributedDataParallel(model)
         sampler = DistributedSampler(dataset, shuffle=False)
-    loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
+    loader = DataLoader(dataset, todo.micro_batch, sampler=sampler, pin_memory=on_gpu)
     losses, micro_batches = [], todo.size.micro_batches
     with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
         for number, batch in enumerate(loader, 1):
             last = number % micro_batches == 0
             alone = nullcontext() if last or todo.processes == 1 else model.no_sync()
+            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
             with alone:
-                loss = model(**batch)["loss"] / micro_batches
+                with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+                    loss = forward(**batch)["loss"] / micro_batches
                 loss.backward()
             losses.append(loss.detach())
             if not last:
@@ -185,11 +189,11 @@ def training(todo: Work) -> None:
                 file.flush()
 
 
-def baked(todo: Work) -> None:
+def baked(todo: Work, **changes) -> None:
     """train.py of a baked project, unchanged."""
     os.chdir(todo.project)
     sys.path[0] = todo.project
-    flags = work.flags(todo.size, micro_batch_size=todo.micro_batch)
+    flags = work.flags(todo.size, micro_batch_size=todo.micro_batch, **changes)
     flags += ["--output_dir", f"{todo.output}/run", *os.environ.get("BENCH_FLAGS", "").split()]
     sys.argv = ["train.py", *flags]
     runpy.run_path("train.py", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Measures how a baked project's throughput grows with the number of devices, and draws it.
+"""Measures how a baked project's throughput grows with the number of devices.
 
     make bench-scaling                                           # in the template: CPU processes
     python benchmarks/scaling.py --hardware multi_gpu_bf16 --processes 1 2 4 8 --micro_batch 32
@@ -17,14 +17,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 
 import compare
-from compare import HERE, say
+from compare import say
 
-KINDS = {"strong": "the same step", "weak": "a step as large as the devices are many"}
+KINDS = ("strong", "weak")
 WARM = 2  # lines of metrics that do not count
 
 
@@ -68,23 +67,15 @@ def rows_of(found: dict[str, dict[int, list[float]]]) -> list[dict]:
     for kind, by_number in found.items():
         first = min(by_number)
         for number, speeds in by_number.items():
-            ratios = [a / b * first for a, b in zip(speeds, by_number[first], strict=True)]
-            middle, low, high = compare.middle(ratios)
-            rows.append(
-                {
-                    "scaling": kind,
-                    "devices": number,
-                    "items/s": median(speeds),
-                    "speed-up": middle,
-                    "range": [low, high],
-                    "efficiency": middle / number,
-                }
-            )
+            row = {"scaling": kind, "devices": number, "items/s": median(speeds)}
+            speed_up = [first * each for each in compare.ratios(speeds, by_number[first])]
+            row |= {"speed-up": speed_up[0], "range": speed_up[1:]}
+            rows.append({**row, "efficiency": speed_up[0] / number})
     return rows
 
 
 def describe(report: dict) -> str:
-    """A table in Markdown, and a sentence about the machine."""
+    """A table in Markdown."""
     cells = []
     for row in report["rows"]:
         low, high = row["range"]
@@ -92,56 +83,31 @@ def describe(report: dict) -> str:
         line = [row["scaling"], row["devices"], f"{row['items/s']:,.0f}", speed_up]
         cells.append([*line, f"{row['efficiency']:.0%}"])
     columns = ["scaling", "devices", "items in the loss/s", "speed-up", "efficiency"]
-    return f"{compare.markdown(columns, cells)}\n\n{compare.about(report)}"
+    return compare.markdown(columns, cells)
 
 
-def draw(rows: list[dict], path: Path, title: str) -> None:
-    """The speed-up of both kinds over the devices, beside the line of an ideal machine."""
-    import matplotlib.pyplot as plt
-
-    numbers = sorted({row["devices"] for row in rows})
-    figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    axes.plot(numbers, numbers, color="0.6", linestyle="--", label="ideal")
-    for kind, text in KINDS.items():
-        own = [row for row in rows if row["scaling"] == kind]
-        speed_up = [row["speed-up"] for row in own]
-        axes.plot([row["devices"] for row in own], speed_up, "o-", label=f"{kind}: {text}")
-    axes.set(xlabel="devices", ylabel="speed-up", xticks=numbers, title=title)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+def measure(asked: argparse.Namespace, folder: Path) -> dict:
+    project = compare.bake(folder)
+    found: dict[str, dict] = {kind: {number: [] for number in asked.processes} for kind in KINDS}
+    for number in range(asked.rounds):
+        for kind, processes in ((k, p) for p in asked.processes for k in KINDS):
+            say(f"round {number + 1} of {asked.rounds}: {kind}, {processes}")
+            speed = throughput(project, asked, kind, processes)
+            found[kind][processes].append(speed)
+    settings = {n: value for n, value in vars(asked).items() if n not in ("output", "name", "docs")}
+    return {"asked": settings, "rows": rows_of(found)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = compare.parser_of(__doc__, "scaling")
     parser.add_argument("--hardware", default="cpu_multi", help="a YAML of configs/accelerate")
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--batch", type=int, default=64, help="samples of a step, on one device")
     parser.add_argument("--micro_batch", type=int, default=8, help="samples at once")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
-    parser.add_argument("--name", default="scaling", help="name of the files of results")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/")
     asked, asked.flags = parser.parse_known_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
-    found: dict[str, dict] = {kind: {number: [] for number in asked.processes} for kind in KINDS}
-    settings = {n: value for n, value in vars(asked).items() if n not in ("output", "name", "docs")}
-    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "asked": settings}
-    try:
-        say("baking a project")
-        project = compare.bake(folder)
-        for number in range(asked.rounds):
-            for kind, processes in ((k, p) for p in asked.processes for k in KINDS):
-                say(f"round {number + 1} of {asked.rounds}: {kind}, {processes}")
-                speed = throughput(project, asked, kind, processes)
-                found[kind][processes].append(speed)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report["rows"] = rows_of(found)
-    compare.publish(report, describe, asked, "make bench-scaling")
-    draw(
-        report["rows"], asked.output / f"{asked.name}.png", f"{asked.hardware}: {report['device']}"
-    )
+    compare.publish(asked, "make bench-scaling", measure, describe)
 
 
 if __name__ == "__main__":

@@ -7,80 +7,69 @@ Both runs compute the same micro-batches, and wait for their turns as in compare
 """
 
 import argparse
-import os
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import compare
-from compare import BAKED, HERE, Run, say
+from compare import BAKED, Run
 from work import SIZES, Work
 
 MICRO_BATCH = 2  # samples
 COLUMNS = ["step", "processes", "ms a step", "with exact", "wall time", "CPU time"]
 
 
-def measure(todo: Work, processes: int, rounds: int, steps: int) -> dict:
-    """The times of each round, and a row of the table."""
+def time_exact(todo: Work, processes: int, rounds: int, steps: int) -> dict[str, dict]:
+    """For `exact` false and true: seconds and CPU seconds a step in each round."""
     size = replace(todo.size, micro_batches=todo.size.batch // MICRO_BATCH // processes)
     name, runs = Path(todo.output).name, {}
-    found: dict[str, list[dict]] = {"false": [], "true": []}
+    found: dict[str, dict] = {"false": {}, "true": {}}
     try:
         for exact in found:
             here = replace(todo, size=size, output=f"{todo.output}/{processes}-{exact}")
             runs[exact] = Run(BAKED, here, processes, BENCH_FLAGS=f"--exact={exact}")
         for run in runs.values():
             run.train(3)
-        for number in range(rounds):
-            say(f"{name}, {processes} x CPU: round {number + 1} of {rounds}")
-            for exact in sorted(runs, reverse=number % 2):
-                runs[exact].train(1)  # its data comes back into the caches
-                found[exact].append(runs[exact].train(steps))
+        compare.take_turns(runs, found, f"{name}, {processes} x CPU", rounds, steps)
     finally:
         for run in runs.values():
             run.end()
-    pairs = list(zip(found["false"], found["true"], strict=True))
-    wall, cpu = (
-        compare.middle([b[each] / a[each] for a, b in pairs]) for each in ("seconds", "cpu")
-    )
-    row = [name, processes]
-    for exact in found:
-        row.append(f"{1e3 * median(each['seconds'] for each in found[exact]):.1f}")
-    row += ["{:.3f} ({:.3f} to {:.3f})".format(*wall), f"{cpu[0]:.3f}"]
-    return {"row": row, "rounds": found}
+    return found
+
+
+def measure(asked: argparse.Namespace, folder: Path) -> dict:
+    project, found = compare.bake(folder), {}
+    for name in asked.sizes:
+        todo, steps = compare.prepare(project, SIZES[name], folder / name), SIZES[name].steps
+        found[name] = {
+            processes: time_exact(todo, processes, asked.rounds, asked.steps or steps)
+            for processes in asked.processes
+        }
+    return {"measured": found}
 
 
 def describe(report: dict) -> str:
-    """A table in Markdown, and a sentence about the machine."""
-    rows = [each["row"] for each in report["measured"]]
-    return f"{compare.markdown(COLUMNS, rows)}\n\n{compare.about(report)}"
+    """A row for each size and number of processes."""
+    rows = []
+    for name, by_processes in report["measured"].items():
+        for processes, found in by_processes.items():
+            plain, exact = found["false"], found["true"]
+            row = [name, processes]
+            row += [f"{1e3 * median(each['seconds']):.1f}" for each in (plain, exact)]
+            wall = compare.ratios(exact["seconds"], plain["seconds"])
+            row.append("{:.3f} ({:.3f} to {:.3f})".format(*wall))
+            row.append(f"{compare.ratios(exact['cpu'], plain['cpu'])[0]:.3f}")
+            rows.append(row)
+    return compare.markdown(COLUMNS, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = compare.parser_of(__doc__, "steps")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, help="steps in a round")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
-    parser.add_argument("--name", default="steps", help="name of the file of results")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/")
-    asked = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
-    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "measured": []}
-    try:
-        say("baking a project")
-        project = compare.bake(folder)
-        for name in asked.sizes:
-            todo = compare.prepare(project, SIZES[name], folder / name)
-            for processes in asked.processes:
-                steps = asked.steps or SIZES[name].steps
-                report["measured"].append(measure(todo, processes, asked.rounds, steps))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    compare.publish(report, describe, asked, "make bench-steps")
+    compare.publish(parser.parse_args(), "make bench-steps", measure, describe)
 
 
 if __name__ == "__main__":
