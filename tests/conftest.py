@@ -5,6 +5,7 @@ import compileall
 import contextlib
 import csv
 import functools
+import gzip
 import hashlib
 import importlib
 import importlib.util
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import filelock
@@ -444,42 +444,18 @@ def train_module(task):
         del sys.modules["task"], sys.modules["train"]
 
 
-def unprivileged(function):
-    """Calls a function in a child that is not root; what it gives, or the text of its ValueError.
-
-    Called by root, whom no permissions stop.
-    """
-    ThreadPool(1).close()  # imports what a child that is not root may not find
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.setuid(65534)
-            answer = [str(function()), ""]
-        except ValueError as error:
-            answer = ["", str(error)]
-        except BaseException as error:
-            answer = ["", f"{type(error)}: {error}"]
-        os.write(writer, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        answer = json.loads(pipe.read())
-    os.waitpid(child, 0)
-    return answer
-
-
-def open_to_all(path):
-    """Lets everybody pass through the folders above, which pytest keeps to their owner."""
-    for folder in path.parents:
-        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
-
-
 def write_table(folder, rows, kind="jsonl", name="rows"):
-    """Rows, given as dictionaries, as a file of this kind: jsonl, csv, tsv or parquet."""
+    """Rows, given as dictionaries, as a file of this kind: jsonl, json, csv, tsv, also with .gz, or
+    parquet."""
     path = folder / f"{name}.{kind}"
-    if kind == "jsonl":
+    if kind.endswith(".gz"):
+        plain = write_table(folder, rows, kind.removesuffix(".gz"), name)
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+    elif kind == "jsonl":
         path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
     elif kind == "parquet":
         import pyarrow as pa
         import pyarrow.parquet

@@ -75,8 +75,6 @@ SEPARATORS = {
 @pytest.fixture(params=SEPARATORS)
 def separating(request):
     """A BPE of English and of Chinese without spaces, and such a text."""
-    from transformers import PreTrainedTokenizerFast
-
     draw, signs = random.Random(0), [chr(0x4E00 + i) for i in range(300)]
     chinese = "".join(draw.choices([*signs, "，", "。\n"], [*[1] * 300, 15, 2], k=20_000))
     english = (ROOT / "templates/causal_lm/task.py").read_text()[:12_000]
@@ -119,14 +117,6 @@ PROMPTS = [
     {"prompt": f"What is {i} times {i}? ", "completion": "x" * (1 + 7 * i % 23) + f" {i * i}"}
     for i in range(60)
 ]
-CHATS = [
-    {"messages": [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{i} and 1?"},
-        {"role": "assistant", "content": f"that is {i + 1}"}, {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes" + "!" * (i % 7)},
-    ]}
-    for i in range(60)
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -194,8 +184,6 @@ def test_completions_alone_are_learnt_and_every_one_of_them(pack):
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     """Its own bos, eos and pad, with a template of this run or none."""
-    from transformers import PreTrainedTokenizerFast
-
     bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
@@ -205,31 +193,6 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
         made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template)
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
-    chats = [row["messages"] for row in CHATS]
-    rows = [{"talk": json.dumps(chat) if kind == "csv" else chat} for chat in chats]
-    found = texts_and_learnt(*pack(rows, kind, messages_column="talk"))
-    assert len(found) == 57
-    for text, learnt in found:
-        assert text.startswith("System: Be brief.\nUser: ")
-        number = int(text.split("User: ")[1].split()[0])
-        answers = f"that is {number + 1}", f"yes{'!' * (number % 7)}"
-        assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
-
-
-def test_best_fit_wastes_less_than_a_hundredth(pack):
-    draw = random.Random(0).randint
-    rows = [
-        {"prompt": "ask " * draw(1, 20), "completion": "tell " * draw(1, 60)} for _ in range(500)
-    ]
-    _, batch = pack(rows, context_length=256)
-    lengths = [len(inputs) for inputs, _ in segments(batch)]
-    assert len(lengths) > 400
-    assert sum(lengths) / batch["labels"].numel() > 0.99
-    assert sum(lengths) / (len(lengths) * max(lengths)) < 0.6  # each padded to the longest
 
 
 @pytest.mark.parametrize("policy", ["split", "truncate"])
@@ -256,16 +219,17 @@ OWN = (
 
 
 def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_path):
-    text, learnt = texts_and_learnt(*pack(CHATS, template="\ufeff" + OWN))[0]
-    assert text.startswith("<system>Be brief.<user>") and learnt.startswith("that is ")
+    rows = [chat(f"{i} and 1?", f"that is {i + 1}") for i in range(60)]
+    text, learnt = texts_and_learnt(*pack(rows, template="\ufeff" + OWN))[0]
+    assert text.startswith("<user>") and learnt.startswith("that is ")
     for template, said in (
         ("{{ messages | length }}" + OWN, "does not begin with what the template gives"),
         ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
         ("{% for %}", "Expected"),
     ):
-        text = refusal(kit, config(CHATS, **write_template(tmp_path, template)))
+        text = refusal(kit, config(rows, **write_template(tmp_path, template)))
         assert text.startswith("task.chat_template") and said in text
-    text = refusal(kit, config(CHATS, chat_template=str(tmp_path / "none.jinja")))
+    text = refusal(kit, config(rows, chat_template=str(tmp_path / "none.jinja")))
     assert text.startswith("task.chat_template") and "no file" in text
 
 
@@ -351,6 +315,10 @@ FORMS = {
             {"from": "gpt", "value": f"{i}!"},
         ]},
         {}, "System: Be brief.\nUser: N?",
+    ),
+    "messages by another name": (
+        lambda i: {"talk": [{"role": "system", "content": "Brief."}, *twice(i)["messages"][2:]]},
+        {"messages_column": "talk"}, "System: Brief.\nUser: No?",
     ),
     "alpaca": (
         lambda i: {"instruction": "Repeat.", "input": f"{i}?", "output": f"{i}!", "text": "x"},

@@ -26,16 +26,8 @@ def decay(optimizer, **more):
 
 SCHEDULERS = {
     "LambdaLR": lambda o: rates.LambdaLR(o, lambda epoch: 0.95**epoch),
-    "MultiplicativeLR": lambda o: rates.MultiplicativeLR(o, lambda epoch: 0.95),
-    "StepLR": lambda o: rates.StepLR(o, 3, 0.5),
     "MultiStepLR": lambda o: rates.MultiStepLR(o, [3, 7, 7, 12], 0.5),
-    "ConstantLR": lambda o: rates.ConstantLR(o, 0.5, 4),
-    "LinearLR": lambda o: rates.LinearLR(o, 0.1, 1, 10),
-    "ExponentialLR": lambda o: rates.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: rates.PolynomialLR(o, 12, 2),
-    "CosineAnnealingLR": lambda o: rates.CosineAnnealingLR(o, 20),
     "CosineAnnealingWarmRestarts": lambda o: rates.CosineAnnealingWarmRestarts(o, 5, 2),
-    "CyclicLR": lambda o: rates.CyclicLR(o, 0.01, 0.1, 4),
     "CyclicLR, exp_range": lambda o: rates.CyclicLR(o, 0.01, 0.1, 4, mode="exp_range", gamma=0.99),
     "OneCycleLR": lambda o: rates.OneCycleLR(o, 0.1, total_steps=30),
     "SequentialLR": lambda o: rates.SequentialLR(
@@ -46,7 +38,6 @@ SCHEDULERS = {
     ),
     "ReduceLROnPlateau": lambda o: rates.ReduceLROnPlateau(o, patience=1),
     "SWALR": lambda o: SWALR(o, 0.01, 5),
-    "linear": lambda o: transformers.get_linear_schedule_with_warmup(o, 4, 20),
     "cosine": lambda o: transformers.get_cosine_schedule_with_warmup(o, 4, 20),
     "warmup_stable_decay": decay,
 }

@@ -2,8 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,8 +64,6 @@ def test_prepared_data_that_no_run_names_is_removed(tmp_path, monkeypatch, capsy
     manifest.parent.mkdir(parents=True)
     history = [{"step": 0, "prepared": "earlier"}, {"step": 3, "prepared": "kept"}]
     manifest.write_text(json.dumps({"prepared": "kept", "history": history}))
-    for name, target in (("now-c3d4", "now"), ("gone-e5f6", "gone")):  # of an earlier version
-        (tmp_path / "cache" / name).symlink_to(target)
     prepare.prune(tmp_path / "cache" / "now")
     left = {"now", "kept", "earlier", "other"}
     assert {path.name for path in (tmp_path / "cache").iterdir()} == left
@@ -90,28 +86,6 @@ def test_a_mistake_is_a_line(tiny, flags, said):
     result = tiny.run(*PREPARE, *flags, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
-
-
-def test_a_signal_stops_the_preparation_at_once(tiny):
-    program = """
-import task, time
-from samestep.programs import prepare
-
-def prepare_data(cfg):
-    print("begun", flush=True)
-    time.sleep(1000)
-
-task.prepare_data = prepare_data
-prepare.main()
-"""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env = tiny.env(PYTHONPATH=str(tiny.path))
-    with subprocess.Popen(["python", "-c", program], cwd=tiny.path, env=env, **pipes) as run:
-        assert run.stdout.readline() == "begun\n"
-        run.send_signal(signal.SIGTERM)
-        printed = run.communicate(timeout=300)
-        assert run.returncode == 75
-    assert printed[1].endswith("stopped before the first step; the same command starts again\n")
 
 
 SWALLOWED = """

@@ -3,12 +3,10 @@
 import gzip
 import itertools
 import json
-import os
 import pickle
 import shutil
 import types
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -16,7 +14,6 @@ import pyarrow.parquet
 import pytest
 import torch
 
-import hub
 from conftest import bake, digest, lines, load_task, prepare_task
 from samestep.core import batches
 from samestep.data import files
@@ -188,6 +185,17 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     assert len({shard for shard, _ in places}) >= LANES
 
 
+def test_chats_go_on_inside_of_a_shard(task, tmp_path):
+    fields, row = ROWS["chats"]
+    for number in range(6):
+        own = range(60 * number, 60 * number + 60)
+        write_rows(tmp_path / "rows" / f"part-{number}.jsonl", map(row, own))
+    _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "rows", context_length=64, **fields)
+    whole, share = steps_of(stream, "1", 0, 9), STEP // LANES
+    last = [whole[2][(lane + 1) * share - 1] for lane in range(LANES)]
+    assert steps_of(stream, "2", 0, 6, 3, last) == whole[3:]
+
+
 def test_sequences_are_those_of_the_texts(task, tmp_path):
     data = write_shards(tmp_path / "data", "jsonl", 3)
     cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
@@ -273,23 +281,18 @@ def test_a_store(task, tmp_path):
 
 
 def test_shards_are_known_by_their_names(task, tmp_path):
-    """Those for validation are evaluated on, those for a test are never read."""
-    import fsspec
-
+    """Those for validation are evaluated on, or one; those for a test are never read."""
     for names, wanted in [
-        ("train-0 train-1 validation-0 test-0", (["train-0", "train-1"], ["validation-0"])),
-        ("a b test-0", (["a"], ["b"])),
+        ("train-0 train-1 validation-0 test-0", [["train-0", "train-1"], ["validation-0"]]),
+        ("a b test-0", [["a"], ["b"]]),
     ]:
         folder = tmp_path / str(len(names))
-        folder.mkdir()
         for name in names.split():
-            (folder / f"{name}.jsonl").write_text('{"text": "x"}\n')
-        fsspec.filesystem("memory").put(str(folder), f"/{folder.name}", recursive=True)
-        for data in (str(folder), f"memory://{folder.name}"):
-            cfg = task.TaskConfig(data=data, streaming=True, validation_fraction=0.01)
-            parts = files.split_shards(cfg)[:2]
-            found = [[each.name.removesuffix(".jsonl") for each in part] for part in parts]
-            assert sorted(map(sorted, found)) == sorted(wanted)
+            write_rows(folder / f"{name}.jsonl", [{"text": "x"}])
+        cfg = task.TaskConfig(data=str(folder), streaming=True, validation_fraction=0.01)
+        train, held, _ = files.split_shards(cfg)
+        found = [[each.name.removesuffix(".jsonl") for each in part] for part in (train, held)]
+        assert sorted(found) == wanted
 
 
 def test_a_long_text_is_several(task, tmp_path):
@@ -351,32 +354,6 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     streamed.check_asked(output, 5)
 
 
-@pytest.mark.slow
-def test_chats_resume_inside_of_a_shard(tmp_path):
-    """On another number of processes."""
-    fields, row = ROWS["chats"]
-    project = bake(tmp_path, task="causal_lm", tracker="none")
-    (project.path / "rows").mkdir()
-    for number in range(6):
-        content = [json.dumps(row(n)) + "\n" for n in range(60 * number, 60 * number + 60)]
-        (project.path / "rows" / f"part-{number}.jsonl").write_text("".join(content))
-    flags = [*SMALL, "--task.data", "rows", "--task.context_length", 64]
-    for each, value in fields.items():
-        flags += [f"--task.{each}", value]
-    project.train(1, *flags, "--output_dir", "runs/whole")
-    runs = project.path / "runs"
-    first = "checkpoints/step-00000003"
-    shutil.copytree(runs / "whole" / first, runs / "again" / first)
-    project.train(2, *flags, "--output_dir", "runs/again", "--num_workers", 1)
-    keys = ("samples", "loss", "batch_hash")
-    found, wanted = (
-        [[e[k] for k in keys] for e in lines(runs / n, "loss")] for n in ("again", "whole")
-    )
-    assert found == wanted[3:]
-    weights = "model/model.safetensors"
-    assert (runs / "again" / weights).read_bytes() == (runs / "whole" / weights).read_bytes()
-
-
 SLOW = """
 import os, time, task
 plain = task.loss_sum
@@ -405,25 +382,6 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     assert one == two
     saved = [json.loads((tmp_path / run / SAVED).read_text())["lanes"] for run in ("one", "two")]
     assert saved[0] == saved[1]
-
-
-@pytest.mark.slow
-def test_shards_of_the_hub(streamed, tmp_path):
-    """The same as of a folder: hf:// is read by fsspec, as other stores are."""
-    shards_there = {f"texts/{p.name}": p.read_bytes() for p in (streamed.path / "texts").iterdir()}
-    (tmp_path / "model").mkdir()
-    url = f"hf://datasets/{hub.DATA}@{hub.COMMIT}/texts"
-    flags = [*FLAGS, "--task.data", url, "--output_dir", tmp_path / "run", "--num_workers", 1]
-    with mock.patch.dict(hub.FILES, shards_there), hub.serve(tmp_path / "model") as (address, _):
-        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
-        env |= {name: "" for name in os.environ if name.lower().endswith("_proxy")}
-        streamed.train(1, *flags, **env)
-    keys = ("loss", "batch_hash")
-    found, wanted = (
-        [[e[k] for k in keys] for e in lines(run, "loss")]
-        for run in (tmp_path / "run", streamed.path / "runs" / "whole")
-    )
-    assert found == wanted
 
 
 def write_rows(path, rows):
@@ -480,29 +438,23 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
     fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
     fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64, "rows": "chat"}
 
-    def read(wrong, **more):
-        cfg = task.TaskConfig(**fields, **more)
-        stream, _ = task.views(cfg, data)
-        path = stream.shards[0]
-        with open(path, "a") as file:
-            file.write(wrong + "\n")
-        try:
-            return [chat for block in stream.blocks(path) for chat in block["chat"]]
-        finally:
-            content = open(path).read().splitlines(keepends=True)[:60]
-            open(path, "w").writelines(content)
-
     data = prepare_task(task, task.TaskConfig(**fields))
+    stream, _ = task.views(task.TaskConfig(**fields), data)
+    path = Path(stream.shards[0])
+    content = path.read_text()
     for wrong, said in (
         ('{"conversations": [', "after line 60: Expecting value"),
         ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
         ('{"conversations": ["a"]}', "line 61: message 1 is 'a' but must be an object"),
     ):
+        path.write_text(f"{content}{wrong}\n")
         with pytest.raises(ValueError, match="task.data: .*part-.") as error:
-            read(wrong)
+            [*stream.blocks(str(path))]
         assert said in str(error.value)
+    path.write_text(content + '{"conversations": []}\n')
+    stream, _ = task.views(task.TaskConfig(**fields, incomplete_rows="skip"), data)
     capsys.readouterr()
-    assert len(read('{"conversations": []}', incomplete_rows="skip")) == 60
+    assert sum(len(block["chat"]) for block in stream.blocks(str(path))) == 60
     assert capsys.readouterr().out == ""  # each process that reads the shard would print it
 
 

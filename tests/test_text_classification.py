@@ -167,8 +167,8 @@ def bert(tmp_path_factory):
     return folder
 
 
-def save_gpt2(folder, bert, side, kind):
-    """A tiny GPT-2, or a Llama, whose positions are relative, with a tokenizer of this side."""
+def save_left_padded(folder, bert, kind):
+    """A tiny GPT-2, or a Llama, whose positions are relative."""
     sizes = {"vocab_size": 99, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
     config = {
         "gpt2": transformers.GPT2Config(n_embd=16, initializer_range=0.5, **sizes),
@@ -177,26 +177,23 @@ def save_gpt2(folder, bert, side, kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bert, padding_side=side)
-    tokenizer.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(bert, padding_side="left").save_pretrained(folder)
     return str(folder)
 
 
-@pytest.mark.parametrize("kind, side", [("gpt2", "right"), ("gpt2", "left"), ("llama", "left")])
 def test_padding_on_the_left_is_refused_where_positions_count_it(
-    kit, task, prepare, bert, tmp_path, kind, side
+    kit, task, prepare, bert, tmp_path
 ):
-    folder = save_gpt2(tmp_path / kind, bert, side, kind)
-    cfg, data, _ = prepare(kit.rows, model_name_or_path=folder, max_length=32)
-    if (kind, side) != ("gpt2", "left"):
+    for kind in ("llama", "gpt2"):
+        folder = save_left_padded(tmp_path / kind, bert, kind)
+        cfg, data, _ = prepare(kit.rows, model_name_or_path=folder, max_length=32)
+        if kind == "llama":
+            task.build_model(cfg, data)
+    with pytest.raises(ValueError, match="pads on the left, and the positions of a gpt2"):
         task.build_model(cfg, data)
-        return
-    with pytest.raises(ValueError) as error:
-        task.build_model(cfg, data)
-    assert "its tokenizer pads on the left, and the positions of a gpt2" in str(error.value)
 
 
-@pytest.mark.parametrize("kind, most", [("roberta", 62), ("mpnet", 62), ("bert", 64)])
+@pytest.mark.parametrize("kind, most", [("roberta", 62), ("bert", 64)])
 def test_a_text_has_no_more_tokens_than_there_are_positions(
     kit, config, bert, tmp_path, kind, most
 ):

@@ -54,9 +54,7 @@ def prune(kept: Path) -> None:
     for manifest in map(read_json_object, Path("runs").rglob("manifest.json")):
         named |= {each.get("prepared") for each in [manifest, *manifest.get("history", [])]}
     for folder in sorted(kept.parent.iterdir()):
-        if folder.is_symlink() and (kept.parent / folder.readlink()).parent == kept.parent:
-            folder.unlink()  # KEY-STAMP, of an earlier version
-        elif (folder / "prepared.json").is_file() and folder.name not in named:
+        if (folder / "prepared.json").is_file() and folder.name not in named:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             shutil.rmtree(folder)
             print_on_main(f"removed {folder}: {size / 1e6:,.1f} MB")
