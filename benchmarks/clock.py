@@ -8,13 +8,16 @@ to go on. A prefetched batch shifts the moment, not the time between two of them
 import itertools
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from work import Size
 
 aten = torch.ops.aten
 CPU_ATTENTION = {  # torch has no FLOP formula for the kernels of the CPU
@@ -95,8 +98,9 @@ def attach(steps: Iterator, micro_batches: int = 1) -> None:
     _BaseDataLoaderIter.__next__ = advance_and_fetch
 
 
-def install(attach: Callable = attach) -> None:
-    """Lets the pipes of BENCH_PIPES control this process: commands, answers."""
-    commands, answers = (int(number) for number in os.environ["BENCH_PIPES"].split(","))
-    counted = int(os.environ["BENCH_COUNT"])
-    attach(control(os.fdopen(commands), os.fdopen(answers, "w"), counted))
+def install(size: Size) -> None:
+    """Lets lines on stdin control this process, with answers on stdout; what it prints itself goes
+    to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    attach(control(sys.stdin, answers, size.counted), size.micro_batches)

@@ -67,33 +67,26 @@ def environment(**extra: str) -> dict[str, str]:
 class Run:
     """One peer in one or several processes of a program."""
 
-    def __init__(self, name: str, todo: Work, processes: int, counted: int = 0, **extra: str):
+    def __init__(self, name: str, todo: Work, processes: int, **extra: str):
         Path(todo.output).mkdir(parents=True)
         self.name, self.size, self.log = name, todo.size, Path(todo.output, "log.txt")
-        self.ranks = []  # of each process: itself, the pipe to it, the pipe from it
+        self.ranks, pipe = [], subprocess.PIPE
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for rank in range(processes):
-            env = environment(BENCH_WORK=todo.to_json(), BENCH_COUNT=str(counted), **extra)
+        for rank in map(str, range(processes)):
+            env = environment(BENCH_WORK=todo.to_json(), **extra)
             if processes > 1:
                 env |= {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "bench"}
-            (inside, commands), (answers, outside) = os.pipe(), os.pipe()
+                env |= {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "bench"}
+            command = [sys.executable, str(HERE / "peers.py"), name]
             with open(self.log, "a") as log:
                 process = subprocess.Popen(
-                    [sys.executable, str(HERE / "peers.py"), name],
-                    env=env | {"BENCH_PIPES": f"{inside},{outside}"},
-                    pass_fds=(inside, outside),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    command, env=env, stdin=pipe, stdout=pipe, stderr=log, text=True
                 )
-            os.close(inside)
-            os.close(outside)
-            self.ranks.append((process, os.fdopen(commands, "w"), os.fdopen(answers)))
+            self.ranks.append(process)
 
     def answers(self) -> list[dict]:
         """The next line of each process."""
-        lines = [answers.readline() for _, _, answers in self.ranks]
+        lines = [process.stdout.readline() for process in self.ranks]
         if not all(lines):
             self.end()
             sys.exit(f"{self.name} failed:\n{self.log.read_text(errors='replace')[-3000:]}")
@@ -101,8 +94,8 @@ class Run:
 
     def train(self, steps: int) -> dict:
         """Trains some steps: seconds a step, CPU seconds a step of all processes, ..."""
-        for _, commands, _ in self.ranks:
-            print(steps, file=commands, flush=True)
+        for process in self.ranks:
+            print(steps, file=process.stdin, flush=True)
         answers = self.answers()
         return {
             "seconds": max(each["seconds"] for each in answers) / steps,
@@ -110,11 +103,9 @@ class Run:
         }
 
     def end(self) -> None:
-        for process, commands, answers in self.ranks:
+        for process in self.ranks:
             process.kill()
-            process.wait()
-            commands.close()
-            answers.close()
+            process.communicate()
 
 
 def free_port() -> int:
@@ -199,7 +190,7 @@ def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps:
         for peer in peers:
             output = f"{todo.output}/{peer}-{processes}"
             todo_here = Work(todo.size, todo.project, todo.data, output)
-            runs[peer] = Run(peer, todo_here, processes, todo.size.counted)
+            runs[peer] = Run(peer, todo_here, processes)
             found[peer] = count(runs[peer])
         check_same_work(found, todo.size.counted)
         take_turns(runs, found, f"{name}, {processes} x CPU", rounds, steps)

@@ -12,7 +12,6 @@ import runpy
 import sys
 import warnings
 from contextlib import nullcontext
-from functools import partial
 
 import work
 from work import Work
@@ -213,5 +212,5 @@ if __name__ == "__main__":
 
     warnings.simplefilter("ignore")
     todo = Work.read()
-    clock.install(partial(clock.attach, micro_batches=todo.size.micro_batches))
+    clock.install(todo.size)
     PEERS[sys.argv[1]](todo)

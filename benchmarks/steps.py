@@ -21,7 +21,8 @@ COLUMNS = ["step", "processes", "ms a step", "with exact", "wall time", "CPU tim
 
 def time_exact(todo: Work, processes: int, rounds: int, steps: int) -> dict[str, dict]:
     """For `exact` false and true: seconds and CPU seconds a step in each round."""
-    size = replace(todo.size, micro_batches=todo.size.batch // MICRO_BATCH // processes)
+    micro_batches = todo.size.batch // MICRO_BATCH // processes
+    size = replace(todo.size, micro_batches=micro_batches, counted=0)
     name, runs = Path(todo.output).name, {}
     found: dict[str, dict] = {"false": {}, "true": {}}
     try:

@@ -3,7 +3,6 @@ it answers to bad input.
 """
 
 import io
-import json
 import pickle
 import re
 import shutil
@@ -108,21 +107,9 @@ def test_the_middle_of_an_upright_image_is_what_is_seen():
     image.save(file, "png", exif=exif)
     turned = images.middle(file.getvalue(), 6)
     assert turned[:, 0].max() < 40 and turned[:, -1].min() > 215
-
-
-def icon(number, size=12):
-    """A file in which all is black, and shape is in what is transparent: a square in a corner."""
-    alpha = np.zeros((size, size), np.uint8)
-    alpha[: number + 2, : number + 2] = 255
-    image = Image.new("L", (size, size))
-    image.putalpha(Image.fromarray(alpha))
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def test_what_is_transparent_is_put_on_white():
-    stored = images.middle(icon(4), 12)
+    icon = Image.new("LA", (12, 12))  # all is black, and most of it transparent: on white
+    icon.paste((0, 255), (0, 0, 6, 6))
+    stored = images.middle(icon, 12)
     assert (stored[:5, :5] <= 12).all() and (stored[8:, 8:] >= 254).all()
 
 
@@ -329,9 +316,6 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
     assert right / len(rows) == pytest.approx(score["accuracy"])
     inputs = answer.image_processor([Image.open(files[0])], return_tensors="pt")["pixel_values"]
     assert torch.allclose(inputs, bound.collate([rows[0]])["pixel_values"], atol=1e-5)
-    command = ["python", "-m", "samestep", "predict", "--model", output / "model"]
-    found = map(json.loads, baked.run(*command, *files[:3]).stdout.splitlines())
-    assert [each["classes"][0]["label"] for each in found] == guesses[:3]
 
 
 @pytest.mark.slow

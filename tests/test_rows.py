@@ -245,34 +245,22 @@ def test_no_row_that_is_held_out_is_trained_on_as_data_grows(tmp_path):
     assert len(validation) == 7 and {*validation} < held
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
-def test_rows_of_a_group_are_on_one_side(tmp_path, ending):
-    content = [{"text": f"text {i}", "patient": i % 23} for i in range(200)]
-    found = {}
-    for number in (100, 200):
-        path = write(tmp_path / f"a{ending}", content[:number])
-        split = load(path, group_column="patient")
-        sides = [{int(text.split()[1]) % 23 for text in texts(side)} for side in split]
-        assert sides[0] and sides[1] and not sides[0] & sides[1]
-        found[number] = sides
-    assert found[100] == found[200]
-    with pytest.raises(
-        ValueError, match="no column doctor among .*text, patient.*; name the right"
-    ):
-        load(path, group_column="doctor")
-
-
-def test_a_group_is_one_in_files_with_other_types(tmp_path):
-    """pandas writes 1.0 for 1 where a column has nulls, and NaN for null."""
-    write(tmp_path / "a.jsonl", [{"text": f"a {i}", "patient": i % 23} for i in range(100)])
-    floats = [{"text": f"b {i}", "patient": float(i % 23)} for i in range(100)]
-    write(tmp_path / "b.parquet", floats)
-    split = load(tmp_path, group_column="patient")
-    sides = [{int(text.split()[1]) % 23 for text in texts(side)} for side in split]
-    assert sides[0] and sides[1] and not sides[0] & sides[1]
-    write(tmp_path / "b.jsonl", [*floats, {"text": "x", "patient": float("nan")}])
-    with pytest.raises(ValueError, match="b.jsonl, line 101: the group is NaN"):
-        load(tmp_path / "b.jsonl", group_column="patient")
+def test_rows_of_a_group_are_on_one_side(tmp_path):
+    """Also in files with other types: pandas writes 1.0 for 1 where a column has nulls, and NaN."""
+    found, kinds = [], {"a.jsonl": int, "b.csv": int, "c.parquet": float}
+    for number in (50, 100):
+        for name, kind in kinds.items():
+            content = [{"text": f"{name} {i}", "patient": kind(i % 23)} for i in range(number)]
+            write(tmp_path / name, content)
+        split = load(tmp_path, group_column="patient")
+        found.append([{int(text.split()[1]) % 23 for text in texts(side)} for side in split])
+    assert found[0] == found[1]
+    assert found[0][0] and found[0][1] and not found[0][0] & found[0][1]
+    with pytest.raises(ValueError, match="no column doctor among .*text, patient.*; name the"):
+        load(tmp_path, group_column="doctor")
+    write(tmp_path / "a.jsonl", [*content, {"text": "x", "patient": float("nan")}])
+    with pytest.raises(ValueError, match="a.jsonl, line 101: the group is NaN"):
+        load(tmp_path / "a.jsonl", group_column="patient")
 
 
 def test_mixtures_are_in_the_order_of_the_config(tmp_path):

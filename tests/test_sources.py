@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from functools import partial
 
 import fsspec
 import pytest
@@ -16,7 +15,6 @@ from conftest import (
     SOURCE,
     bake,
     load_task,
-    prepare_task,
 )
 from samestep.base.console import one_line
 from samestep.core import batches
@@ -103,27 +101,6 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
         next(tmp_path.glob(f"{name}.*")).unlink()
     said = refused(files.list_files, str(tmp_path), "data", files.TABLES)
     assert "nothing to read at " in said and ", but 4 other files; pass --task.data PATH, a" in said
-
-
-UNREAD = [
-    ("causal_lm", {"data_revision": "c"}),
-    ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
-    ("causal_lm", {"rows": "chat", "text_column": "a"}),
-    ("image_classification", {"data": "digits", "image_column": "a"}),
-    ("image_classification", {"revision": "v1"}),
-    ("preference", {"loss_type": "ipo", "label_smoothing": 0.1}),
-]
-
-
-@pytest.mark.parametrize("name, fields", UNREAD)
-def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fields):
-    task = load_task(name)
-    monkeypatch.chdir(tmp_path)
-    cfg = task.TaskConfig(**{"data": "none.csv", **fields})
-    text = refused(partial(prepare_task, task), cfg)
-    wrong = list(fields)[-1]
-    assert text.startswith(f"task.{wrong} is ") and "nothing reads it" in text
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", TASKS)

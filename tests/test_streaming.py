@@ -1,6 +1,5 @@
 """Streams: the same samples on any number of processes, from wherever a run resumes."""
 
-import gzip
 import itertools
 import json
 import pickle
@@ -14,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from conftest import bake, digest, lines, load_task, prepare_task
+from conftest import bake, digest, lines, load_task, prepare_task, write_table
 from samestep.core import batches
 from samestep.data import files
 from samestep.streaming import lanes
@@ -31,19 +30,14 @@ def texts_of(number):
     return [" ".join(draw.choice(WORDS, draw.integers(3, 60))) for _ in range(30 + 8 * number)]
 
 
-def write_shards(folder, kind, count=SHARDS):
-    folder.mkdir(parents=True)
+def write_shards(folder, count, kind="jsonl", row=None, each=60):
+    """Shards of texts, or of so many rows each, which `row` makes by their numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        texts = texts_of(number)
-        path = folder / f"part-{number:03}.{kind}"
-        if kind == "parquet":
-            table = pyarrow.table({"text": texts})
-            pyarrow.parquet.write_table(table, path, row_group_size=64)
-        elif kind == "jsonl.gz":
-            content = "".join(json.dumps({"text": each}) + "\n" for each in texts)
-            path.write_bytes(gzip.compress(content.encode()))
-        else:
-            path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+        rows = [{"text": text} for text in texts_of(number)]
+        if row:
+            rows = [row(n) for n in range(each * number, each * number + each)]
+        write_table(folder, rows, kind, f"part-{number}")
     return folder
 
 
@@ -171,7 +165,7 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     found = []
     kinds = {"parquet": [("1", 0), ("5/3", 0), ("2", 2)], "jsonl.gz": [("3", 0), ("1", 2)]}
     for kind, cuts in kinds.items():
-        data = write_shards(tmp_path / kind, kind)
+        data = write_shards(tmp_path / kind, SHARDS, kind)
         _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
         assert len(validation) > 10
         for cut, workers in cuts:
@@ -187,22 +181,20 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
 
 def test_chats_go_on_inside_of_a_shard(task, tmp_path):
     fields, row = ROWS["chats"]
-    for number in range(6):
-        own = range(60 * number, 60 * number + 60)
-        write_rows(tmp_path / "rows" / f"part-{number}.jsonl", map(row, own))
-    _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "rows", context_length=64, **fields)
+    data = write_shards(tmp_path / "rows", 6, row=row)
+    _, _, (stream, _) = prepared(task, tmp_path, data, context_length=64, **fields)
     whole, share = steps_of(stream, "1", 0, 9), STEP // LANES
     last = [whole[2][(lane + 1) * share - 1] for lane in range(LANES)]
     assert steps_of(stream, "2", 0, 6, 3, last) == whole[3:]
 
 
 def test_sequences_are_those_of_the_texts(task, tmp_path):
-    data = write_shards(tmp_path / "data", "jsonl", 3)
+    data = write_shards(tmp_path / "data", 3)
     cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
     (shard, *_), held, _ = files.split_shards(cfg)
     assert len(held) == 1
-    number = int(shard.name[5:8])
+    number = int(shard.name[5])
     blocks = [*stream.blocks(shard.path)]
     assert [text for block in blocks for text in block["text"]] == texts_of(number)
     rows = [row for block in blocks for row in stream.samples(block)]
@@ -239,10 +231,7 @@ def documents_of(row):
 def test_a_stream_has_the_samples_of_prepared_rows(task, tmp_path, kind):
     fields, row = ROWS[kind]
     (tmp_path / "train").mkdir()
-    (tmp_path / "all").mkdir()
-    for number in range(4):
-        lines_of = [json.dumps(row(n)) + "\n" for n in range(number * 60, number * 60 + 60)]
-        (tmp_path / "all" / f"part-{number}.jsonl").write_text("".join(lines_of))
+    write_shards(tmp_path / "all", 4, row=row)
     fields = fields | {"vocab_size": 300, "cache_dir": str(tmp_path / "cache")}
     fields |= {"context_length": 64}
     streamed = task.TaskConfig(data=str(tmp_path / "all"), streaming=True, lanes=1, **fields)
@@ -268,7 +257,7 @@ def test_a_store(task, tmp_path):
     import fsspec
 
     store = fsspec.filesystem("memory")
-    data = write_shards(tmp_path / "data", "parquet", 4)
+    data = write_shards(tmp_path / "data", 4, "parquet")
     store.put(str(data), "/texts", recursive=True)
     local = prepared(task, tmp_path / "a", data, lanes=2)[2][0]
     remote = prepared(task, tmp_path / "b", "memory://texts", lanes=2)[2][0]
@@ -287,8 +276,9 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         ("a b test-0", [["a"], ["b"]]),
     ]:
         folder = tmp_path / str(len(names))
+        folder.mkdir()
         for name in names.split():
-            write_rows(folder / f"{name}.jsonl", [{"text": "x"}])
+            write_table(folder, [{"text": "x"}], name=name)
         cfg = task.TaskConfig(data=str(folder), streaming=True, validation_fraction=0.01)
         train, held, _ = files.split_shards(cfg)
         found = [[each.name.removesuffix(".jsonl") for each in part] for part in (train, held)]
@@ -326,7 +316,7 @@ def streamed(tmp_path_factory):
     project = bake(
         tmp_path_factory.mktemp("streams"), task="causal_lm", pictures=False, tracker="none"
     )
-    write_shards(project.path / "texts", "parquet")
+    write_shards(project.path / "texts", SHARDS, "parquet")
     project.train(1, *FLAGS, "--task.data", "texts", "--output_dir", "runs/whole")
     return project
 
@@ -384,11 +374,6 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     assert saved[0] == saved[1]
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def streamed_rows(task, data, **fields):
     """The samples of each shard to train on, and the number of rows to evaluate on."""
     cache = str(data.parent / f"cache of {data.name}")
@@ -406,8 +391,7 @@ def streamed_rows(task, data, **fields):
 def test_files_that_describe_shards_are_none(task, tmp_path, capsys):
     """They are neither read nor in the key."""
     _, row = ROWS["prompts"]
-    for number in range(3):
-        write_rows(tmp_path / "a" / f"part-{number}.jsonl", map(row, range(30)))
+    write_shards(tmp_path / "a", 3, row=row, each=30)
     (tmp_path / "a" / "README.md").write_text("About these rows.")
     (tmp_path / "a" / "notes.xyz").write_text("Others.")
     found, held = streamed_rows(task, tmp_path / "a")
@@ -417,11 +401,9 @@ def test_files_that_describe_shards_are_none(task, tmp_path, capsys):
 
 def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path):
     _, row = ROWS["chats"]
-    for number in range(4):
-        own = range(0 if number == 2 else 30)
-        write_rows(tmp_path / "all" / f"part-{number}.jsonl", map(row, own))
-    given = tmp_path / "held.jsonl"
-    write_rows(given, map(row, range(30)))
+    write_shards(tmp_path / "all", 4, row=row, each=30)
+    (tmp_path / "all" / "part-2.jsonl").write_text("")
+    given = write_table(tmp_path, [row(n) for n in range(30)], name="held")
     found, _ = streamed_rows(task, tmp_path / "all", validation_data=str(given))
     fields = {"validation_data": str(tmp_path / "all" / "part-2.jsonl")}
     with pytest.raises(ValueError, match="validation_data: there are no rows in .*part-2.jsonl"):
@@ -432,16 +414,14 @@ def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path):
 def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
     _, row = ROWS["chats"]
-    for number in range(3):
-        own = range(60 * number, 60 * number + 60)
-        write_rows(tmp_path / f"part-{number}.jsonl", map(row, own))
+    write_shards(tmp_path, 3, row=row)
     fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
     fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64, "rows": "chat"}
 
     data = prepare_task(task, task.TaskConfig(**fields))
     stream, _ = task.views(task.TaskConfig(**fields), data)
     path = Path(stream.shards[0])
-    content = path.read_text()
+    content = path.read_text() + "\n"
     for wrong, said in (
         ('{"conversations": [', "after line 60: Expecting value"),
         ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
@@ -471,7 +451,7 @@ def test_what_does_not_go_with_a_stream(streamed, tmp_path):
 def test_other_shards_are_another_run(streamed, tmp_path):
     shutil.copytree(streamed.path / "runs" / "whole", tmp_path / "run")
     shutil.copytree(streamed.path / "texts", tmp_path / "texts")
-    path = next((tmp_path / "texts").glob("*-003*"))
+    path = next((tmp_path / "texts").glob("*-3*"))
     table = pyarrow.parquet.read_table(path).slice(1)
     pyarrow.parquet.write_table(table, path, row_group_size=64)
     flags = [*FLAGS, "--max_steps", 12, "--output_dir", tmp_path / "run"]

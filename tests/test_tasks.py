@@ -103,10 +103,6 @@ class Kit:
     def tokenizer(self, prepared):
         return AutoTokenizer.from_pretrained(prepared.folder)
 
-    def content(self, prepared):
-        """A text for all rows."""
-        return str([columns.digest(prepared[name]) for name in ("train", "validation")])
-
     def write(self, folder, rows=None, kind="jsonl", names=None):
         """Rows as a table of this kind; a tuple has the values of the columns of the kit, or of
         these. Images whose names are numbers lie beside it.
@@ -268,7 +264,8 @@ def test_another_tokenizer_of_the_model_prepares_anew(tmp_path, monkeypatch):
     for commit in [*models, *models]:
         (hub / "refs" / "main").write_text(commit)
         prepared = kit.prepare(tmp_path, kit.rows, model_name_or_path="owner/model")[1]
-        found.append((prepared.folder, kit.content(prepared)))
+        digests = [columns.digest(prepared[name]) for name in ("train", "validation")]
+        found.append((prepared.folder, str(digests)))
     assert found[:2] == found[2:] and [len({*each}) for each in zip(*found, strict=True)] == [2, 2]
 
 
@@ -377,6 +374,10 @@ REFUSED = {  # rows or a file, settings, and what is said
         ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
         ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
+        ("no.csv", {"data_revision": "c"}, "data_revision is 'c', but nothing reads it"),
+        ("no.csv", {"validation_data": "x.csv", "validation_fraction": 0.2},
+         "validation_fraction is 0.2, but nothing reads it"),
+        ("no.csv", {"rows": "chat", "text_column": "a"}, "is 'a', but nothing reads it"),
     ],
     "text_classification": [
         ([GOOD, ("b", 1.5)], {}, "line 2: the label is 1.5, not text or a whole number"),
@@ -391,6 +392,8 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("no.png", label) for label in "ab" * 600], {}, "line 1: [Errno 2]"),
         ([("/dev/zero", label) for label in "ab"], {}, "line 1: it is a folder, a pipe or a "),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
+        ("digits", {"image_column": "a"}, "image_column is 'a', but nothing reads it"),
+        ("no.csv", {"revision": "v1"}, "task.revision is 'v1', but nothing reads it"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
          "dropout is 0.1, but nothing reads it without architecture vit or architecture resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
@@ -407,6 +410,7 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
         ([("a", "b", "c"), ("a", "d", "c")], {}, "is left to train on: all are equal"),
         ("no.csv", {"label_smoothing": 0.7}, "task.label_smoothing is 0.7 but must be below 0.5"),
+        ("no.csv", {"loss_type": "ipo", "label_smoothing": 0.1}, "0.1, but nothing reads it"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],
 }  # fmt: skip

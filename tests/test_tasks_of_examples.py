@@ -274,6 +274,11 @@ def load(example, folder, rows=None):
     return Loaded(bound, batches.SampleDataset(train, bound, 0), bound.build_model())
 
 
+def test_examples_are_short():
+    for each in EXAMPLES:
+        assert len((FOLDER / f"{each.name}.py").read_text().splitlines()) <= each.lines
+
+
 def test_held_out_rows_stay_held_out_when_data_grows(tmp_path):
     """Equal rows are on one side; a file and rows give the same splits, other columns are left."""
     rows = [{"text": f"row {i % 150}", "other": i} for i in range(200)]
@@ -287,25 +292,6 @@ def test_held_out_rows_stay_held_out_when_data_grows(tmp_path):
     assert [[*read[name]["text"]] for name in read] == [[*many[name]["text"]] for name in many]
     with pytest.raises(ValueError, match="task.data has no column label in its split train"):
         load_splits(rows, ["text", "label"])
-
-
-@pytest.mark.slow
-@each_example
-def test_an_example_has_the_loss_of_transformers(example, tmp_path):
-    """Of rows of unequal length, together and alone; and it is short."""
-    assert len((FOLDER / f"{example.name}.py").read_text().splitlines()) <= example.lines
-    loaded = load(example, tmp_path)
-    batch = dict(loaded.batch(0, 6))
-    with torch.no_grad():
-        loss = float(loaded.task.loss_sum(loaded.model.eval(), batch))
-        assert loss / loaded.task.count(batch) == pytest.approx(
-            float(example.own(loaded.model, batch)), rel=1e-6
-        )
-        alone = [loaded.task.loss_sum(loaded.model, loaded.batch(i, i + 1)) for i in range(6)]
-    assert float(sum(alone)) == pytest.approx(loss, rel=2e-6)
-    loaded.task.loss_sum(loaded.model, batch).backward()
-    trained = [each for each in loaded.model.parameters() if each.requires_grad]
-    assert any(each.grad is None for each in trained) == bool(example.flags)
 
 
 def train_plainly(example, loaded):
