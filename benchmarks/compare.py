@@ -213,9 +213,7 @@ def take_turns(runs: dict[str, Run], found: dict[str, dict], name: str, rounds: 
 
 
 def say(text: str) -> None:
-    print(f"\r\033[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
-    if not sys.stderr.isatty():
-        print(file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- Showing -------------------------------------------------------------------------------------
@@ -308,7 +306,6 @@ def publish(asked: argparse.Namespace, command: str, measure: Callable, describe
         shutil.rmtree(folder, ignore_errors=True)
     report["load"].append(os.getloadavg()[0])
     text, path = f"{describe(report)}\n\n{about(report)}", asked.output / f"{asked.name}.json"
-    say("")
     print(text)
     asked.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")

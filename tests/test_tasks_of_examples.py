@@ -329,7 +329,7 @@ def test_an_example_keeps_the_promises(project, tmp_path, example):
     shutil.copy(FOLDER / f"{example.name}.py", project.path / "task.py")
     flags = [*STEPS, *example.flags, *flags_of(example.fields(tmp_path))]
     runs = {"one": (1, []), "two": (2, ["--micro_batch_size", 2])}
-    runs |= {f"exact-{n}": (n, ["--exact", "true", "--micro_batch_size", 2]) for n in (1, 2, 3)}
+    runs |= {f"exact-{n}": (n, ["--exact", "true", "--micro_batch_size", 2]) for n in (1, 3)}
     for run, (processes, given) in runs.items():
         project.train(processes, *flags, *given, "--output_dir", tmp_path / run)
     losses = {run: [line["loss"] for line in lines(tmp_path / run, "loss")] for run in runs}
@@ -338,7 +338,7 @@ def test_an_example_keeps_the_promises(project, tmp_path, example):
     assert two.pop("eval_loss") == pytest.approx(one.pop("eval_loss"), rel=1e-5)
     assert two == pytest.approx(one, abs=1e-3)  # of likeliest classes some are as likely as others
     last, middle = "checkpoints/step-00000004", "checkpoints/step-00000002"
-    assert len({digest(tmp_path / f"exact-{n}" / last) for n in (1, 2, 3)}) == 1
+    assert len({digest(tmp_path / f"exact-{n}" / last) for n in (1, 3)}) == 1
 
     resumed = [*flags, "--output_dir", tmp_path / "resumed"]
     if example.killed:
