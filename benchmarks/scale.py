@@ -12,7 +12,6 @@ of packed documents, and from nanoGPT's get_batch: in each round in a process of
 """
 
 import argparse
-import csv
 import gzip
 import json
 import os
@@ -25,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+import datasets
 import numpy as np
 import psutil
 import torch
@@ -32,8 +32,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import compare
 
-FILES = (".jsonl", ".csv", ".jsonl.gz", ".txt")
-BATCH, LENGTH, VOCABULARY, BATCHES = 32, 512, 16_384, 200
+FILES, BATCH, LENGTH, BATCHES = (".jsonl", ".csv", ".jsonl.gz", ".txt"), 32, 512, 200
 
 
 def write_texts(megabytes: float, path: Path) -> None:
@@ -46,12 +45,11 @@ def write_texts(megabytes: float, path: Path) -> None:
         chosen[::20] = [f"{word[:3]}{random.integers(10**6)} " for word in chosen[::20]]
         texts.append("".join(chosen))
         size += len(texts[-1])
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    Path(f"{path}.jsonl").write_text(rows)
-    Path(f"{path}.jsonl.gz").write_bytes(gzip.compress(rows.encode(), 1))
+    rows = datasets.Dataset.from_dict({"text": texts})
+    rows.to_json(f"{path}.jsonl")
+    rows.to_csv(f"{path}.csv", index=False)
+    Path(f"{path}.jsonl.gz").write_bytes(gzip.compress(Path(f"{path}.jsonl").read_bytes(), 1))
     Path(f"{path}.txt").write_text("\n".join(texts))
-    with open(f"{path}.csv", "w", newline="") as table:
-        csv.writer(table).writerows([["text"], *([text] for text in texts)])
 
 
 def run(checkout: Path, project: Path, *words: str) -> tuple[str, float, float]:
@@ -112,7 +110,7 @@ def time_batches(texts: str, packed: str) -> None:
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> dict:
-    """What each round found: of this checkout, and of the other."""
+    """What each round found, of this checkout and of the other."""
     write_texts(asked.megabytes, folder / "texts")
     write_texts(4, folder / "short")
     found: dict = {"megabytes": asked.megabytes, "prepared": {}, "batches": {}}
@@ -127,8 +125,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict:
         printed, *used = run(*places[name], "-m", "samestep", "prepare", *words)
         return re.findall(r"prepared in (.*): [\d,]+ rows to", printed)[0], *used
 
-    learned = prepare("", "short.jsonl", f"--task.vocab_size={VOCABULARY}")[0]
-    vocabulary = f"--task.vocabulary={learned}"
+    vocabulary = f"--task.vocabulary={prepare('', 'short.jsonl', '--task.vocab_size=16384')[0]}"
     for number in range(asked.rounds):
         compare.say(f"round {number + 1} of {asked.rounds}")
         for ending, name in product(FILES, places):

@@ -374,41 +374,22 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     assert saved[0] == saved[1]
 
 
-def streamed_rows(task, data, **fields):
-    """The samples of each shard to train on, and the number of rows to evaluate on."""
-    cache = str(data.parent / f"cache of {data.name}")
-    fields = {"context_length": 64, "vocab_size": 300, "cache_dir": cache, **fields}
-    cfg = task.TaskConfig(data=str(data), streaming=True, lanes=1, **fields)
-    rows = prepare_task(task, cfg)
-    stream, validation = task.views(cfg, rows)
-    blocks = {shard: [*stream.blocks(shard)] for shard in stream.shards}
-    return {
-        Path(shard).name: sum(len(stream.samples(block)) for block in own)
-        for shard, own in blocks.items()
-    }, len(validation)
-
-
-def test_files_that_describe_shards_are_none(task, tmp_path, capsys):
-    """They are neither read nor in the key."""
-    _, row = ROWS["prompts"]
-    write_shards(tmp_path / "a", 3, row=row, each=30)
-    (tmp_path / "a" / "README.md").write_text("About these rows.")
-    (tmp_path / "a" / "notes.xyz").write_text("Others.")
-    found, held = streamed_rows(task, tmp_path / "a")
-    assert len(found) == 2 and min(found.values()) > 2 and held > 2
-    assert "2 shards to train on, 1 to evaluate on, 2 not read\n" in capsys.readouterr().out
-
-
-def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path):
+def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys):
+    """Files that describe shards are not read."""
     _, row = ROWS["chats"]
-    write_shards(tmp_path / "all", 4, row=row, each=30)
-    (tmp_path / "all" / "part-2.jsonl").write_text("")
-    given = write_table(tmp_path, [row(n) for n in range(30)], name="held")
-    found, _ = streamed_rows(task, tmp_path / "all", validation_data=str(given))
-    fields = {"validation_data": str(tmp_path / "all" / "part-2.jsonl")}
+    data = write_shards(tmp_path / "all", 4, row=row, each=30)
+    (data / "part-2.jsonl").write_text("")
+    for name in ("README.md", "notes.xyz"):
+        (data / name).write_text("About these rows.")
+    fields = {"lanes": 1, "context_length": 64}
+    fields["validation_data"] = str(write_table(tmp_path, [row(n) for n in range(30)], name="held"))
+    stream, _ = prepared(task, tmp_path, data, **fields)[2]
+    assert "4 shards to train on, 1 to evaluate on, 2 not read\n" in capsys.readouterr().out
+    found = [sum(map(len, map(stream.samples, stream.blocks(each)))) for each in stream.shards]
+    assert sorted(found)[0] == 0 < 5 < sorted(found)[1] and len(found) == 4
+    fields["validation_data"] = str(data / "part-2.jsonl")
     with pytest.raises(ValueError, match="validation_data: there are no rows in .*part-2.jsonl"):
-        streamed_rows(task, tmp_path / "all", **fields)
-    assert found["part-2.jsonl"] == 0 and min(found[f"part-{n}.jsonl"] for n in (0, 1, 3)) > 5
+        prepared(task, tmp_path, data, **fields)
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
