@@ -124,7 +124,7 @@ def _no_gradient(names: list[str]) -> str:
 def random_state(device: torch.device) -> str:
     """Where the global generators stand."""
     python, numpy, *others = _random_states(device)
-    states = [python, numpy[1:3], *(each.tolist() for each in others)]
+    states = [python, numpy[1].tolist(), numpy[2], *(each.tolist() for each in others)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 

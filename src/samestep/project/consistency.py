@@ -5,6 +5,7 @@ would train something else.
 """
 
 import ast
+import functools
 import os
 import socket
 import sys
@@ -52,15 +53,17 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
 
 def _loaded_modules(project: Path) -> dict[str, Path]:
     """The files of modules below the project's folder, by their names there; no environment's."""
-    found = {}
+    found, root = {}, project.resolve()
+    # Thousands of modules lie in few folders.
+    inside = functools.cache(lambda folder: Path(folder).resolve().is_relative_to(root))
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None) or ""
-        if not (file.endswith(".py") and os.path.isfile(file)):  # a module may lie in a .zip
-            continue
+        if not (file.endswith(".py") and inside(os.path.dirname(file)) and os.path.isfile(file)):
+            continue  # a module may lie in a .zip
         path = Path(file).resolve()
-        if not path.is_relative_to(project.resolve()) or path.is_relative_to(LIBRARY):
+        if not path.is_relative_to(root) or path.is_relative_to(LIBRARY):
             continue
-        name = path.relative_to(project.resolve())
+        name = path.relative_to(root)
         if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
             found[str(name)] = path
     return found
