@@ -22,7 +22,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
 import pytest
 from cookiecutter.main import cookiecutter
 
@@ -131,7 +130,7 @@ def latest(flags):
     return [word for words in found.values() for word in words]
 
 
-@dataclass
+@dataclass(eq=False)
 class BakedProject:
     """A generated project, and how commands are run in it."""
 
@@ -208,11 +207,10 @@ class BakedProject:
     def start(self, processes, *flags, program="train.py", **env):
         """Start a program in so many processes, as a launcher would: a list of Popen objects."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = {"cwd": self.path, "stdin": subprocess.DEVNULL, "start_new_session": True}
         command = ["python", *program.split(), *latest(flags)]
-        return [
-            subprocess.Popen(command, cwd=self.path, env=each, stdin=subprocess.DEVNULL, **pipes)
-            for each in self.envs(processes, **env)
-        ]
+        envs = self.envs(processes, **env)
+        return [subprocess.Popen(command, env=each, **options, **pipes) for each in envs]
 
     def ends(self, processes, *flags, before="", env=None, timeout=120, **first):
         """Run train.py in so many processes: exit code, stdout and stderr of each.
@@ -262,14 +260,6 @@ class BakedProject:
         count = printed.partition(" lines of metrics.jsonl")[0].split()
         assert count[-1] == count[-3] and "computed twice: equal" in printed, printed
         return printed
-
-    def forked(self, cases, **first):
-        """How one process ended, for each case: its `flags`, and options of `ends`."""
-        found = []
-        for case in cases:
-            options = {name: value for name, value in case.items() if name != "flags"}
-            found += self.ends(1, *case["flags"], **options, **first)
-        return found
 
 
 def kill_after(output, step):
@@ -340,6 +330,33 @@ def reseal(checkpoint, **facts):
     file.write_text(json.dumps(manifest))
 
 
+def checkpoint(output, step):
+    """The folder of a run's checkpoint."""
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def newest(output):
+    """The newest checkpoint of a run."""
+    return max(output.glob("checkpoints/step-*"))
+
+
+def copy_until(run, step, output):
+    """A run folder as a kill after the checkpoint of this step leaves it."""
+    shutil.copytree(checkpoint(run, step), checkpoint(output, step))
+    return output
+
+
+def all_files(folder):
+    """The bytes of what lies in a run folder, but for its lock."""
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def eval_losses(output):
+    """The validation losses of a run by step, and the step of the smallest."""
+    found = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    return found, min(found, key=found.get)
+
+
 def status(output):
     """What status.json of a run says."""
     return json.loads((output / "status.json").read_text())
@@ -401,7 +418,12 @@ def with_ddp(project, folder, arguments):
     return copied
 
 
-FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"  # half the bytes
+def load_module(name, path):
+    """A file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_task(name):
@@ -410,9 +432,7 @@ def load_task(name):
     if name == "train":
         path = ROOT / SOURCE / "train.py"
     if name not in sys.modules and path.exists():
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        load_module(name, path)
     return importlib.import_module(name)
 
 
@@ -435,9 +455,7 @@ def with_classes(names):
 @contextlib.contextmanager
 def train_module(task):
     """train.py as a module, beside the task of this path."""
-    spec = importlib.util.spec_from_file_location("task", task)
-    sys.modules["task"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    load_module("task", task)
     try:
         yield load_task("train")
     finally:
@@ -469,41 +487,15 @@ def write_table(folder, rows, kind="jsonl", name="rows"):
     return path
 
 
-@functools.cache
-def library_digest():
-    """SHA-256 of the sources of the library."""
-    found = hashlib.sha256()
-    for path in sorted((ROOT / "src" / "samestep").rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
-
-
 @pytest.fixture(scope="session")
 def run_once(tmp_path_factory):
-    """Gives a function that trains what several tests compare with, once for all workers.
+    """Gives a function that trains once what several tests compare with; its run folder."""
 
-    `run_once(train, project, hardware, processes, *flags, **options)` returns the run folder of
-    `train(project, hardware, processes, *flags, "--output_dir", folder, **options)`. Tests read it,
-    or copy from it.
-    """
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
-    shared.mkdir(exist_ok=True)
-
-    def run_once(train, project, hardware, processes, *flags, **options):
-        names = ["task.py", "train.py", "configs/train/default.yaml"]
-        names.append(f"configs/accelerate/{hardware}.yaml")
-        contents = [(project.path / name).read_text(encoding="utf-8") for name in names]
-        key = [train.__module__, train.__name__, hardware, processes, *flags, options]
-        key += [library_digest(), *contents]
-        name = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:16]
-        made, partial = shared / name, shared / f"{name}.partial"
-        with filelock.FileLock(shared / f"{name}.lock"):
-            if not made.exists():
-                shutil.rmtree(partial, ignore_errors=True)  # of a test that failed
-                train(project, hardware, processes, *flags, "--output_dir", partial, **options)
-                partial.rename(made)
-        return made
+    @functools.cache
+    def run_once(train, project, hardware, processes, *flags):
+        output = tmp_path_factory.mktemp("once") / "run"
+        train(project, hardware, processes, *flags, "--output_dir", output)
+        return output
 
     return run_once
 

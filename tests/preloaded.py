@@ -2,7 +2,7 @@
 
 A line of standard input holds the processes to run together, with folder, environment and arguments
 of Python for each, and the seconds that they may take; it is answered with the exit code, stdout
-and stderr of each. Nothing of a project is imported here, so any project and environment will do.
+and stderr of each. The library is imported here, and nothing of a project: any project will do.
 """
 
 import atexit
@@ -36,6 +36,8 @@ import torch.profiler  # noqa: F401
 import torch.utils.data  # noqa: F401
 import transformers.convert_slow_tokenizer  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
+
+import samestep
 
 
 def begin(folder, env, arguments, files):
@@ -85,6 +87,10 @@ def refuse(*_, **__):
 def execute(what, *rest):
     """Runs a file, the code after -c, or the module after -m, as Python does."""
     sys.argv, sys.path[0] = [what, *rest], os.getcwd()
+    trains = what == "train.py" or "\nimport train\n" in "".join(rest[:1])
+    if not trains or os.path.isdir("samestep"):  # it may change the library, or has its own
+        for name in [each for each in sys.modules if each.partition(".")[0] == "samestep"]:
+            del sys.modules[name]
     if what == "-m":
         sys.argv = [*rest]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -119,7 +125,11 @@ def run(cases, seconds):
 
 
 def warm_up():
-    """Draws a figure, which fills matplotlib's caches, and keeps collections away from all this."""
+    """Imports the library, draws a figure, which fills matplotlib's caches, and keeps collections
+    away from all this."""
+    for name in samestep.contents():
+        getattr(samestep, name)
+    sys.modules.pop("samestep.base.preflight", None)  # it looks at the project
     figure = matplotlib.figure.Figure(layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     axes = figure.subplots()

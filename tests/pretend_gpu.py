@@ -3,8 +3,7 @@
     accelerate launch --config_file configs/accelerate/single_gpu_bf16.yaml pretend_gpu.py train.py
 
 Each tensor's memory lies on one of two sides, the GPU's or the CPU's. An operator that takes both
-fails, as it does on a GPU. PRETEND names the card. NCCL is gloo. Kernels,
-speed and memory are not shown.
+fails, as it does on a GPU. NCCL is gloo. Kernels, speed and memory are not shown.
 
 Two modes look at what runs. One sees functions of Python: it answers for `device`, and moves
 tensors between the sides. The other sees operators, those of the backward pass included.
@@ -20,19 +19,12 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.nn.attention.varlen
 import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Name, compute capability, GB of memory, and AMD's name of the architecture.
-CARDS = {
-    "T4": ("Tesla T4", (7, 5), 15.6, ""),
-    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 85.0, ""),
-    "MI300X": ("AMD Instinct MI300X", (9, 4), 206.1, "gfx942:sramecc+:xnack-"),
-}
-NAME, CAPABILITY, GIGABYTES, AMD = CARDS[os.environ.get("PRETEND", "H100")]
+NAME, CAPABILITY, MEMORY = "NVIDIA H100 80GB HBM3", (9, 0), 85 * 10**9
 RANK, COUNT = (int(os.environ.get(f"LOCAL_{n}", i)) for i, n in enumerate(("RANK", "WORLD_SIZE")))
 # What `samestep hardware` starts has as many as that itself.
 COUNT = int(os.environ.setdefault("PRETEND_GPUS", str(COUNT)))
@@ -230,20 +222,6 @@ class Event:
         return event
 
 
-def attend(query, key, value, starts, _, longest, __, *, scale=None, enable_gqa=False, **more):
-    """FlashAttention of packed texts: (tokens, heads, d), like torch's varlen_attn."""
-    if query.dtype == torch.float32:
-        raise RuntimeError("FlashAttention only supports fp16 and bf16 data type")
-    places = torch.arange(len(query), device=query.device)
-    text = torch.bucketize(places, starts, right=True)
-    mask = (text[:, None] == text) & (places[:, None] >= places)
-    heads = [each.transpose(0, 1)[None] for each in (query, key, value)]
-    answers = torch.nn.functional.scaled_dot_product_attention(
-        *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-    )
-    return answers[0].transpose(0, 1)
-
-
 def give(value):
     """A function that returns this."""
     return lambda *_, **__: value
@@ -251,16 +229,15 @@ def give(value):
 
 def answer_as_cuda():
     """Replaces what asks for CUDA, or would run on it."""
-    total = int(GIGABYTES * 1e9)
     about = SimpleNamespace(
-        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=total, warp_size=32,
-        multi_processor_count=132, gcnArchName=AMD, uuid=f"GPU-{RANK}",
+        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY, warp_size=32,
+        multi_processor_count=132, gcnArchName="", uuid=f"GPU-{RANK}",
     )  # fmt: skip
     values = {
         "is_available": True, "is_initialized": True, "_is_in_bad_fork": False,
         "is_current_stream_capturing": False, "device_count": COUNT, "current_device": RANK,
         "get_device_capability": CAPABILITY, "get_device_name": NAME,
-        "get_device_properties": about, "mem_get_info": (total - 10**9, total),
+        "get_device_properties": about, "mem_get_info": (MEMORY - 10**9, MEMORY),
         "memory_allocated": 10**9, "max_memory_allocated": 5 * 10**9,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "current_stream": Event(),
         "stream": Event(), "cudart": SimpleNamespace(cudaHostRegister=give(0)),
@@ -274,9 +251,7 @@ def answer_as_cuda():
     torch.cuda.device = contextlib.nullcontext
     torch.cuda.memory._record_memory_history = lambda **_: None
     torch.cuda.memory._dump_snapshot = lambda path: open(path, "wb").close()
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: (
-        including_emulation or CAPABILITY >= (8, 0)
-    )
+    torch.cuda.is_bf16_supported = give(True)
     for name in ("is_available", "device_count"):
         setattr(torch.accelerator, name, give(values[name]))
     torch.accelerator.current_device_index = give(RANK)
@@ -284,7 +259,7 @@ def answer_as_cuda():
     torch.accelerator.current_accelerator = give(torch.device("cuda"))
     torch._C._get_accelerator = give(torch.device("cuda"))
     torch.cuda.nccl.version = give((2, 27, 5))
-    torch.version.cuda, torch.version.hip = (None, "7.2") if AMD else ("13.0", None)
+    torch.version.cuda = "13.0"
     group = torch._C._group_tensors_by_device_and_dtype
 
     def by_side(lists, with_indices=False):
@@ -297,7 +272,6 @@ def answer_as_cuda():
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     checks["default"] = inside(checks["default"], Functions)
     torch.optim.Optimizer._accelerator_graph_capture_health_check = give(None)
-    torch.nn.attention.varlen.varlen_attn = attend
     with_words(torch.autocast, "device_type")
     with_words(torch.amp.GradScaler, "device")
 

@@ -1,5 +1,7 @@
 """checkpoints.py on its own: crashes at each step of a commit, damage of every kind, pruning."""
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -40,8 +42,8 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
-def run_until(folder, limit):
-    """Commits step 3 over steps 1 and 2, and crashes before the call with number `limit`."""
+def crash_at(limit, owners, action):
+    """Does something until the call with this number of these functions; the number of calls."""
     calls = []
 
     def counted(function):
@@ -53,17 +55,17 @@ def run_until(folder, limit):
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in [
-            (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
-            (checkpoints.json, "dumps"), (checkpoints, "describe_files"),
-        ]:  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+        for owner, name in owners:
             patch.setattr(owner, name, counted(getattr(owner, name)))
-        try:
-            save(folder, 3, keep=1)
-        except Crash:
-            pass
-    return calls
+        action()
+    return len(calls)
+
+
+COMMIT = [
+    (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
+    (checkpoints.json, "dumps"), (checkpoints, "describe_files"),
+]  # fmt: skip
 
 
 def crash_at_each_call(folder):
@@ -72,13 +74,13 @@ def crash_at_each_call(folder):
         path = folder / str(limit)
         save(path, 1)
         save(path, 2)
-        calls = run_until(path, limit)
+        calls = crash_at(limit, COMMIT, functools.partial(save, path, 3, keep=1))
         found, manifest, passed_over = checkpoints.find_checkpoint(path, "auto")
         assert manifest["step"] in (2, 3) and passed_over == []
         # The next run starts the same step again, and nothing of the crash is in its way.
         assert save(path, 3, keep=1) == path / "step-00000003"
         assert checkpoints.find_checkpoint(path, "auto")[1]["step"] == 3
-        if len(calls) < limit:
+        if calls < limit:
             return limit - 1
     raise AssertionError("more calls than expected")
 
@@ -240,48 +242,32 @@ def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
 
 
-def in_place_of_a_checkpoint(path):
-    """What may have the name of a checkpoint that is to be saved: broken ones, links, a file."""
-    yield save(path.parent, 3) / "optimizer.bin", lambda file: file.unlink()
-    yield path, lambda link: link.symlink_to("nothing")
-    yield path, lambda link: link.symlink_to(path.name)
-    yield path, lambda file: file.write_text("a file")
-    yield path, os.mkfifo
-
-
 def test_what_has_the_name_of_a_checkpoint_is_replaced_when_that_is_saved(tmp_path):
-    for place, make in in_place_of_a_checkpoint(tmp_path / "step-00000003"):
-        if place.name == "step-00000003":
-            files.remove(place)
-        make(place)
+    """A broken one, links, a file, a pipe."""
+    path = save(tmp_path, 3)
+    (path / "optimizer.bin").unlink()
+    for make in (
+        lambda: path.symlink_to("nothing"),
+        lambda: path.symlink_to(path.name),
+        lambda: path.write_text("a file"),
+        lambda: os.mkfifo(path),
+    ):
+        save(tmp_path, 3)
+        files.remove(path)
+        make()
         save(tmp_path, 3)
         assert names(tmp_path) == ["step-00000003"]
         assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
 
 
-def test_scores_are_added_to_a_manifest_in_one_step(tmp_path, monkeypatch):
+def test_scores_are_added_to_a_manifest_in_one_step(tmp_path):
     """A kill at any call to the disk leaves the manifest with them, or without."""
     path = save(tmp_path, 3, best=None)
     before, after = checkpoints.verify(path), []
+    disk = [(os, "fsync"), (checkpoints.Path, "replace"), (os, "open")]
     for limit in range(20):
-        calls = []
-
-        def counted(function, calls=calls, limit=limit):
-            def call(*given, **named):
-                calls.append(function)
-                if len(calls) > limit:
-                    raise Crash
-                return function(*given, **named)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for owner, name in ((os, "fsync"), (checkpoints.Path, "replace"), (os, "open")):
-                patch.setattr(owner, name, counted(getattr(owner, name)))
-            try:
-                checkpoints.add_to_manifest(tmp_path, 3, {"eval_loss": limit, "best": [3, limit]})
-            except Crash:
-                pass
+        scores = {"eval_loss": limit, "best": [3, limit]}
+        crash_at(limit, disk, functools.partial(checkpoints.add_to_manifest, tmp_path, 3, scores))
         found = checkpoints.verify(path)
         after.append(found.get("eval_loss"))
         if found["sha256"] != before["sha256"]:

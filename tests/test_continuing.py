@@ -5,9 +5,19 @@ import os
 import shutil
 
 import pytest
+import torch
 import yaml
 
-from conftest import digest, lines, read_weights, status
+from conftest import (
+    all_files,
+    checkpoint,
+    copy_until,
+    digest,
+    eval_losses,
+    lines,
+    read_weights,
+    status,
+)
 from samestep.core import order
 
 # All fields of the schedule are read, so that each of them can show.
@@ -15,16 +25,8 @@ BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr
 BASE += ["--reference_batch_size", 16, "--max_grad_norm", 0.5, "--weight_decay", 0.5]
 
 
-def checkpoint(output, step):
-    return output / "checkpoints" / f"step-{step:08d}"
-
-
-def json_manifest(checkpoint):
-    return json.loads((checkpoint / "manifest.json").read_text())
-
-
-def weights(output, step):
-    return read_weights(checkpoint(output, step))
+def json_manifest(output, step):
+    return json.loads((checkpoint(output, step) / "manifest.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +37,13 @@ def whole(quick, tmp_path_factory):
     return output
 
 
-def half(whole, output):
-    """A run folder as it was after step 4, of the run in `whole`."""
-    shutil.copytree(checkpoint(whole, 4), checkpoint(output, 4))
-    return output
-
-
 @pytest.mark.parametrize("batch, steps", [(3, 26), (64, 3)])
 def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, batch, steps):
     """At the first step that completes a pass, and at the last; a step may hold several passes."""
     flags = ["--eval_every", "epoch", "--save_every", "epoch", "--keep_checkpoints", 0]
     flags += ["--max_steps", steps, "--global_batch_size", batch, "--log_every", 1000]
     quick("--output_dir", tmp_path / "run", *flags)
-    samples = json_manifest(checkpoint(tmp_path / "run", steps))["data"]["samples"]
+    samples = json_manifest(tmp_path / "run", steps)["data"]["samples"]
     ends = {-(-n * samples // batch) for n in range(1, batch * steps // samples + 1)} | {steps}
     assert len(ends) > 2
     assert {line["step"] for line in lines(tmp_path / "run", "eval_loss")} == ends
@@ -82,7 +78,7 @@ def test_each_accepted_change_changes_something(quick, tiny, whole, tmp_path):
             flags["--max_steps"] = 0
         if name == "lr_schedule":
             del flags["--decay_fraction"]  # which another does not read
-        output = half(whole, tmp_path / name)
+        output = copy_until(whole, 4, tmp_path / name)
         words = [word for pair in flags.items() for word in pair]
         quick(*words, "--output_dir", output, "--accept_changes")
         assert name in lines(output, "event")[0]["changes"]
@@ -93,7 +89,7 @@ def test_each_accepted_change_changes_something(quick, tiny, whole, tmp_path):
 def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path):
     """32 samples were seen; steps of 6 go on from the 33rd, also through a second break, and two
     epochs of 37 samples end at the 74th."""
-    output = half(whole, tmp_path / "run")
+    output = copy_until(whole, 4, tmp_path / "run")
     flags = ["--output_dir", output, *BASE, "--max_steps", 0, "--num_epochs", 2]
     flags += ["--global_batch_size", 6]
     tiny.train(2, *flags, "--accept_changes", "--save_every", 2)
@@ -103,27 +99,24 @@ def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path
     parts = [ids[end - 6 : end] for end in samples]
     expected = [f"{int(order.hash64(part).sum()) % 2**64:016x}" for part in parts]
     assert [line["batch_hash"] for line in lines(output, "loss")] == expected
-    assert json_manifest(checkpoint(output, 11))["samples"] == 74
+    assert json_manifest(output, 11)["samples"] == 74
     # The second break: no change is left to accept.
-    again = tmp_path / "again"
-    shutil.copytree(checkpoint(output, 8), checkpoint(again, 8))
-    flags[1] = again
+    flags[1] = copy_until(output, 8, tmp_path / "again")
     tiny.train(2, *flags)
-    assert [line["batch_hash"] for line in lines(again, "loss")] == expected[4:]
-    assert digest(checkpoint(again, 11)) == digest(checkpoint(output, 11))
+    assert [line["batch_hash"] for line in lines(flags[1], "loss")] == expected[4:]
+    assert digest(checkpoint(flags[1], 11)) == digest(checkpoint(output, 11))
 
 
 def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
     """A recipe made from a run accepts nothing by itself."""
-    output = half(whole, tmp_path / "run")
+    output = copy_until(whole, 4, tmp_path / "run")
     flags = ["--output_dir", output, *BASE, "--learning_rate", 0.02]
     quick(*flags, "--accept_changes", "--resume", "auto")
     config = yaml.safe_load((output / "config.yaml").read_text())
-    manifest = json.loads((checkpoint(output, 8) / "manifest.json").read_text())
-    for saved in (config, manifest["config"]):
+    for saved in (config, json_manifest(output, 8)["config"]):
         assert not {"accept_changes", "check", "eval_only", "resume"} & {*saved}
         assert saved["learning_rate"] == 0.02
-    again = half(whole, tmp_path / "again")
+    again = copy_until(whole, 4, tmp_path / "again")
     flags = ["--config", output / "config.yaml", "--output_dir", again]
     assert "learning_rate: 0.01 -> 0.02" in quick(*flags, codes=[2])
 
@@ -133,7 +126,7 @@ def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
     A check knows no hardware."""
     precision = "hardware or a version changed, rounding may differ: precision: fp32 -> bf16"
     mixed = "warning: the best evaluation may be one from before the change of task settings"
-    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE]
+    flags = ["--output_dir", copy_until(whole, 4, tmp_path / "run"), *BASE]
     bf16, plain = ({"ACCELERATE_MIXED_PRECISION": each} for each in ("bf16", "no"))
     best = ["--task.dropout", 0.1, "--accept_changes", "--export", "best"]
     assert precision not in quick(*flags, "--check", env=bf16)
@@ -143,7 +136,7 @@ def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
 
 def test_code_that_has_changed_since_the_checkpoint_is_named(quick, tiny, whole, tmp_path):
     """By functions, and without a word about comments; nothing has to be accepted."""
-    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE]
+    flags = ["--output_dir", copy_until(whole, 4, tmp_path / "run"), *BASE]
     edits = {
         "task.py": [
             ("def loss_sum(", "HALF = 0.5\n\n\ndef loss_sum("),
@@ -170,7 +163,8 @@ def test_code_that_has_changed_since_the_checkpoint_is_named(quick, tiny, whole,
     (changes,) = [each["changes"] for each in lines(flags[1], "event")]
     assert [*changes] == ["code task.HALF", "code task.loss_sum", "code train.lr_at"]
     assert all(before != now for before, now in changes.values())
-    assert "changed since" not in quick("--output_dir", half(whole, tmp_path / "new"), *BASE)
+    flags[1] = copy_until(whole, 4, tmp_path / "new")
+    assert "changed since" not in quick(*flags)
 
 
 # ---- Checkpoints that are gone -------------------------------------------------------------------
@@ -238,7 +232,7 @@ def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_agai
 
 
 def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick, whole, tmp_path):
-    output = half(whole, tmp_path / "run")
+    output = copy_until(whole, 4, tmp_path / "run")
     flags = ["--output_dir", output, *BASE, "--max_steps", 4, "--accept_changes"]
     quick(*flags)
     assert "is finished: 4 steps, and model/ is that of step 4; " in quick(*flags)
@@ -266,25 +260,16 @@ def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_be
     assert "is finished: 12 steps, and model/ is that of step 12; " in quick(*flags)
 
 
-def test_whole_epochs_of_any_float(quick, tmp_path):
-    """1.1 x 100 is 110.00000000000001."""
-    flags = ["--max_steps", 0, "--num_epochs", 1.1, "--task.samples", 100, "--check"]
-    printed = quick("--output_dir", tmp_path, *flags, "--global_batch_size", 10)
-    assert "; 11 steps, each with 10 of 100 samples" in printed
-
-
 def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoints")
-    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
-    base = ["--output_dir", output, *BASE]
+    before, base = all_files(output), ["--output_dir", output, *BASE]
     assert "is finished: its checkpoints are gone" in quick(*base)
     printed = quick(*base, "--seed", 3, codes=[2])
     assert "holds a finished run, whose checkpoints are gone" in printed
     assert "is finished" in quick(*base, "--log_every", 2)  # another result it is not
-    after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
-    assert before == after
+    assert before == all_files(output)
     (output / "status.json").unlink()  # nor where only the model is left
     assert "holds a finished run, whose checkpoints are gone" in quick(*base, codes=[2])
     model = (output / "model" / "weights.pt").read_bytes()
@@ -304,24 +289,18 @@ def test_a_finished_run_without_its_model_exports_again_with_other_settings(quic
     base += ["--learning_rate", 0.05]
     quick(*base)
 
-    def exported():
-        import torch
-
-        return torch.load(output / "model" / "weights.pt")
-
-    scores = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    best = min(scores, key=scores.get)
+    best = eval_losses(output)[1]
     assert best < 24
-    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+    before = all_files(output)
     printed = quick(*base, "--export", "best")
     assert "is finished: 24 steps, and model/ is that of step 24; to export again delete" in printed
-    after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
-    assert before == after
+    assert before == all_files(output)
     for flags, step in ((["--export", "best"], best), ([], 24)):
         shutil.rmtree(output / "model")
         quick(*base, *flags)
-        for name, values in weights(output, step).items():
-            assert (exported()[name] == values).all()
+        exported = torch.load(output / "model" / "weights.pt")
+        for name, values in read_weights(checkpoint(output, step)).items():
+            assert (exported[name] == values).all()
         assert f"Trained for {step} steps" in (output / "model" / "README.md").read_text()
         assert status(output)["state"] == "finished" and status(output)["exported"] == step
         assert f"is finished: 24 steps, and model/ is that of step {step}; " in quick(*base, *flags)
@@ -351,22 +330,19 @@ NAMES = ["status.json", "wandb_run_id", "metrics.jsonl", "config.yaml", "lock"]
 
 @pytest.mark.slow
 def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
-    cases = []
     for i, value in enumerate(VALUES):
-        output = half(whole, tmp_path / str(i))
+        output = copy_until(whole, 4, tmp_path / str(i))
         for name in NAMES:
             (output / name).write_bytes(value.encode("latin-1"))
-        cases.append({"flags": [*BASE, "--output_dir", output]})
-    for i, (code, _, errors) in enumerate(tiny.forked(cases)):
-        assert code == 0, (VALUES[i][:30], errors)
-        assert digest(checkpoint(tmp_path / str(i), 8)) == digest(checkpoint(whole, 8))
-        assert status(tmp_path / str(i))["state"] == "finished"
-        assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
+        tiny.train(1, *BASE, "--output_dir", output)
+        assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
+        assert status(output)["state"] == "finished"
+        assert [line["step"] for line in lines(output, "loss")] == [5, 6, 7, 8]
 
 
 def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     """Pipes, links and files in the places of newer checkpoints and of what is being written."""
-    output = half(whole, tmp_path / "run")
+    output = copy_until(whole, 4, tmp_path / "run")
     saved = output / "checkpoints"
     os.mkfifo(saved / "step-00000009")
     (saved / "step-00000008").symlink_to("nothing")  # the run saves this step

@@ -52,9 +52,6 @@ def test_what_a_function_gives_wrongly_is_one_line():
         assert said in str(error.value) and "\n" not in str(error.value)
 
 
-OLD = "import task, torch; task.old = {{}}; old = task.{0}; task.{0} = lambda *a: "
-
-
 OWN = torch.Generator()  # what nobody seeds
 CHANGING = {"y": torch.ones(4), "counted": torch.ones(4), "poison": 0.0}
 CHECKED = [  # a name in task.py, what takes its place, and what is said
@@ -102,13 +99,6 @@ def test_what_the_check_finds(tmp_path, monkeypatch, name, value, said):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_with_lanes_is_no_stream(quick, tmp_path):
-    """Those of roads, say: its rows are compared, and epochs are counted."""
-    flags = ["--output_dir", tmp_path / "run", "--num_epochs", 1, "--max_steps", 0]
-    quick(*flags, "--warmup_steps", 0, before="import task; task.Numbers.lanes = 3")
-    assert lines(tmp_path / "run", "epoch")[-1]["epoch"] >= 1
-
-
 RECORDED = """
 import task, torch
 own, given = task.collate, task.Numbers.__getitem__
@@ -147,16 +137,16 @@ def test_a_rounded_loss_is_warned_of(quick, tmp_path, value, said):
     """Outside, accelerate has made the loss float32, and its rounding could not be seen."""
     flags = ["--output_dir", tmp_path, "--max_steps", 1, "--warmup_steps", 0]
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    printed = quick(*flags, before=OLD.format("loss_sum") + value, env=env)
+    before = f"import task; task.loss_sum = lambda *a: {value}"
+    printed = quick(*flags, before=before, env=env)
     assert said in printed and ("warning: task." in printed) == bool(said)
 
 
 def test_scores_are_floats_and_may_need_more_rows_than_the_first_batch(quick, tmp_path):
     """A tensor of one number, NumPy's numbers and whole ones are as good as floats."""
-    value = "{'loss': torch.tensor(1.5), 'seven': __import__('numpy').int64(7), 'yes': True, "
-    value += "'share': 1 / max(0, float(a[0]['rows']) - 2)}"
-    flags = ["--micro_batch_size", 2, "--output_dir", tmp_path / "run"]
-    quick(*flags, before=OLD.format("metrics") + value)
+    before = "import numpy, task, torch; task.metrics = lambda sums: {'loss': torch.tensor(1.5), "
+    before += "'seven': numpy.int64(7), 'yes': True, 'share': 1 / max(0, float(sums['rows']) - 2)}"
+    quick("--micro_batch_size", 2, "--output_dir", tmp_path / "run", before=before)
     assert lines(tmp_path / "run", "eval_loss")[-1] == {
         "step": 12, "eval_loss": 1.5, "seven": 7.0, "yes": 1.0, "share": pytest.approx(1 / 9)
     }  # fmt: skip

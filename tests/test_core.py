@@ -1,6 +1,7 @@
 """The core in a script of one's own: what stands apart from train.py and task.py."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import samestep
-from conftest import ROOT, SOURCE, BakedProject, digest, preloaded, status
+from conftest import ROOT, SOURCE, BakedProject, digest, newest, preloaded, status
 from samestep.base.errors import UserError
 from samestep.core import script as own_script
 
@@ -106,6 +107,18 @@ def words_of(ended):
     return "".join(printed for _, printed, _ in ended)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The folder of four steps without a mistake on so many processes, and what was printed."""
+
+    @functools.cache
+    def run(processes):
+        folder = tmp_path_factory.mktemp("plain")
+        return folder, words_of(script(processes, "nothing", folder))
+
+    return run
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
     processes, said = MISTAKES[mistake]
@@ -160,22 +173,21 @@ SETUPS = [
 
 @pytest.mark.parametrize("facts, exact, said", SETUPS)
 def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact, said):
-    model, (kind, policy, config) = torch.nn.Linear(1, 1), ("NO", None, None)
+    model, policy, config = torch.nn.Linear(1, 1), None, None
     if facts.get("compiled"):
         model.compile()
-    kind = facts.get("kind", kind)
     if "policy" in facts:
         given = {"reduce_dtype": torch.float32, "output_dtype": torch.float32, **facts["policy"]}
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **given)
     if "parallelism_config" in facts:
         config = SimpleNamespace(total_size=2, **facts["parallelism_config"])
         monkeypatch.setenv("WORLD_SIZE", "2")
-    plugin = SimpleNamespace(
-        mixed_precision_policy=policy, cpu_offload=facts.get("offload", OffloadPolicy())
-    )
+    offload = facts.get("offload", OffloadPolicy())
+    plugin = SimpleNamespace(mixed_precision_policy=policy, cpu_offload=offload)
     accelerator = SimpleNamespace(
         _models=[model], unwrap_model=lambda module: module, is_fsdp2=True, process_index=0,
-        distributed_type=SimpleNamespace(value=kind), num_processes=2 if config else 1,
+        distributed_type=SimpleNamespace(value=facts.get("kind", "NO")),
+        num_processes=2 if config else 1,
         parallelism_config=config, mixed_precision=facts.get("mixed_precision", "no"),
         device=facts.get("device", torch.device("cpu")), state=SimpleNamespace(fsdp_plugin=plugin),
     )  # fmt: skip
@@ -210,17 +222,13 @@ def test_steps_go_on_in_the_same_process(tmp_path):
     assert status(tmp_path / "again")["state"] == "finished"
 
 
-def test_what_is_harmless_gives_the_weights_of_the_plain_script(tmp_path):
+def test_what_is_harmless_gives_the_weights_of_the_plain_script(plain, tmp_path):
     """zero_grad that is forgotten, weights that process 0 alone has, texts in a batch, and
     gradient_accumulation_steps of the Accelerator change nothing."""
-    plain = words_of(script(2, "nothing", tmp_path / "plain")).splitlines()[-1]
-    assert plain.startswith("weights ")
-    for mistake in SAME:
+    expected = plain(2)[1].splitlines()[-1]
+    for mistake in [*SAME, *HARMLESS]:
         found = words_of(script(2, mistake, tmp_path / mistake)).splitlines()[-1]
-        assert found == plain, mistake
-    for mistake in HARMLESS:
-        found = words_of(script(2, mistake, tmp_path / mistake)).splitlines()[-1]
-        assert found.startswith("weights ") and found != plain, mistake
+        assert found.startswith("weights ") and (found == expected) == (mistake in SAME), mistake
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -230,21 +238,20 @@ def test_evaluate_counts_each_row_once(tmp_path, processes):
     assert re.search(r"^rows 41\.0 errors [\d.]+$", found, re.MULTILINE)
 
 
-def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(tmp_path):
+def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(plain, tmp_path):
     words_of(script(1, "break", tmp_path))
     assert newest(tmp_path).name == "step-00000002"
     words_of(script(1, "save_and_break", tmp_path))
     assert newest(tmp_path).name == "step-00000003"
     assert "continues from" in words_of(script(1, "nothing", tmp_path))
-    words_of(script(1, "nothing", tmp_path / "whole"))
-    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(plain(1)[0]))
 
 
-def test_other_settings_and_other_frozen_weights_are_refused(tmp_path):
+def test_other_settings_and_other_frozen_weights_are_refused(plain, tmp_path):
     words_of(script(1, "frozen", tmp_path))
     ((code, _, errors),) = script(1, "unequal_frozen", tmp_path, 6)
     assert code == 2 and "was trained with other pretrained weights" in errors
-    words_of(script(1, "nothing", tmp_path / "other"))
+    shutil.copytree(plain(1)[0], tmp_path / "other")
     ((code, _, errors),) = script(1, "settings", tmp_path / "other", 6)
     assert code == 2 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
 
@@ -259,25 +266,17 @@ def test_steps_of_another_size_go_on_at_the_next_sample(tmp_path):
     assert len(expected) == 20 and ids == expected
     about = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
     assert (about["step"], about["samples"]) == (7, 40)
-    assert [(each["step"], each["samples"]) for each in about["history"]] == [
-        (0, 0),
-        (2, 16),
-        (6, 32),
-    ]
+    starts = [(each["step"], each["samples"]) for each in about["history"]]
+    assert starts == [(0, 0), (2, 16), (6, 32)]
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tmp_path):
-    words_of(script(1, "nothing", tmp_path))
-    shutil.rmtree(tmp_path / "checkpoints")
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(plain, tmp_path):
+    shutil.copy(plain(1)[0] / "status.json", tmp_path)
     before = (tmp_path / "status.json").read_text()
     ((code, _, errors),) = script(1, "nothing", tmp_path)
     assert code == 2 and "status.json says that step 4 was saved; put its folder back" in errors
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "status.json").read_text() == before
-
-
-def newest(folder):
-    return max(folder.glob("checkpoints/step-*"))
 
 
 # ---- The same result, however it is launched -----------------------------------------------------
@@ -378,17 +377,16 @@ def test_what_is_drawn_registered_or_fetched_by_workers_changes_no_byte(tmp_path
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_a_run_that_is_killed_resumes_to_the_same_bytes(tmp_path, processes):
+def test_a_run_that_is_killed_resumes_to_the_same_bytes(plain, tmp_path, processes):
     """By SIGKILL to one process; the others end. Without exact and find_unused_parameters."""
     ended = script(processes, "killed", tmp_path)
     assert ended[-1][0] == -signal.SIGKILL and {code for code, *_ in ended[:-1]} <= {1}
     assert newest(tmp_path).name == "step-00000002"
     assert "continues from" in words_of(script(processes, "nothing", tmp_path))
-    words_of(script(processes, "nothing", tmp_path / "whole"))
-    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(plain(processes)[0]))
 
 
-def test_a_signal_saves_the_step_and_exits_with_75(tmp_path):
+def test_a_signal_saves_the_step_and_exits_with_75(plain, tmp_path):
     """All processes, for a signal to one of them."""
     ended = script(2, "signal", tmp_path)
     assert [code for code, *_ in ended] == [75, 75]
@@ -396,8 +394,7 @@ def test_a_signal_saves_the_step_and_exits_with_75(tmp_path):
     assert status(tmp_path)["state"] == "stopped" and status(tmp_path)["exit_code"] == 75
     assert newest(tmp_path).name in ("step-00000003", "step-00000004")  # all agree a step later
     words_of(script(2, "nothing", tmp_path))
-    words_of(script(2, "nothing", tmp_path / "whole"))
-    assert digest(newest(tmp_path)) == digest(newest(tmp_path / "whole"))
+    assert digest(newest(tmp_path)) == digest(newest(plain(2)[0]))
     assert status(tmp_path)["state"] == "finished"
 
 

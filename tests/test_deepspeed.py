@@ -21,7 +21,6 @@ pytestmark = [
         not is_deepspeed_available(), reason="DeepSpeed is not installed: pip install deepspeed"
     ),
 ]
-KINDS = ["deepspeed_zero2", "deepspeed_zero3"]
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +53,25 @@ def test_bf16_under_zero_is_that_of_autocast(small, tmp_path):
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    "kind, precision, limit", [("deepspeed_zero2", "no", 1e-5), ("deepspeed_zero3", "bf16", 0.05)]
-)
-def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision, limit):
+def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path):
     """The second process has NaN losses in its third step, which changes no weight."""
+    kind = "deepspeed_zero3"
     # Under DDP two backward passes try the task before the first step.
     third = '((5, 6) if "ACCELERATE_USE_DEEPSPEED" in os.environ else (7, 8))'
     project, numbers = with_task(small, tmp_path, SPOIL.replace("range(9, 13)", third)), {}
     for hardware in ("cpu_multi", kind):
         output = tmp_path / hardware
-        train(project, hardware, 2, "--output_dir", output, precision=precision)
+        train(project, hardware, 2, "--output_dir", output, precision="bf16")
         events = {line["step"]: line["event"] for line in lines(output, "event")}
         assert events == {3: "skipped"}
         numbers[hardware] = losses(output)
     for step, expected in numbers["cpu_multi"].items():
         if step != 3:
-            assert numbers[kind][step] == pytest.approx(expected, rel=limit), step
+            assert numbers[kind][step] == pytest.approx(expected, rel=0.05), step
             assert math.isfinite(expected[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["deepspeed_zero2", "deepspeed_zero3"])
 def test_a_killed_run_continues_with_new_settings(tiny, tmp_path, kind):
     """The samples and losses are those of one process, which nobody has killed."""
     output, reference = tmp_path / "run", tmp_path / "reference"

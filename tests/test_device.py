@@ -46,20 +46,6 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
     assert f"allowed: {allowed} True" in quick(*flags, before=shown)
 
 
-@pytest.mark.parametrize("norm", [1.0, float("inf"), float("nan")])
-def test_the_fused_optimizer_skips_a_step_whose_norm_is_not_finite(norm):
-    import torch
-
-    from samestep.core import monitor
-
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    inner = torch.optim.AdamW([weight], fused=True)
-    monitor.skip_unless_finite(SimpleNamespace(optimizer=inner, scaler=None), torch.tensor(norm))
-    inner.step()
-    assert torch.equal(weight, torch.ones(2)) == (norm != 1.0)
-
-
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path):
     """The step before it is saved, although its data is fetched before that."""
     from samestep.core import order

@@ -127,9 +127,6 @@ def test_a_frozen_base_and_its_buffers_stay_beside_adapters():
     assert dtypes.building(lambda: double, None)().weight.dtype == torch.float64
 
 
-# ---- Weight decay and frozen modules -------------------------------------------------------------
-
-
 class Experts(torch.nn.Module):
     """Experts, and a weight of a state space model that is marked as mamba_ssm does it."""
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from conftest import digest, lines, status, wait_until
+from conftest import digest, lines, newest, status, wait_until
 
 # Steps of 0.1 s with four processes, 0.15 s with three, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
@@ -92,10 +92,6 @@ def machines(tiny, tmp_path):
     yield make
     for each in made:
         each.clean()
-
-
-def newest(output):
-    return max(output.glob("checkpoints/step-*"))
 
 
 def check_as_undisturbed(tiny, output, *flags):

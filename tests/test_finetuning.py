@@ -12,9 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from conftest import bake, lines, read_weights
-from test_exact import check_same
-from test_tasks import check_two_processes_and_a_lost_half
+from conftest import bake, checkpoint, read_weights
 
 # They train a model first, and then its descendants.
 pytestmark = pytest.mark.slow
@@ -54,36 +52,13 @@ def project(tmp_path_factory):
 def tuned(project):
     """The runs of both recipes, on one process."""
     for name in ("prompts", "lora"):
-        printed = project.train(1, *recipe_of(name))
-        assert (
-            "warning: learning_rate is 0.01, high for the pretrained weights of runs/base"
-            in printed
-        )
+        said = "warning: learning_rate is 0.01, high for the pretrained weights of runs/base"
+        assert said in project.train(1, *recipe_of(name))
     return {name: project.path / "runs" / name for name in ("prompts", "lora")}
 
 
 def recipe_of(name):
     return ["--config", f"configs/train/{name}.yaml"]
-
-
-def checkpoint(output, step):
-    return output / "checkpoints" / f"step-{step:08d}"
-
-
-@pytest.mark.parametrize("name", ["prompts", "lora"])
-def test_two_processes_tune_as_one_does_and_a_lost_half_is_made_up_for(
-    project, tuned, tmp_path, name
-):
-    # Dropout follows the micro-batch, and these are of the same size in both runs.
-    check_two_processes_and_a_lost_half(project, tmp_path, *recipe_of(name), whole=tuned[name])
-
-
-def test_exact_tunes_to_the_same_bytes_on_any_processes(project, tmp_path):
-    """LoRA with its dropout, of chats in packed rows."""
-    flags = [*recipe_of("lora"), "--exact", "true", "--micro_batch_size", "2", "--max_steps", "3"]
-    for processes in (1, 2):
-        project.train(processes, *flags, "--output_dir", tmp_path / str(processes))
-    check_same(tmp_path / "1", tmp_path / "2")
 
 
 def test_lora_trains_adapters_alone_and_saves_no_more(project, tuned):
@@ -112,17 +87,6 @@ def test_lora_merged_is_lora(project, tuned, monkeypatch):
     assert torch.allclose(logits[0], logits[1], atol=1e-5)
     assert not torch.allclose(logits[0], logits[2], atol=1e-3)
     assert not (project.path / "runs" / "merged" / "model" / "adapter_config.json").exists()
-
-
-# ---- What comes after training -------------------------------------------------------------------
-
-
-def test_the_card_says_what_the_model_is(tuned):
-    card = (tuned["prompts"] / "model" / "README.md").read_text(encoding="utf-8")
-    about = yaml.safe_load(card.split("---")[1])
-    assert (about["license"], about["base_model"]) == ("unknown", "runs/base/model")
-    last = lines(tuned["prompts"], "eval_loss")[-1]
-    assert f"| eval_loss | {last['eval_loss']:.5g} |" in card and "data: prompts.jsonl" in card
 
 
 def test_weights_that_are_missing_are_not_made_up(project):

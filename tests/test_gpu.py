@@ -1,14 +1,13 @@
 """What only a GPU can show: precisions, compiled models, GPUs instead of processes, same bytes."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from conftest import GPUS, bake, digest, lines, read_weights
+from conftest import GPUS, bake, checkpoint, copy_until, digest, lines, newest, read_weights
 from samestep.core import checkpoints
 from test_stopping import kill_all
 
@@ -70,24 +69,18 @@ def check_close(one, other, rel):
             assert mine[key] == pytest.approx(theirs[key], rel=rel)
 
 
-def checkpoint(output, step):
-    return output / "checkpoints" / f"step-{step:08d}"
-
-
 def check_continues(project, hardware, folder, *flags):
     """A run that goes on from step 4 ends as one that was not broken; the folders of both."""
     whole = train(project, hardware, folder / "whole", *flags)
-    shutil.copytree(checkpoint(whole, 4), checkpoint(folder / "half", 4))
-    half = train(project, hardware, folder / "half", *flags)
+    half = train(project, hardware, copy_until(whole, 4, folder / "half"), *flags)
     check_same_end(whole, half)
     return whole, half
 
 
 def check_same_end(one, other):
     """In the last checkpoint: the bytes of the weights and of the optimizer's state."""
-    folders = [max((output / "checkpoints").glob("step-*")) for output in (one, other)]
-    assert folders[0].name == folders[1].name
-    assert digest(folders[0]) == digest(folders[1])
+    assert newest(one).name == newest(other).name
+    assert digest(newest(one)) == digest(newest(other))
 
 
 WAYS = [
@@ -112,8 +105,7 @@ def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, preci
     one = train(project, f"single_gpu{precision}", tmp_path / "one", *flags)
     shares = ["--device_shares", "[7, 1]"]
     two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags, *shares)
-    half = tmp_path / "half"
-    shutil.copytree(checkpoint(two, 3), checkpoint(half, 3))
+    half = copy_until(two, 3, tmp_path / "half")
     train(project, f"single_gpu{precision}", half, *flags)
     for output in (two, half):
         check_same_end(one, output)

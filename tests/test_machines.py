@@ -5,13 +5,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from conftest import ROOT, SOURCE, latest, lines, preloaded
+from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
+from test_exact import SOON
 
 # ---- What all processes must have in common ------------------------------------------------------
 
@@ -69,9 +68,10 @@ def test_the_program_and_modules_beside_it_are_compared(tmp_path):
             (folder / name).write_text(number if name == "unused.py" else "")
         (folder / "helper.py").write_text("" if len(found) else "import json")
         (folder / "train_pipeline.py").write_text(program + f"'{number}'")
-        command = [sys.executable, "train_pipeline.py"]
-        ran = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-        found.append(json.loads(ran.stdout))
+        project = BakedProject(folder)
+        ((_, printed, errors),) = preloaded(folder, [project.env()], ["train_pipeline.py"], 60)
+        assert not errors
+        found.append(json.loads(printed))
     assert {"code task.py", "module helper.py", "module train_pipeline.py"} <= {*found[0]}
     assert "module unused.py" not in found[0]
     names = ["module train_pipeline.py", "module helper.py"]
@@ -95,8 +95,8 @@ def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
 def test_a_process_that_does_not_begin_is_named(tiny, tmp_path):
     """And its main process prints nothing, since it is not there."""
     env = tiny.envs(2)[1]
-    flags = ["train.py", *latest(["--output_dir", tmp_path / "run", "--timeout", 2])]
-    ((code, _, errors),) = preloaded(tiny.path, [env], flags, seconds=60)
+    words = ["-c", TRAIN, SOON, "--output_dir", tmp_path / "run", "--timeout", 2]
+    ((code, _, errors),) = preloaded(tiny.path, [env], words, seconds=60)
     said = "train.py: waited 2 s for process 0 to begin; all meet at "
     assert code == 1 and errors.startswith(said) and errors.count("\n") == 1
 
@@ -134,7 +134,7 @@ class Machines:
 
     @staticmethod
     def ip(*words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
     def start(self, i, project, *flags, folder=None, interface="eth0"):
         """A launcher on a machine; `folder`: what lies there in the place of the project."""
@@ -160,14 +160,10 @@ class Machines:
 
     def train(self, project, *flags, other=None, interface="eth0"):
         """Trains on both; exit codes and output of each. `other`: the project on node1."""
-        folders = [None, other]
         runs = [
-            self.start(i, project, *flags, folder=folders[i], interface=interface) for i in range(2)
+            self.start(i, project, *flags, folder=folder, interface=interface)
+            for i, folder in enumerate([None, other])
         ]
-        return self.end(runs)
-
-    def end(self, runs):
-        """Exit codes and output of runs on both, once they have ended."""
         try:
             printed = [run.communicate(timeout=300)[0] for run in runs]
         finally:
@@ -175,20 +171,9 @@ class Machines:
                 run.kill()
         return [run.returncode for run in runs], printed
 
-    def programs(self, i, *words):
-        """The processes on a machine with these words in their command line."""
-        pids = subprocess.run(
-            ["ip", "netns", "pids", self.names[i]], check=True, capture_output=True, text=True
-        ).stdout.split()
-        found = [psutil.Process(int(pid)) for pid in pids]
-        return [each for each in found if {*words} <= {*each.cmdline()}]
-
     def clean(self):
         for name in self.names:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True
-            ).stdout.split()
-            if pids:
+            if pids := self.ip("netns", "pids", name).stdout.split():
                 subprocess.run(["kill", "-9", *pids])
             self.ip("netns", "delete", name)
 

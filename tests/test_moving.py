@@ -1,26 +1,21 @@
 """Checkpoints of real runs: moved between kinds of parallelism, and saved in the background."""
 
-import shutil
-
 import pytest
 import torch
 from safetensors import safe_open
 
-from conftest import digest, lines, load_task, read_checkpoint, read_weights, status
-from test_sharding import train as sharded_run
+from conftest import (
+    checkpoint,
+    copy_until,
+    digest,
+    lines,
+    load_task,
+    read_checkpoint,
+    status,
+)
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
 ASYNC = [*FLAGS, "--async_save", "true"]
-
-
-def checkpoint(output, step):
-    return output / "checkpoints" / f"step-{step:08d}"
-
-
-def half(run, step, output):
-    """A run folder as it was after the checkpoint of this step."""
-    shutil.copytree(checkpoint(run, step), checkpoint(output, step))
-    return output
 
 
 def check_close(one, other, rel):
@@ -45,9 +40,9 @@ def whole(tiny, tmp_path_factory):
 
 def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
     """Three steps each: 1, 2, 1. Each process writes a file, and nothing else is written."""
-    output = half(whole, 3, tmp_path / "1")
+    output = copy_until(whole, 3, tmp_path / "1")
     for step, processes in ((6, 2), (9, 1)):
-        output = half(output, step - 3, tmp_path / str(step))
+        output = copy_until(output, step - 3, tmp_path / str(step))
         printed = tiny.train(processes, "--output_dir", output, *FLAGS)
         assert f"continuing from {checkpoint(output, step - 3)}" in printed
         for path in (output / "checkpoints").iterdir():
@@ -65,27 +60,6 @@ def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
         losses = {line["step"]: line["loss"] for line in lines(whole, "loss")}
         for line in lines(output, "loss"):
             assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_fsdp2_continues_bit_by_bit(tiny, tmp_path):
-    """Saved in the background, and exported from its best checkpoint."""
-    run, flags = tmp_path / "run", [*ASYNC, "--eval_every", 3, "--export", "best"]
-    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags)
-    again = half(run, 6, tmp_path / "again")
-    sharded_run(tiny, "fsdp2", 2, "--output_dir", again, *flags)
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
-        mine, theirs = ((checkpoint(output, 12) / name).read_bytes() for output in (again, run))
-        assert mine == theirs
-    losses = {line["step"]: line["eval_loss"] for line in lines(run, "eval_loss")}
-    step = min(losses, key=losses.get)
-    assert step < 12 and f"the best evaluation was that of step {step}" in printed
-    exported, weights = (
-        torch.load(run / "model" / "weights.pt"),
-        read_weights(checkpoint(run, step)),
-    )
-    assert exported.keys() == weights.keys()
-    assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
 def test_changes_of_settings(tmp_path):
@@ -108,7 +82,7 @@ def test_changes_of_settings(tmp_path):
 
 
 def test_weights_of_another_shape_are_refused_although_changes_are_accepted(tiny, whole, tmp_path):
-    flags = ["--output_dir", half(whole, 3, tmp_path / "run"), *FLAGS, "--task.width", 16]
+    flags = ["--output_dir", copy_until(whole, 3, tmp_path / "run"), *FLAGS, "--task.width", 16]
     printed = tiny.train(1, *flags, codes=[2])
     assert "task.width: 32 -> 16" in printed and printed.count("\n") == 1
     printed = tiny.train(1, *flags, "--accept_changes", codes=[2])

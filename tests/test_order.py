@@ -124,15 +124,8 @@ class View:
     """Rows 0 to N - 1 that say their sources and sizes, as those of task.views may."""
 
     def __init__(self, rows, sources, sizes=None):
-        self.rows, self.sources, self.lengths = rows, sources, sizes
-
-    def __getattribute__(self, name):
-        if name == "sizes" and self.lengths is None:
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-    def sizes(self):
-        return self.lengths
+        self.rows, self.sources = rows, sources
+        self.sizes = None if sizes is None else lambda: sizes
 
     def __reduce__(self):
         return View, (self.rows, self.sources)

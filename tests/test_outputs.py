@@ -12,7 +12,6 @@ from sklearn.metrics import roc_auc_score
 from conftest import ROOT, lines, make_tiny, train_module
 from samestep.base.errors import UserError
 from samestep.core import mesh
-from samestep.core.inputs import Source
 from samestep.core.outputs import EvaluationOutputs, merge, to_part
 from samestep.project import contract
 
@@ -203,18 +202,6 @@ def test_each_row_counts_once_and_is_padded_in_its_type():
         right[[0, 2], 0] = 1
         assert torch.equal(merged[name].float(), right), name
     assert merged["torch.bfloat16"].dtype == torch.float32
-
-
-def test_a_source_has_its_own_rows_and_metrics_may_change_them():
-    def score(sums, outputs):
-        mean = float(outputs["x"].mean())
-        outputs["x"].zero_()
-        return {"loss": float(sums["loss"]), "mean": mean}
-
-    parts, outputs = [{"loss": torch.ones(())}] * 2, {"x": torch.tensor([1.0, 2.0, 6.0])}
-    sources = [Source("a", 2, 1), Source("b", 1, 1)]
-    scores, _ = contract.score(SimpleNamespace(metrics=score), parts, sources, outputs)
-    assert (scores["mean"], scores["mean/a"], scores["mean/b"]) == (3.0, 1.5, 6.0)
 
 
 def test_metrics_gets_outputs_if_the_task_has_them(tmp_path):

@@ -1,6 +1,5 @@
 """train_pipeline.py: stages of a model train as the whole does, and runs move there and back."""
 
-import importlib.util
 import shutil
 
 import pytest
@@ -8,7 +7,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import ROOT, digest, latest, load_task, preloaded, status, train_module
+from conftest import (
+    ROOT,
+    copy_until,
+    digest,
+    latest,
+    load_module,
+    load_task,
+    newest,
+    preloaded,
+    status,
+    train_module,
+)
 from samestep.core import mesh
 from samestep.models import next_token
 from test_sharding import agree, make_small, train
@@ -16,15 +26,11 @@ from test_sharding import agree, make_small, train
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
 
-def run(project, processes, *flags, precision="no"):
-    """How each of so many processes of train_pipeline.py ended."""
-    envs = project.envs(processes, ACCELERATE_MIXED_PRECISION=precision)
-    return preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
-
-
-def pipe(project, processes, *flags, **options):
-    """Trains with train_pipeline.py in so many processes; what they printed."""
-    return project.ended(flags, (0,), run(project, processes, *flags, **options))
+def pipe(project, processes, *flags, codes=(0,)):
+    """What train_pipeline.py prints in so many processes."""
+    envs = project.envs(processes, ACCELERATE_MIXED_PRECISION="no")
+    ended = preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
+    return project.ended(flags, codes, ended)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +40,6 @@ def small(tmp_path_factory):
     project = make_small(folder, micro_batch_size=1, learning_rate=0.002, max_grad_norm=0.7)
     shutil.copy(EXAMPLE, project.path)
     return project
-
-
-# ---- The same numbers ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -52,40 +55,26 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
     for name, values in exported[0].items():
         torch.testing.assert_close(exported[1][name], values, rtol=1e-4, atol=1e-6)
     assert status(two)["state"] == "finished"
-    half, kept, last = tmp_path / "half", "checkpoints/step-00000003", "checkpoints/step-00000006"
-    shutil.copytree(two / kept, half / kept)
+    half = copy_until(two, 3, tmp_path / "half")
     assert "continuing from" in pipe(small, 2, *flags, "--output_dir", half)
-    assert digest(half / last) == digest(two / last)
+    assert digest(newest(half)) == digest(newest(two))
 
 
 # Processes, flags of the pipeline, and those that train.py gets too.
-CASES = {
-    "2 x 2": (4, [], []),
-    "2 stages of 2 parts": (4, ["--tensor_parallel", "2"], []),
-    "packed, recomputed, larger micro-batches": (
-        2,
-        [],
-        [
-            *["--task.packing", "best_fit", "--gradient_checkpointing", "true"],
-            *["--micro_batch_size", "4", "--task.loss_chunk", "16", "--max_grad_norm", "0"],
-        ],
-    ),
-}
+CASES = [
+    (4, "--tensor_parallel 2", ""),
+    (4, "", "--task.packing best_fit --gradient_checkpointing true --micro_batch_size 2 "
+     "--task.loss_chunk 16 --max_grad_norm 0"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_other_pipelines_have_the_losses_of_train(small, run_once, tmp_path, case):
-    processes, own, flags = CASES[case]
-    flags = [*flags, "--task.num_layers", "4", "--max_steps", "3"]
-    pipe(small, processes, *own, *flags, "--output_dir", tmp_path)
+@pytest.mark.parametrize("processes, own, flags", CASES)
+def test_other_pipelines_have_the_losses_of_train(small, run_once, tmp_path, processes, own, flags):
+    """Two stages of two parts each; and two pipelines, packed and recomputed."""
+    flags = [*flags.split(), "--task.num_layers", "4", "--max_steps", "3"]
+    pipe(small, processes, *own.split(), *flags, "--output_dir", tmp_path)
     agree(tmp_path, run_once(train, small, "cpu", 1, *flags), norm=1e-6)
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
-
-
-# ---- What may go wrong ---------------------------------------------------------------------------
 
 
 REFUSED = [
@@ -100,13 +89,11 @@ REFUSED = [
 @pytest.mark.slow
 def test_settings_that_do_not_fit_are_one_line(small):
     for processes, flags, words in REFUSED:
-        ended = run(small, processes, *flags)
-        errors = "".join(each[2] for each in ended)
-        assert {each[0] for each in ended} == {2}
-        (line,) = [line for line in errors.splitlines() if line.startswith("train.py: ")]
-        assert words in line and "Traceback" not in errors, errors
-    ((code, printed, _),) = run(small, 1, "--check")
-    assert code == 0 and "checked: runs/default starts from the beginning; 6 steps" in printed
+        printed = pipe(small, processes, *flags, codes=[2])
+        (line,) = [line for line in printed.splitlines() if line.startswith("train.py: ")]
+        assert words in line and "Traceback" not in printed, printed
+    printed = pipe(small, 1, "--check")
+    assert "checked: runs/default starts from the beginning; 6 steps" in printed
 
 
 def test_stages_need_a_yaml_that_shards_nothing():
@@ -129,10 +116,7 @@ def models():
 def stages():
     """train_pipeline.py as a module."""
     with train_module(ROOT / "templates" / "causal_lm" / "task.py"):
-        spec = importlib.util.spec_from_file_location("train_pipeline", EXAMPLE)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+        yield load_module("train_pipeline", EXAMPLE)
 
 
 def test_models_that_stages_do_not_make_up_are_refused(stages):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, lines, make_tiny
+from conftest import ROOT, copy_until, lines, make_tiny
 from test_prepared import RECIPE, write_rows
 
 
@@ -41,11 +41,6 @@ def loss_sum(model, batch):
     logits = logits_of(model, batch)
 """
 MEAN = LOSS + "    return loss_of(logits, batch)\n"
-NEGATIVES = (
-    LOSS + "    means = logits.mean(1)\n    scores = means @ means.T\n"
-    "    own = torch.arange(len(scores), device=scores.device)\n"
-    "    return loss_of(logits, batch, reduction='sum') + F.cross_entropy(scores, own)\n"
-)
 NOISE = LOSS + "    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')\n"
 DEPENDENT = "together, but"
 WRONG = {  # code, flags, and what is said
@@ -104,37 +99,33 @@ def test_a_token_that_ends_texts_and_never_has_a_label_is_said(project, tmp_path
         assert printed.count(said) == times
 
 
-def test_intent_and_noise_are_said_once(project, tmp_path):
-    printed = train(project, tmp_path / "a", f"{NEGATIVES}\n\nrows_depend = True\n", 2)
-    assert printed.count("rows_depend: it is not checked that rows are independent") == 1
-    printed = train(project, tmp_path / "b", NOISE, 2)
+def test_noise_is_said_once(project, tmp_path):
+    printed = train(project, tmp_path, NOISE, 2)
     assert printed.count("task.loss_sum draws random numbers without a row's generator") == 1
 
 
-def test_the_loss_per_item_is_said_also_where_rows_depend(project, tmp_path):
+def test_intent_is_said_once_and_the_loss_per_item_also_there(project, tmp_path):
     """New weights give the logarithm of the number of tokens; a mean as a sum shows as a part."""
-    said = r"loss per item ([\d.]+) \(4 rows\)(.*)"
+    found = []
     for folder, code in [("a", ""), ("b", f"{MEAN}\n\nrows_depend = True\n")]:
-        ((loss, more),) = re.findall(said, train(project, tmp_path / folder, code, 2))
-        first = lines(tmp_path / folder, "loss")[0]["loss"]
+        printed = train(project, tmp_path / folder, code, 2)
+        depend = "rows_depend: it is not checked that rows are independent"
+        assert printed.count(depend) == (folder == "b")
+        ((loss, more),) = re.findall(r"loss per item ([\d.]+) \(4 rows\)(.*)", printed)
         assert bool(more) == (folder == "b")
-        if folder == "a":
-            assert float(loss) == pytest.approx(first, rel=0.05)
-            right = float(loss)
-        else:
-            assert float(loss) < right / 4
+        found.append(float(loss))
+    assert found[0] == pytest.approx(lines(tmp_path / "a", "loss")[0]["loss"], rel=0.05)
+    assert found[1] < found[0] / 4
 
 
 def test_a_run_that_resumes_is_warned_and_not_ended(project, tmp_path):
     """A model that is near its reference has small differences of large sums, which round."""
     flags = ["--max_steps", 2, "--save_every", 1]
     train(project, tmp_path / "run", "", flags=flags)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
-    (tmp_path / "run" / "status.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
+    half = copy_until(tmp_path / "run", 1, tmp_path / "half")
     told = "from samestep.base import run_folder as r; write = r.write_status; "
     told += "r.write_status = lambda o, s, **k: [print('state', s), write(o, s, **k)]"
-    printed = train(project, tmp_path / "run", MEAN, flags=flags, before=told)
+    printed = train(project, half, MEAN, flags=flags, before=told)
     assert "state running" in printed and "state finished" in printed
     assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed), printed
 

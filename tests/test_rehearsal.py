@@ -1,7 +1,4 @@
-"""Every branch for GPUs runs, on a CPU that is taken for a GPU: see pretend_gpu.py.
-
-A step that writes no line of metrics must not wait for the GPU, or the run fails.
-"""
+"""Every branch for GPUs runs, on a CPU that is taken for a GPU: see pretend_gpu.py."""
 
 import re
 import shutil
@@ -10,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import FP16, BakedProject, bake, digest, latest, lines, preloaded, with_ddp
+from conftest import (
+    BakedProject,
+    bake,
+    copy_until,
+    digest,
+    latest,
+    lines,
+    newest,
+    preloaded,
+)
 from test_sharding import agree, launcher_env, make_small, model_digest, train
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
@@ -19,7 +25,7 @@ PRETEND = Path(__file__).with_name("pretend_gpu.py")
 def rehearse(project, hardware, processes, *flags, program="train.py", codes=(0,)):
     """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
     config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
-    env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False", "PRETEND": "H100"}
+    env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False"}
     envs = [{**each, **env} for each in project.envs(processes)]
     arguments = [str(PRETEND), *program.split(), *latest(flags)]
     ended = preloaded(project.path, envs, arguments, 300)
@@ -40,13 +46,6 @@ def alone(small, run_once):
     return run_once(train, small, "cpu", 1)
 
 
-def continue_from(output, step, copy):
-    """A run folder that was killed after this step."""
-    name = f"step-{step:08d}"
-    shutil.copytree(output / "checkpoints" / name, copy / "checkpoints" / name)
-    return copy
-
-
 CLOSE = {"no": (1e-5, 1e-4), "bf16": (1e-2, 0.1), "fp16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
 no_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
 SLOW_YAMLS = [("multi_gpu_fp16", 2), ("fsdp2_offload", 2), ("tensor_parallel", 2)]
@@ -63,10 +62,9 @@ def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes
     yaml = (small.path / "configs" / "accelerate" / f"{hardware}.yaml").read_text()
     (precision,) = re.findall("^mixed_precision: (\\S+)", yaml, re.MULTILINE)
     agree(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
-    half = continue_from(tmp_path / "whole", 3, tmp_path / "half")
+    half = copy_until(tmp_path / "whole", 3, tmp_path / "half")
     rehearse(small, hardware, processes, *flags, "--output_dir", half)
-    ends = [tmp_path / name / "checkpoints" / "step-00000006" for name in ("whole", "half")]
-    assert digest(ends[0]) == digest(ends[1])
+    assert digest(newest(tmp_path / "whole")) == digest(newest(half))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,6 @@ TOGETHER = "--async_save true --save_every 6 --gradient_checkpointing true --tf3
 TOGETHER += "--num_workers 2 --task.loss_chunk 16 --profile_steps [2,3]"
 OPTIONS = [
     (TOGETHER, CLOSE["no"]),
-    ("fp16 gradients", CLOSE["fp16"]),
     ("--device_shares auto --micro_batch_size 1 --max_steps 12", None),
 ]
 
@@ -92,8 +89,6 @@ OPTIONS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options, close", OPTIONS)
 def test_options_train(small, alone, tmp_path, options, close):
-    if options == "fp16 gradients":
-        small, options = with_ddp(small, tmp_path, FP16), ""
     rehearse(small, "multi_gpu", 2, *options.split(), "--output_dir", tmp_path / "run")
     if close:
         agree(tmp_path / "run", alone, *close)
@@ -112,8 +107,6 @@ def test_exact_has_the_bytes_of_one_gpu(small, run_once, tmp_path, case):
     assert model_digest(tmp_path) == model_digest(one)
 
 
-# ---- Tasks ---------------------------------------------------------------------------------------
-
 TASKS = ["text_classification", "causal_lm", "image_classification", "seq2seq", "preference"]
 
 
@@ -128,9 +121,6 @@ def test_a_task_trains_and_exports_its_best_model(tmp_path, task):
     assert "the best evaluation was that of step" in printed
 
 
-# ---- samestep hardware ---------------------------------------------------------------------------
-
-
 VERBS = [("check", "multi_gpu_bf16", 2), ("recommend", "single_gpu_bf16", 1)]
 VERBS += [("smoke", "tensor_parallel", 2), ("bench", "multi_gpu_bf16", 2)]
 
@@ -142,9 +132,6 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
     printed = rehearse(small, hardware, processes, *flags, program=f"-m samestep hardware {verb}")
     assert verb != "smoke" or " 0 failed" in printed
     assert "NVIDIA H100" in printed or verb in ("smoke", "bench")
-
-
-# ---- The rehearsal can fail ----------------------------------------------------------------------
 
 
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):

@@ -8,9 +8,22 @@ import sys
 import termios
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
-from conftest import ROOT, lines, read_weights, reseal, status, train_module, trained, wait_until
+from conftest import (
+    ROOT,
+    checkpoint,
+    eval_losses,
+    lines,
+    read_weights,
+    status,
+    train_module,
+    trained,
+    wait_until,
+)
+from samestep.core.checkpoints import read_manifest
 from samestep.report import tracking
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
@@ -42,8 +55,6 @@ def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, co
 
 @pytest.mark.slow
 def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
-    import psutil
-
     output = tmp_path / "run"
     run = tiny.launch("samestep", "cpu_multi", *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
@@ -56,41 +67,22 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     assert said in printed
 
 
-# ---- Evaluation alone ----------------------------------------------------------------------------
+# ---- Which model is evaluated and exported -------------------------------------------------------
+
+BEST = ["--export", "best", "--eval_every", 2, "--learning_rate", 0.05]
+TWELVE = [*BEST, "--save_every", 5, "--keep_checkpoints", 1, "--max_steps", 12]
 
 
-def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, tmp_path):
-    output = tmp_path / "run"
-    base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
-    often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
-    quick(*often)
-    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    best = min(losses, key=losses.get)
-    assert best < 24
-    found = output / "evaluation" / "metrics.json"
-    checked = quick(*base, "--eval_only", "--check")
-    assert f"evaluates {output}/checkpoints/step-00000024 on " in checked
-    for flags, step in (
-        ([*often, "--export", "best"], best),
-        ([*often, "--micro_batch_size", 4, "--num_workers", 0], 24),
-        ([*base, "--export", "best", "--resume", output / "checkpoints" / "step-00000004"], 4),
-    ):
-        printed = quick(*flags, "--eval_only")
-        assert "continuing" not in printed
-        assert f"evaluating {output}/checkpoints/step-{step:08d}" in printed
-        scores = json.loads(found.read_text())
-        assert scores["step"] == step and scores["eval_loss"] == pytest.approx(losses[step])
-    said = quick(*base[:2], "--eval_only", "--task.held_out", 5, codes=[2])
-    assert "task.held_out: 11 -> 5" in said and "learning_rate" not in said
-
-
-# ---- Which model is exported ---------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def twelve(quick, tmp_path_factory):
+    """A run whose best evaluation is that of step 2."""
+    output = tmp_path_factory.mktemp("twelve") / "run"
+    quick(*TWELVE, "--output_dir", output)
+    return output
 
 
 def weights(output):
     """The exported weights, and those of each checkpoint, as lists of numbers."""
-    import torch
-
     model = torch.load(output / "model" / "weights.pt")
     saved = {int(p.name[5:]): read_weights(p) for p in output.glob("*/step-*")}
     flat = {step: torch.cat([v.flatten() for v in each.values()]) for step, each in saved.items()}
@@ -98,13 +90,44 @@ def weights(output):
     return torch.cat([model[name].flatten() for name in names]), flat
 
 
+def check_same_best(whole, parts):
+    """The same model, and the same checkpoints with the same scores."""
+    one, two = weights(whole), weights(parts)
+    assert one[0].equal(two[0]) and {*one[1]} == {*two[1]}
+    for step in one[1]:
+        found = [read_manifest(checkpoint(output, step)) for output in (whole, parts)]
+        assert found[0]["best"] == found[1]["best"] and found[0]["best"][0] in one[1]
+        assert found[0]["eval_loss"] == found[1]["eval_loss"]
+
+
+def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, tmp_path):
+    output = tmp_path / "run"
+    base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
+    often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
+    quick(*often)
+    losses, best = eval_losses(output)
+    assert best < 24
+    checked = quick(*base, "--eval_only", "--check")
+    assert f"evaluates {checkpoint(output, 24)} on " in checked
+    for flags, step in (
+        ([*often, "--export", "best"], best),
+        ([*often, "--micro_batch_size", 4, "--num_workers", 0], 24),
+        ([*base, "--export", "best", "--resume", checkpoint(output, 4)], 4),
+    ):
+        printed = quick(*flags, "--eval_only")
+        assert "continuing" not in printed and f"evaluating {checkpoint(output, step)}" in printed
+        scores = json.loads((output / "evaluation" / "metrics.json").read_text())
+        assert scores["step"] == step and scores["eval_loss"] == pytest.approx(losses[step])
+    said = quick(*base[:2], "--eval_only", "--task.held_out", 5, codes=[2])
+    assert "task.held_out: 11 -> 5" in said and "learning_rate" not in said
+
+
 def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     flags = ["--save_every", 5, "--eval_every", 2, "--keep_checkpoints", 1, "--max_steps", 24]
-    flags += ["--learning_rate", 0.05]
-    output = tmp_path / "best"
-    printed = quick(*flags, "--export", "best", "--output_dir", output)
-    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    best = min(losses, key=losses.get)
+    flags += ["--learning_rate", 0.05, "--output_dir"]
+    output, last = tmp_path / "best", tmp_path / "last"
+    printed = quick("--export", "best", *flags, output)
+    losses, best = eval_losses(output)
     assert 1 < best < 24  # the case is one in which it matters
     assert f"the best evaluation was that of step {best}: {losses[best]:.5g}" in printed
     card = (output / "model" / "README.md").read_text()
@@ -112,33 +135,26 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     assert f"| eval_loss | {losses[best]:.5g} |" in card
     exported, saved = weights(output)
     assert {*saved} == {best, 24} and exported.equal(saved[best])
-    last = tmp_path / "last"
-    quick(*flags, "--output_dir", last)
+    quick(*flags, last)
     exported, saved_last = weights(last)
     assert exported.equal(saved_last[24]) and saved_last[24].equal(saved[24])
-    assert losses == {line["step"]: line["eval_loss"] for line in lines(last, "eval_loss")}
-
-
-def flip_a_bit(file):
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert losses == eval_losses(last)[0]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_path, keep):
     """Damaged; or deleted, where one checkpoint was to keep, so that the last is the only one."""
     output = tmp_path / "run"
-    flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
-    flags += ["--keep_checkpoints", keep, "--max_steps", 24, "--eval_every", 2]
+    flags = [*BEST, "--output_dir", output, "--keep_checkpoints", keep, "--max_steps", 24]
     printed = quick(*flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    best = min(losses, key=losses.get)
+    losses, best = eval_losses(output)
     assert best < 24 and "is gone" not in printed
-    path = output / "checkpoints" / f"step-{best:08d}"
+    file = checkpoint(output, best) / "rank-00000.safetensors"
     if keep:
-        shutil.rmtree(path)
+        shutil.rmtree(file.parent)
     else:
-        flip_a_bit(path / "rank-00000.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     shutil.rmtree(output / "model")
     printed = quick(*flags)
     lost = f"the best evaluation was that of step {best}: {losses[best]:.5g}, and its checkpoint"
@@ -150,22 +166,17 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_
     assert "Trained for 24 steps of 8" in (output / "model" / "README.md").read_text()
     printed = quick(*flags, "--eval_only")
     assert printed.count(f"{lost} is gone (") == 1 and "): the newest is evaluated\n" in printed
-    assert f"evaluating {output}/checkpoints/step-00000024\n" in printed
+    assert f"evaluating {checkpoint(output, 24)}\n" in printed
     found = json.loads((output / "evaluation" / "metrics.json").read_text())
     assert found["eval_loss"] == pytest.approx(losses[24])
 
 
 def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
     """The best evaluation is before the stop: the second start knows it from the checkpoints."""
-    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
-    flags += ["--keep_checkpoints", 1, "--lr_schedule", "constant", "--final_lr_fraction", 0.1]
-    flags = [*flags[:-2], "--max_steps"]
-    for name, stops in (("whole", [24]), ("parts", [9, 24])):
-        for steps in stops:
-            quick(*flags, steps, "--output_dir", tmp_path / name, "--accept_changes")
-            reseal(max((tmp_path / name / "checkpoints").glob("step-*")))
-    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+    flags = [*TWELVE, "--lr_schedule", "constant", "--accept_changes", "--output_dir"]
+    for name, steps in (("whole", 24), ("parts", 9), ("parts", 24)):
+        quick(*flags, tmp_path / name, "--max_steps", steps)
+    check_same_best(tmp_path / "whole", tmp_path / "parts")
 
 
 # Killed when the second evaluation begins, after its step was saved.
@@ -183,32 +194,22 @@ EvalLoader.batches = batches
 
 
 @pytest.mark.parametrize("how", [[], ["--async_save"]])
-def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, tmp_path, how):
-    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
-    flags += ["--keep_checkpoints", 1, "--max_steps", 12, *how]
-    quick(*flags, "--output_dir", tmp_path / "whole")
+def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, twelve, tmp_path, how):
     for _ in range(3):
-        quick(*flags, "--output_dir", tmp_path / "parts", before=KILL, codes=[-9])
-    quick(*flags, "--output_dir", tmp_path / "parts")
-    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
-    for step in whole[1]:
-        name = f"checkpoints/step-{step:08d}/manifest.json"
-        found = [json.loads((tmp_path / each / name).read_text()) for each in ("whole", "parts")]
-        assert found[0]["best"] == found[1]["best"] and found[0]["best"][0] in whole[1]
-        assert found[0]["eval_loss"] == found[1]["eval_loss"]
+        quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILL, codes=[-9])
+    quick(*TWELVE, *how, "--output_dir", tmp_path)
+    check_same_best(twelve, tmp_path)
 
 
 def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
-    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", tmp_path / "run"]
+    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", tmp_path]
     quick(*flags, "--max_steps", 8)
-    more = ["--task.held_out", 5, "--accept_changes"]
-    quick(*flags, *more, "--max_steps", 16)
-    losses = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run", "eval_loss")}
+    quick(*flags, "--task.held_out", 5, "--accept_changes", "--max_steps", 16)
+    losses, smallest = eval_losses(tmp_path)
     of_these = {step: loss for step, loss in losses.items() if step > 8}
-    exported, saved = weights(tmp_path / "run")
+    exported, saved = weights(tmp_path)
     assert exported.equal(saved[min(of_these, key=of_these.get)])
-    assert min(losses.values()) < min(of_these.values())  # the case is one in which it matters
+    assert smallest not in of_these  # the case is one in which it matters
 
 
 # The signal comes when an evaluation has read so many batches; the first one is a rehearsal.
@@ -224,27 +225,19 @@ task.eval_sums = eval_sums
 """
 
 
-def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path):
+def test_a_stop_in_the_best_evaluation_changes_nothing(quick, twelve, tmp_path):
     """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
-    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
-    flags += ["--keep_checkpoints", 1, "--max_steps", 12]
-    quick(*flags, "--output_dir", tmp_path / "whole")
-    parts = ["--output_dir", tmp_path / "parts"]
-    quick(*flags, *parts, codes=[75], before=STOP.format(5))
-    assert status(tmp_path / "parts")["state"] == "stopped"
+    flags = [*TWELVE, "--output_dir", tmp_path]
+    quick(*flags, codes=[75], before=STOP.format(5))
+    assert status(tmp_path)["state"] == "stopped"
     # Stopped in the evaluation that is made up for: that goes on, not the training.
-    quick(*flags, *parts, codes=[75], before=STOP.format(3))
-    assert lines(tmp_path / "parts", "loss")[-1]["step"] == 2
-    quick(*flags, *parts)
-    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]} == {2, 12}
-    found = [{line["step"]: line["eval_loss"] for line in lines(tmp_path / name, "eval_loss")}
-             for name in ("whole", "parts")]  # fmt: skip
-    assert found[0] == found[1] and min(found[0], key=found[0].get) == 2
-    for name in ("whole", "parts"):
-        manifest = tmp_path / name / "checkpoints" / "step-00000002" / "manifest.json"
-        assert json.loads(manifest.read_text())["eval_loss"] == found[0][2]
-        assert not [*manifest.parent.parent.glob(".*")]
+    quick(*flags, codes=[75], before=STOP.format(3))
+    assert lines(tmp_path, "loss")[-1]["step"] == 2
+    quick(*flags)
+    check_same_best(twelve, tmp_path)
+    assert eval_losses(tmp_path) == eval_losses(twelve) and eval_losses(twelve)[1] == 2
+    assert {*weights(tmp_path)[1]} == {2, 12}
+    assert not [*tmp_path.glob("checkpoints/.*")]
 
 
 # One of two processes is asked to stop when an evaluation begins.
@@ -276,13 +269,13 @@ def test_a_stop_in_the_last_evaluation_has_saved_what_it_evaluates(tiny, tmp_pat
     assert exported.equal(saved[6]) and exported.equal(weights(whole)[0])
 
 
-# ---- Settings ------------------------------------------------------------------------------------
-
 LENGTHS = [  # recipe, flags, steps (37 samples in steps of 8)
     ("max_steps: 12", ["--num_epochs", 3], 14),
     ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3),
     ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5),
     ("seed: 1", ["--max_steps", 7], 7),
+    # 1.1 x 50 is 55.00000000000001.
+    ("num_epochs: 1.1\ntask: {samples: 50}", ["--max_steps", 0, "--global_batch_size", 5], 11),
 ]
 
 

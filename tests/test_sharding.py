@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conftest import (
-    FP16,
     BakedProject,
     bake,
+    checkpoint,
+    copy_until,
     digest,
+    eval_losses,
     latest,
     lines,
+    newest,
     preloaded,
     read_weights,
     status,
@@ -85,11 +88,6 @@ def check_same(*outputs):
     assert all(other == first for other in others)
 
 
-def states(*outputs):
-    """The hashes of the states that these runs saved last."""
-    return {lines(output, "state")[-1]["state"] for output in outputs}
-
-
 def make_small(folder, **fields):
     """A project with a language model of two layers, and a quick recipe with these fields."""
     baked = bake(folder, pictures=False, tracker="none")
@@ -133,11 +131,6 @@ def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, ca
     assert (tmp_path / "run" / "curves.png").exists()
 
 
-def losses(output):
-    """Loss and gradient norm of each step."""
-    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
-
-
 # DDP, FSDP2 in halves and in parts of unequal size, HSDP as 2 x 3 copies.
 WITH_EXACT = {
     "no": [("cpu_multi", 2), ("fsdp2", 2), ("fsdp2", 3), ("hsdp_odd", 6)],
@@ -172,35 +165,37 @@ def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
         flags += ["--max_steps", "2", "--output_dir", output]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
-    assert len(states(*outputs)) == 1
+    assert len({lines(output, "state")[-1]["state"] for output in outputs}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["fsdp2", "tensor_parallel"])
-def test_recomputed_and_chunked_losses_are_those_of_one_process(
-    small, run_once, tmp_path, hardware
-):
-    flags = ["--gradient_checkpointing", "true", "--task.packing", "best_fit", "--max_steps", "3"]
-    flags += ["--task.loss_chunk", "16", "--micro_batch_size", "4"]
-    train(small, hardware, 2, *flags, "--output_dir", tmp_path)
-    agree(tmp_path, run_once(train, small, "cpu", 1, *flags))
+def losses(output):
+    """Loss and gradient norm of each step."""
+    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
 
 
+# Traced and differentiated as for inductor, whose C++ compiles for minutes.
 GRAPHS = """
 
 compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: compile_module(module, backend="aot_eager")
 """
+CHUNKED = ["--gradient_checkpointing", "true", "--task.packing", "best_fit", "--max_steps", "3"]
+CHUNKED += ["--task.loss_chunk", "16", "--micro_batch_size", "4"]
+COMPILED = ["--max_steps", "3", "--max_grad_norm", "0"]
+CASES = [
+    ("fsdp2", CHUNKED, []),
+    ("tensor_parallel", CHUNKED, []),
+    ("fsdp2", COMPILED, ["--compile", "true"]),
+]
 
 
 @pytest.mark.slow
-def test_compiled_shards_have_the_losses_of_one_process(small, run_once, tmp_path):
-    """Traced and differentiated as for inductor, whose C++ compiles for minutes."""
-    project, flags = (
-        with_task(small, tmp_path, GRAPHS),
-        ["--max_steps", "3", "--max_grad_norm", "0"],
-    )
-    train(project, "fsdp2", 2, *flags, "--compile", "true", "--output_dir", tmp_path / "run")
+@pytest.mark.parametrize("hardware, flags, own", CASES)
+def test_recomputed_chunked_and_compiled_losses_are_those_of_one_process(
+    small, run_once, tmp_path, hardware, flags, own
+):
+    project = with_task(small, tmp_path, GRAPHS)
+    train(project, hardware, 2, *flags, *own, "--output_dir", tmp_path / "run")
     agree(tmp_path / "run", run_once(train, small, "cpu", 1, *flags))
 
 
@@ -315,17 +310,17 @@ def loss_sum(model, batch):
 
 @pytest.mark.slow
 def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
-    """So a run that is continued goes on as it would have."""
+    """So a run that is continued goes on as it would have. Saved in the background, and exported
+    from its best checkpoint."""
     project, whole, half = with_task(tiny, tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
-    flags = ["--eval_every", "3", "--save_every", "3", "--output_dir"]
-    train(project, "fsdp2", 2, *flags, whole)
-    name = "checkpoints/step-00000006"
-    shutil.copytree(whole / name, half / name)
-    train(project, "fsdp2", 2, *flags, half)
-    last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
-    assert last[0] == last[1]
+    flags = ["--eval_every", "3", "--save_every", "3", "--async_save", "true", "--export", "best"]
+    printed = train(project, "fsdp2", 2, *flags, "--output_dir", whole)
+    train(project, "fsdp2", 2, *flags, "--output_dir", copy_until(whole, 6, half))
+    assert digest(newest(whole)) == digest(newest(half))
+    step = eval_losses(whole)[1]
+    assert step < 12 and f"the best evaluation was that of step {step}" in printed
     exported = torch.load(whole / "model" / "weights.pt")
-    saved = read_weights(whole / "checkpoints" / "step-00000012")
+    saved = read_weights(checkpoint(whole, step))
     assert exported.keys() == saved.keys()
     assert all(torch.equal(values, exported[name]) for name, values in saved.items())
     assert [*curve(half)] == [*range(7, 13)]
@@ -383,7 +378,7 @@ def test_batch_norm_that_fsdp_cannot_take_is_one_line(tiny, tmp_path):
     assert "ram_efficient_loading: false" in line and "Traceback" not in text, text
 
 
-# ---- DDP's arguments -----------------------------------------------------------------------------
+FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"
 
 
 def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):

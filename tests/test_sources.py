@@ -139,8 +139,8 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
         assert (project.path / "runs" / "smoke" / "model" / "model.safetensors").exists()
 
         def refused(*more):
-            cases = [{"flags": [*more, "--check", "--output_dir", "runs/refused"]}]
-            [(code, _, said)] = project.forked(cases, **env)
+            flags = [*more, "--check", "--output_dir", "runs/refused"]
+            [(code, _, said)] = project.ends(1, *flags, **env)
             assert code == 2 and said.count("\n") == 1, said
             return said
 

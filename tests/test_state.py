@@ -296,15 +296,3 @@ def test_the_scaler_and_registered_objects_come_back(tmp_path):
     manifest = save(old, tmp_path / "fp32")
     with pytest.raises(ValueError, match="was not trained in fp16"):
         prepared(1, 1.0).load(tmp_path / "fp32", manifest, manifest)
-
-
-class Bag:
-    def state_dict(self):
-        return {"seen": {3, 4}}
-
-
-def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
-    state = state_of(Odd(0), torch.optim.AdamW)
-    state.accelerator._custom_objects = [Bag()]
-    with pytest.raises(ValueError, match=r"registered.0.seen is a set; a checkpoint holds tensors"):
-        weights.TrainingState(state.accelerator, state.module, state.optimizer, ONE.layout)

@@ -5,13 +5,13 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import psutil
 import pytest
 
-from conftest import BakedProject, digest, lines, status, trained, wait_until
+from conftest import BakedProject, digest, lines, newest, status, trained, wait_until
+from samestep.base import run_folder
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
 LONG = ["--max_steps", 100_000, "--eval_every", 10, "--task.row_seconds", 0.003]
@@ -50,8 +50,7 @@ def check_stopped(output, printed):
     """A checkpoint no more than a step older than the last line, and code 75."""
     assert status(output)["state"] == "stopped" and status(output)["exit_code"] == 75, printed
     last = lines(output, "loss")[-1]["step"]
-    saved = max(int(p.name.removeprefix("step-")) for p in output.glob("checkpoints/step-*"))
-    assert last - 1 <= saved <= last
+    assert last - 1 <= int(newest(output).name[5:]) <= last
     assert "Traceback" not in printed or "SignalException" in printed  # torchelastic's
 
 
@@ -103,7 +102,8 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     run, processes = begin(tiny, "accelerate", "cpu", output, *constant)
     for process in processes:
         process.suspend()
-    refused = tiny.train(1, *LONG, *constant, "--output_dir", output, codes=[2])
+    soon = "from samestep.base import run_folder; run_folder.LOCK_WAIT = 5"
+    refused = tiny.train(1, *LONG, *constant, "--output_dir", output, before=soon, codes=[2])
     for process in processes:
         process.resume()
     assert refused.count("\n") == 1
@@ -125,10 +125,8 @@ def check_same_end(output, unbroken):
     """The same samples in each step, the same bytes at the end."""
     hashes = {line["step"]: line["batch_hash"] for line in lines(output, "loss")}
     assert hashes == {line["step"]: line["batch_hash"] for line in lines(unbroken, "loss")}
-    names = sorted(p.name for p in unbroken.glob("checkpoints/*"))
-    assert names[-1] == sorted(p.name for p in output.glob("checkpoints/*"))[-1]
-    last = f"checkpoints/{names[-1]}"
-    assert digest(output / last) == digest(unbroken / last)
+    assert newest(output).name == newest(unbroken).name
+    assert digest(newest(output)) == digest(newest(unbroken))
 
 
 CHAIN = ["--max_steps", 80, "--save_every", 7, "--eval_every", 20, "--keep_checkpoints", 2]
@@ -155,7 +153,9 @@ def test_two_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
     assert curve == {line["step"]: line["loss"] for line in lines(unbroken, "loss")}
 
 
-def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, tmp_path):
+def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
+    tiny, tmp_path, monkeypatch
+):
     """They live on for seconds; the next start does not wait for them."""
     output = tmp_path / "run"
     flags = [*LONG, "--num_workers", 2, "--output_dir", output]
@@ -166,13 +166,10 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
         worker.suspend()
     run.kill()
     run.wait()
+    monkeypatch.setattr(run_folder, "LOCK_WAIT", 2)
     try:
-        held = (
-            "import pathlib, sys; from samestep.base import run_folder; run_folder.LOCK_WAIT = 2;"
-        )
-        held += "run_folder.RunLock(pathlib.Path(sys.argv[1]))"
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
-        tiny.run("python", "-c", held, output)
+        run_folder.RunLock(output).leave()
     finally:
         for worker in workers:
             worker.kill()
@@ -253,16 +250,7 @@ def test_a_signal_while_workers_prepare_leaves_none_behind(tiny, tmp_path):
     with open(project.path / "task.py", "a") as file:
         file.write(PREPARING)
     flags = ["--output_dir", "run", "--max_steps", 2]
-    run = subprocess.Popen(
-        ["python", "train.py", *map(str, flags)],
-        cwd=project.path,
-        env=project.env(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    (run,) = project.start(1, *flags)
     wait_until(lambda: len([*project.path.glob("at-*")]) == 2 or run.poll() is not None)
     processes = family(run)
     assert len(processes) >= 3

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ import test_checkpoints
 import test_core
 import test_exact
 import test_stopping
-from conftest import digest, lines, make_tiny
+from conftest import digest, make_tiny, newest
 from samestep.core import checkpoints
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
@@ -27,20 +26,15 @@ BACKGROUND = ["--async_save", "true", "--save_every", 1]
 EXACT = ["--exact", "true", "--micro_batch_size", 1]
 
 
-def written(output):
-    """The training lines of a run that may not have begun."""
-    return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
-
-
 def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(), flags=()):
     """Kills runs at random moments of their whole life, until they end, or five times; then one
     ends, and has the bytes of an undisturbed one.
 
     Each run has the next number of `processes`. An undisturbed run of that number, or of one
     process for `alike`, which change what is computed, is its measure; `flags` change no number.
-    Gives the kills, of which each was survived, and the seconds from each to the next new step.
+    Gives the kills, of which each was survived.
     """
-    unbroken, numbers = {}, itertools.cycle(processes)
+    numbers, unbroken = itertools.cycle(processes), {}
     for each in [1] if alike else processes:
         unbroken[each] = root / f"unbroken-{each}-{len(alike)}"
         if not unbroken[each].exists():
@@ -51,20 +45,12 @@ def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(),
         hardware = "cpu_multi" if each > 1 else "cpu"
         return tiny.launch(f"accelerate --num_processes {each}", hardware, *words)
 
-    tried, until_new, longest = 0, [], 15 if alike else 9
+    tried, longest = 0, 15 if alike else 9
     while tried < kills:
         output, own = Path(tempfile.mkdtemp(dir=root)) / "run", next(numbers)
         for _ in range(min(5, kills - tried)):
-            seen = max((line["step"] for line in written(output)), default=0)
-            began, new = time.monotonic(), None
             run = start(next(numbers) if alike else own)
-            last = began + draw.uniform(0.5, longest)
-            while time.monotonic() < last and run.poll() is None:
-                if not new and any(line["step"] > seen for line in written(output)):
-                    new = time.monotonic() - began
-                time.sleep(0.02)
-            if new and seen:
-                until_new.append(new)
+            time.sleep(draw.uniform(0.5, longest))
             if run.poll() is not None:
                 assert run.returncode == 0, run.communicate()[0]
                 break
@@ -76,7 +62,7 @@ def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(),
         check_same_end(output, unbroken[1 if alike else own])
         shutil.rmtree(output)
         print(f"kills {[*alike, *flags]}: {tried} survived", file=sys.stderr, flush=True)
-    return tried, until_new
+    return tried
 
 
 def own_script_kills(root, kills, draw):
@@ -91,7 +77,7 @@ def own_script_kills(root, kills, draw):
         run = start(output)
         printed = run.communicate()[0]
         assert run.returncode == 0, printed
-        return digest(test_core.newest(output))
+        return digest(newest(output))
 
     began, tried = time.monotonic(), 0
     whole, longest = end(root / "own"), time.monotonic() - began
@@ -133,18 +119,15 @@ def main():
         tiny, draws = make_tiny(root / "tiny"), [random.Random(seed) for _ in range(3)]
         points, damages = checkpoint_files(root)
         same, exact = test_stopping.check_same_end, test_exact.check_same_end
-        tried, seconds = training_kills(tiny, root, kills, draws[0], (1, 2), same)
-        begun, _ = training_kills(tiny, root, fewer, draws[1], (1, 2), same, flags=BACKGROUND)
-        changes, _ = training_kills(tiny, root, fewer, draws[2], (1, 3, 2, 4), exact, EXACT)
+        tried = training_kills(tiny, root, kills, draws[0], (1, 2), same)
+        begun = training_kills(tiny, root, fewer, draws[1], (1, 2), same, flags=BACKGROUND)
+        changes = training_kills(tiny, root, fewer, draws[2], (1, 3, 2, 4), exact, EXACT)
         own_script_kills(root, fewer, draws[0])
         signals = test_stopping.SIGNALS * few
         for number, case in enumerate(signals):
             test_stopping.stop(tiny, root / f"stop-{number}", *case)
         for number in range(50):
             tiny.train(2, "--max_steps", 2, "--output_dir", root / f"exit-{number}", timeout=3600)
-    if seconds:  # a busy machine may kill all before their first new step
-        middle = f"{statistics.median(seconds):.1f} s (median of {len(seconds)})"
-        print(f"from a kill to the next new step: {middle}", file=sys.stderr)
     print(
         f"survived: {tried} kills, {begun} with saves in the background, {changes} after which "
         f"exact went on with another number of processes, {points} crash "
