@@ -58,10 +58,10 @@ def test_when_is_the_inverse_of_rows(tiny, quick, tmp_path):
     quick(*flags, "--max_steps", 4, before=SOURCES.replace("WEIGHT", "2"))
     after = SOURCES.replace("WEIGHT", "9")
     quick(*flags, "--max_steps", 8, before=after)
-    quick(*flags, "--max_steps", 40, "--global_batch_size", 12, "--seed", 3, before=after)
-    samples = 8 * 8 + 32 * 12
+    quick(*flags, "--max_steps", 24, "--global_batch_size", 12, "--seed", 3, before=after)
+    samples = 8 * 8 + 16 * 12
     printed = tiny.ask("rows", tmp_path / "run", "--verify", before=after)
-    assert f"40 of 40 lines of metrics.jsonl, {samples} samples" in printed
+    assert f"24 of 24 lines of metrics.jsonl, {samples} samples" in printed
     found = tiny.ask(tmp_path / "run", before=after + BRUTE)
     assert json.loads(found) == [3, 60, samples, []]
 

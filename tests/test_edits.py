@@ -1,8 +1,8 @@
 """Usual edits of a task, each as its owner would make it: tests/edits/NN.patch.
 
-Each takes few lines and applies. Three are trained, and keep the promises: one process and two
-train the same, and a run that lost its last steps ends with the same bytes. The tenth, of train.py,
-is in test_cookbook.py.
+Each takes few lines and applies. Two are trained, and keep the promises: one process and two train
+the same, and a run that lost its last steps ends with the same bytes. That of docs/from-trainer.md
+has a collator of transformers; the tenth edit, of train.py, is in test_cookbook.py.
 """
 
 import itertools
@@ -56,23 +56,11 @@ def added_lines(patch):
     return sum(each.startswith("+") and not each.startswith("+++") for each in patch.split("\n"))
 
 
-def flags_of():
-    small = [word for key, value in SMALL.items() for word in (f"--task.{key}", value)]
-    return [*STEPS, *small]
-
-
-def test_a_collator_that_pads(base, tmp_path):
-    """The third edit."""
-    project = apply(base, read("03"), tmp_path / "project")
-    flags = [*flags_of(), "--task.packing", "best_fit"]
-    said = check_two_processes_and_a_lost_half(project, tmp_path, *flags)
-    assert "no label is a token that ends texts" not in said
-
-
 def test_a_teacher_is_not_saved_and_its_bytes_are_known(base, tmp_path):
     """The ninth edit."""
     project = apply(base, read("09"), tmp_path / "project")
-    check_two_processes_and_a_lost_half(project, tmp_path, *flags_of())
+    flags = [*STEPS, *(word for key, n in SMALL.items() for word in (f"--task.{key}", n))]
+    check_two_processes_and_a_lost_half(project, tmp_path, *flags)
     whole = tmp_path / "whole"
     saved = LlamaForCausalLM.from_pretrained(whole / "model")
     assert not any("teacher" in key for key, _ in saved.named_parameters())
@@ -83,7 +71,7 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(base, tmp_path):
     changed.lm_head.weight.data[0, 0] += 1
     changed.save_pretrained(project.path / "teacher")
     shutil.rmtree(whole / "checkpoints" / "step-00000006")
-    said = project.train(1, *flags_of(), "--output_dir", whole, codes=[2])
+    said = project.train(1, *flags, "--output_dir", whole, codes=[2])
     assert "was trained with other pretrained weights" in said
 
 
