@@ -135,9 +135,10 @@ def store(file, facts):
     file.write_text(text + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * ("demo" in TASKS[n])) for n in TASKS]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in TASKS if name != "causal_lm"]
+
+
+@pytest.mark.parametrize("name", ["causal_lm", *SLOW])
 def test_examples_splits_and_losses_are_those_of_the_file(name, tmp_path):
     project, file = bake(tmp_path, task=name, tracker="none"), FOLDER / f"{name}.json"
     new = {case: record(project, name, case, tmp_path) for case in TASKS[name]}
