@@ -23,10 +23,7 @@ def make(family="Qwen3Moe", **more):
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-@pytest.mark.parametrize(
-    "family, padded",
-    [("Qwen3Moe", False), ("Qwen3Moe", True), ("Mixtral", True), ("Olmoe", True), ("GptOss", True)],
-)
+@pytest.mark.parametrize("family, padded", [("Qwen3Moe", False), ("Mixtral", True)])
 def test_loss_and_gradients_of_a_micro_batch_are_those_of_transformers(family, padded, capsys):
     model, batch = make(family), rows(False)
     fast = prepared(model, False)
