@@ -9,19 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from conftest import DEFAULT_SLUG, SOURCE, copy_template
+from conftest import SOURCE, copy_template
+
+ODD = {"project_name": 'A "b" \\ $HOME `id` \U0001f600', "author_name": "O'Neil; -- é"}
+ANSWERS = {"project_slug": "my_project", **ODD}
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Run git or cruft, away from the caller's configuration; return what it printed."""
+    """Run git, cruft or cookiecutter, away from the caller's configuration; what it printed."""
     identity = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in
                 (("NAME", "Test"), ("EMAIL", "test@example.org"))}  # fmt: skip
     env = os.environ | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"} | identity
 
     def run(folder, *command):
-        if command[0] == "cruft":
-            command = (str(Path(sys.executable).with_name("cruft")), *command[1:])
+        if command[0] != "git":
+            command = (str(Path(sys.executable).with_name(command[0])), *command[1:])
         result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout
@@ -36,49 +39,108 @@ def commit(run, folder):
     run(folder, "git", "commit", "--quiet", "--message", "state")
 
 
+def edit(path, old, new):
+    """Replace a text that a file has once."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{path}: {text.count(old)} x {old!r}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def generate(run, maker, template, folder):
+    """Generate a project by cookiecutter or cruft, and commit it with what is in the folder."""
+    folder.mkdir(parents=True)
+    words = [str(template), "--no-input", *(f"{name}={text}" for name, text in ANSWERS.items())]
+    if maker == "cruft":
+        words = ["create", str(template), "--no-input", "--extra-context", json.dumps(ANSWERS)]
+    run(folder, maker, *words)
+    commit(run, folder)
+    return folder / ANSWERS["project_slug"]
+
+
 @pytest.mark.slow
-def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
+@pytest.mark.parametrize("maker", ["cookiecutter", "cruft"])
+def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run, maker):
     template = copy_template(tmp_path / "template")
     commit(run, template)
-    run(tmp_path, "cruft", "create", str(template), "--no-input")
-    project = tmp_path / DEFAULT_SLUG
-    commit(run, project)
-    assert json.loads((project / ".cruft.json").read_text())["template"] == str(template)
-    assert "up to date" in run(project, "cruft", "check")
+    project = generate(run, maker, template, tmp_path / "sub [x]")
+    record = json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
+    path = str(template) if maker == "cruft" else None  # no path of this machine
+    assert record["template"] == path
+    assert ODD.items() <= record["context"]["cookiecutter"].items()
+    update = [
+        "cruft",
+        "update",
+        "--skip-apply-ask",
+        *([] if path else ["--template-path", template]),
+    ]
+    assert "already up to date" in run(project, *update)
 
     # The owner edits task.py; the template changes train.py, and needs a filter it did not have.
     task = project / "task.py"
     task.write_text(task.read_text(encoding="utf-8") + "\n# Mine.\n", encoding="utf-8")
-    commit(run, project)
+    (project / "docs" / "problems.md").unlink()
+    commit(run, project.parent)
     train = template / SOURCE / "train.py"
     train.write_text(train.read_text(encoding="utf-8") + "\n# New.\n", encoding="utf-8")
     ignored = template / SOURCE / ".gitignore"
     ignored.write_text(ignored.read_text() + "{{ 'data/' | louder }}\n")
-    filters = template / "local_extensions" / "__init__.py"
-    source = filters.read_text(encoding="utf-8")
     place = '        environment.globals["library_version"] ='
-    assert source.count(place) == 1
     louder = f'        environment.filters["louder"] = str.upper\n{place}'
-    filters.write_text(source.replace(place, louder), encoding="utf-8")
-    library = template / "src" / "samestep" / "__init__.py"
-    library.write_text(library.read_text().replace("2.0.0.dev0", "2.0.1"))
+    edit(template / "local_extensions" / "__init__.py", place, louder)
+    edit(template / "src" / "samestep" / "__init__.py", "2.0.0.dev0", "2.0.1")
     old = [path.name for path in project.glob("vendor/*")]
     commit(run, template)
 
-    run(project, "cruft", "update", "--skip-apply-ask")
+    run(project, *update)
     assert (project / "train.py").read_bytes() == train.read_bytes()
     assert (project / ".gitignore").read_text().endswith("DATA/\n")
     assert task.read_text(encoding="utf-8").endswith("\n# Mine.\n")
     assert not list(project.rglob("*.rej")) and not list(project.rglob("*.orig"))
-    changed = run(project, "git", "status", "--porcelain").split()[1::2]
+    changed = run(project, "git", "diff", "HEAD", "--name-only", "--relative").splitlines()
     (wheel,) = project.glob("vendor/*")
     assert wheel.name.startswith("samestep-2.0.1+") and zipfile.is_zipfile(wheel)
-    expected = {".cruft.json", ".cookiecutter.json", ".gitignore", "train.py", "pyproject.toml"}
-    assert expected <= {*changed}
-    paths = {f"vendor/{name}" for name in [*old, wheel.name]} | {"->"}
-    assert {*changed} - paths <= expected | {"R"}
-    record = json.loads((project / ".cookiecutter.json").read_text())  # of `make update`
+    vendor = {f"vendor/{name}" for name in [*old, wheel.name]}
+    assert {*changed} == {".cruft.json", ".gitignore", "train.py", "pyproject.toml"} | vendor
+    record = json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
     assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
-    assert record["template"] is None
+    assert ODD.items() <= record["context"]["cookiecutter"].items()
     version = wheel.name.removeprefix("samestep-").removesuffix("-py3-none-any.whl")
     assert f'"samestep=={version}"' in (project / "pyproject.toml").read_text()
+    commit(run, project.parent)
+    assert "already up to date" in run(project, *update)
+
+    # Both change the same line; a file that comes is here, and git does not know it.
+    for folder, word in ((project, "mine"), (template / SOURCE, "new")):
+        edit(folder / "train.py", "\ndef main(", f"\n# {word}\ndef main(")
+    commit(run, project.parent)
+    commit(run, template)
+    run(project, *update)
+    lines = (project / "train.py").read_text(encoding="utf-8").splitlines()
+    begin, middle, end = (
+        i for i, line in enumerate(lines) if line[:7] in ("<" * 7, "=" * 7, ">" * 7)
+    )
+    assert lines[begin + 1 : middle] == ["# mine"] and lines[middle + 1 : end] == ["# new"]
+    run(project, "git", "reset", "--quiet", "--hard")
+    (project.parent / ".git" / "info" / "exclude").write_text("notes.txt\n")
+    (project / "notes.txt").write_text("mine\n")
+    (template / SOURCE / "notes.txt").write_text("new\n")
+    commit(run, template)
+    run(project, *update)
+    assert (project / "notes.txt").read_text() == "mine\n"
+
+
+def test_a_url_is_recorded_without_credentials(tmp_path, run):
+    """git is told that the address leads to a folder here. A folder that is in no repository has no
+    commit, and so no record."""
+    template = copy_template(tmp_path / "template")
+    run(tmp_path, "cookiecutter", template, "--no-input", "--output-dir", "before")
+    assert not [*tmp_path.glob("before/*/.cruft.json")]
+    commit(run, template)
+    url, public = (f"https://{user}example.org/template.git" for user in ("me:secret@", ""))
+    run(tmp_path, "git", "config", "--global", f"url.{template}.insteadOf", url)
+    project = generate(run, "cookiecutter", url, tmp_path / "by_url")
+    record = json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
+    assert record["template"] == public
+    assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
+    files = [path for path in project.rglob("*") if path.is_file()]
+    assert len(files) > 50 and not [path for path in files if b"secret" in path.read_bytes()]

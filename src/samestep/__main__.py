@@ -15,7 +15,6 @@ hardware   tests this machine: check, bench and smoke; recommend says which YAML
 example    lists whole task files, or writes one
 eject      copies the library's source beside train.py, to be changed
 schema     writes configs/schema.json, by which editors complete and check recipes
-update     merges what is new in the template, by git
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
