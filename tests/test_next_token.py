@@ -1,7 +1,6 @@
 """The loss of a language model: equal to that of a plain call, whatever makes it fast."""
 
 import copy
-import itertools
 
 import pytest
 import tokenizers
@@ -11,7 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from samestep.models import next_token, pretrained, varlen
+from samestep.models import next_token, pretrained
 
 LENGTH = 32
 SIZES = {
@@ -222,60 +221,6 @@ def test_labels_that_are_given_shifted_are_used():
 
 
 # ---- Models with more to them --------------------------------------------------------------------
-
-
-def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):
-    """What torch's varlen_attn computes, text by text."""
-    assert starts is ends and window_size == (-1, 0)
-    parts = []
-    options = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
-    for first, last in itertools.pairwise(starts.tolist()):
-        assert last - first <= longest
-        each = [x[first:last].transpose(0, 1)[None] for x in (query, key, value)]
-        parts.append(F.scaled_dot_product_attention(*each, **options)[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    @property
-    def device(self):
-        return torch.device("cuda")
-
-
-@pytest.mark.parametrize("name", ["llama", "kwargs are not handed down"])
-def test_varlen_keeps_packed_texts_apart(name, monkeypatch):
-    """On a CPU by a mask, on a GPU by torch's varlen_attn, which gets the texts."""
-    varlen.register()
-    model, batch = make(name), rows(True)
-    expected = plain_loss(model, batch)
-    known = gradients(model, expected)
-    fast = copy.deepcopy(model)
-    fast.set_attn_implementation(varlen.NAME)
-    fast = prepared(fast, True)
-    found = next_token.loss_sum(fast, batch)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    check_same(known, gradients(fast, found))
-    starts = varlen.text_starts(batch["position_ids"])
-    assert starts.flatten().tolist() == [0, 10, 11, *range(23, 33), 64, 80, 96]
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_flash)
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(3, n, LENGTH, 8, generator=generator) for n in (4, 2, 2)]
-    inner = model.model.layers[0].self_attn
-    mask, _ = varlen.attend(inner, *given, starts, scaling=0.3)
-    halves = [each.bfloat16().as_subclass(OnGpu) for each in given]
-    flash, _ = varlen.attend(inner, *halves, starts, scaling=0.3)
-    assert flash.dtype == torch.bfloat16 and flash.shape == mask.shape == (3, LENGTH, 4, 8)
-    assert torch.allclose(flash.float(), mask, atol=0.02)
-
-
-def test_varlen_refuses_attention_that_is_not_causal_alone():
-    model = make("window")
-    varlen.register()
-    model.set_attn_implementation(varlen.NAME)
-    with pytest.raises(ValueError, match="varlen is causal attention alone; take sdpa"):
-        next_token.loss_sum(model, rows(False))
 
 
 def test_flash_attention_gets_packed_texts_as_one_sequence():

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from samestep.base.console import print_on_main
 from samestep.core.inputs import IGNORE_INDEX
 from samestep.core.sharding import is_dtensor
-from samestep.models import varlen
 
 Batch = dict[str, torch.Tensor]
 CHUNK = 4096  # tokens whose logits exist at once where loss_chunk is auto
@@ -238,12 +237,9 @@ def model_inputs(
             positions = (mask.bool().cumsum(-1) - 1).clamp(min=0)
     if positions is not None:
         inputs["position_ids"] = positions
+    flash = model.config._attn_implementation.startswith("flash")
     # Under context parallelism the parts of sequences have positions, too.
-    if positions is None or mask is not None or "shift_labels" in batch:
-        return inputs
-    if model.config._attn_implementation == varlen.NAME:
-        inputs["attention_mask"] = varlen.text_starts(positions)
-    elif model.config._attn_implementation.startswith("flash"):
+    if flash and positions is not None and mask is None and "shift_labels" not in batch:
         # It finds packed texts in a batch of one sequence alone.
         inputs |= {"input_ids": ids.reshape(1, -1), "position_ids": positions.reshape(1, -1)}
     return inputs

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import MODEL, NOTHING, check_ignored_fields, is_local_name, local_path
-from samestep.models import varlen, weight_files
+from samestep.models import weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -28,11 +28,11 @@ class ModelConfig:
     """Model on the Hub: its branch, tag or commit."""
     trust_remote_code: bool = field(default=False, metadata=NOTHING)
     """Model on the Hub: run the code in its repository."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "varlen"] = field(
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = field(
         default="sdpa", metadata=MODEL
     )
-    """How attention is computed, by transformers' names; flash_attention_2 needs its package, a
-    GPU, and bf16 or fp16. varlen: FlashAttention of torch within packed documents."""
+    """How attention is computed, by transformers' names; flash_attention_2 needs its package, or
+    kernels, which loads it from the Hub, a GPU, and bf16 or fp16."""
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
@@ -118,8 +118,6 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
 def _attention_option(cfg: ModelConfig) -> dict[str, str]:
     """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
     name = cfg.attn_implementation
-    if name == varlen.NAME:
-        varlen.register()
     return {} if name == "sdpa" else {"attn_implementation": name}
 
 
