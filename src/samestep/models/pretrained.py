@@ -149,8 +149,8 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
     options |= {"dtype": torch.float32, **_attention_option(cfg)}
     model, info = load(auto, cfg, output_loading_info=True, **options)
-    files = weight_files.list_files(folder_of(cfg) or _snapshot_of(cfg, local_files_only=True))
-    weight_files.check_zeros(files)
+    folder = folder_of(cfg) or _snapshot_of(cfg, local_files_only=True)
+    weight_files.check_zeros(weight_files.list_files(folder))
     given, remark = one_line(cfg.model_name_or_path, 100), ""
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
     prefix = model.base_model_prefix if head else ""
@@ -162,7 +162,7 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
             f"task.model_name_or_path: {given} is for something else: it has no weights for "
             f"{one_line(', '.join(missing[:3]), 200)}"
         )
-    left = weight_files.check_taken(model, info["unexpected_keys"], files)
+    left = weight_files.check_taken(model, info["unexpected_keys"], folder)
     if new:
         remark = f"new weights for {one_line(', '.join(sorted(new)))}"
     elif own:
