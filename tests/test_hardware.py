@@ -470,22 +470,19 @@ def test_bad_input_is_one_line(tiny, words, error):
 
 
 def test_recommend_names_the_model_that_it_measured(monkeypatch, tmp_path):
-    """With the flags that were given; on a CPU the processes share the memory of the host."""
+    """On a CPU the processes share the memory of the host."""
     cfg = SimpleNamespace(micro_batch_size=8, global_batch_size=32, task=None)
     rows = SimpleNamespace(is_stream=True)
     batch = {"input_ids": torch.ones(8, 16)}
     project = SimpleNamespace(
-        cfg=cfg, recipe=Path("a b.yaml"), rows=rows, batch=lambda _: batch,
-        build_model=lambda _: torch.nn.Linear(4, 4),
-    )  # fmt: skip
+        cfg=cfg, rows=rows, batch=lambda _: batch, build_model=lambda _: torch.nn.Linear(4, 4)
+    )
     memory = SimpleNamespace(total=64e9)
     monkeypatch.setattr(recommend.psutil, "virtual_memory", lambda: memory)
     section, used = devices.Section(), devices.Devices("cpu", 2, "no", FOLDER / "cpu_multi.yaml")
-    flags = ["--config", "a b.yaml", "--task.lora_rank", "16", "--micro_batch_size=9"]
-    flags += ["--gradient_checkpointing", "--task.data", "my rows.jsonl"]
-    recommend.run(section, used, project, flags)
-    words = "train.py --config 'a b.yaml' --task.lora_rank 16 --task.data 'my rows.jsonl' "
-    assert words + "--micro_batch_size 8 --gradient_checkpointing False" in section.lines[0]
+    recommend.run(section, used, project)
+    said = "configs/accelerate/cpu_multi.yaml with --num_processes 2, and train.py with "
+    assert said + "--micro_batch_size 8 --gradient_checkpointing False" in section.lines[0]
     assert section.facts["devices"] == "2 x cpu, 32 GB each"
 
 

@@ -6,11 +6,10 @@ What may hang, or takes memory of a GPU, is found out in processes of their own:
 """
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,6 @@ from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
 from samestep.project.device import allow_tf32
-
-if TYPE_CHECKING:
-    from torch.utils.benchmark import Timer
 
 _MiB = 1 << 20
 # Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.
@@ -120,24 +116,16 @@ def wrong_products(device: torch.device) -> str:
     return "; ".join(wrong)
 
 
-def make_timer(work: Callable, *given: object) -> "Timer":
-    """Return PyTorch's timer of a call.
+def _timer(work: Callable, *given: object) -> Any:
+    """PyTorch's timer of a call."""
+    from torch.utils.benchmark import Timer  # it warns of a CUDA toolkit where there is no GPU
 
-    Its import logs a warning where a CUDA toolkit is installed and no GPU is there, as on a login
-    node. Only this import is silenced.
-    """
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    from torch.utils.benchmark import Timer
-
-    logger.setLevel(level)
     return Timer("work(*given)", globals={"work": work, "given": given})
 
 
 def _seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
     """Median seconds of a call of `work`, which may only enqueue its work on the device."""
-    timer = make_timer(work, *given)
+    timer = _timer(work, *given)
     timer.timeit(2)  # the first calls compile, allocate, and raise clock rates
     return timer.blocked_autorange(min_run_time=seconds).median
 
@@ -184,7 +172,7 @@ def all_reduce(device: torch.device, size: int) -> float:
     if not bool((values == count * (count + 1) / 2).all()):
         raise ValueError(f"an all-reduce of {size} bytes gives wrong sums")
     values.zero_()  # it stays finite, however often it is added up
-    seconds = make_timer(dist.all_reduce, values).timeit(CALLS).median
+    seconds = _timer(dist.all_reduce, values).timeit(CALLS).median
     return 2 * (count - 1) / count * size / seconds / 1e9
 
 

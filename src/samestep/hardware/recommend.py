@@ -3,9 +3,7 @@
 The formula stands in docs/memory.md of the template; about 1 GB of CUDA and NCCL comes on top.
 """
 
-import argparse
 import math
-import shlex
 from typing import NamedTuple
 
 import psutil
@@ -67,12 +65,8 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
-def run(section: Section, used: Devices, project: Project, flags: list[str]) -> None:
+def run(section: Section, used: Devices, project: Project) -> None:
     """Says what the model needs in each way to train it here, and the first one that fits."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "micro_batch_size", "gradient_checkpointing"):  # given below
-        parser.add_argument(f"--{name}", nargs="?")
-    words = ["--config", str(project.recipe), *parser.parse_known_args(flags)[1]]
     try:
         model = project.build_model(torch.device("meta"))
     except Exception as error:  # code of the task may look at numbers
@@ -113,9 +107,9 @@ def run(section: Section, used: Devices, project: Project, flags: list[str]) -> 
             if fits and not section.figures:
                 section.figures["memory, GB"] = [need / 1e9]
                 section.lines.append(
-                    f"python -m samestep launch --config_file configs/accelerate/{way}.yaml "
-                    f"--num_processes {used.count} train.py {shlex.join(words)} "
-                    f"--micro_batch_size {size} --gradient_checkpointing {checkpointing}"
+                    f"it fits: configs/accelerate/{way}.yaml with --num_processes {used.count}, "
+                    f"and train.py with --micro_batch_size {size} "
+                    f"--gradient_checkpointing {checkpointing}"
                 )
     if not saved:
         section.lines.append("no formula is known for the activations of this model: add them")

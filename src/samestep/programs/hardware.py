@@ -58,7 +58,7 @@ def measure() -> int:
         "check": lambda section: devices.check(section, used),
         "bench": lambda section: bench.run(section, used, project, flags, options.seconds),
         "smoke": lambda section: smoke.run(section, used, project, FOLDER),
-        "recommend": lambda section: recommend.run(section, used, project, flags),
+        "recommend": lambda section: recommend.run(section, used, project),
     }
     sections = {}
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
