@@ -27,8 +27,7 @@ SIZES = {
     "mps": {"matrix": 4096, "copy": 256 * _MiB, "sizes": []},
     "cuda": {"matrix": 8192, "copy": 256 * _MiB, "sizes": [4096, _MiB, 256 * _MiB]},
 }
-# Of the fastest: so far behind it a device should get less work, or none.
-_UNEQUAL, _LEFT_OUT = 0.2, 0.5
+_UNEQUAL = 0.2  # of the fastest: so far behind it a device is named
 # Largest error of a product of matrices, relative to its norm.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 CALLS = 20  # of an all-reduce: as many on each process
@@ -55,17 +54,13 @@ def run(section: Section, used: Devices, project: Project, flags: list[str], tim
 
 def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str]:
     """Names slow devices, and what people do about them."""
+    advice = "give it less work, by --device_shares auto, or leave it out, by CUDA_VISIBLE_DEVICES"
     lines = []
     for rank, speed in enumerate(speeds):
         behind = 1 - speed / max(speeds)
-        advice = "give it less work, by --device_shares auto"
-        if behind > _LEFT_OUT:
-            advice = "leave it out, by CUDA_VISIBLE_DEVICES"
         if behind > _UNEQUAL:
-            lines.append(
-                f"slow device: {rank} ({names[rank]}) is {behind:.0%} behind the fastest in "
-                f"{what}; measure again, then {advice}"
-            )
+            slow = f"slow device: {rank} ({names[rank]}) is {behind:.0%} behind the fastest in"
+            lines.append(f"{slow} {what}; measure again, then {advice}")
     return lines
 
 
