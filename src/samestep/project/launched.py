@@ -1,6 +1,5 @@
 """What a launcher has set in the environment of this process, and what is wrong with it."""
 
-import argparse
 import os
 import re
 
@@ -153,10 +152,8 @@ def check_words(words: list[str]) -> None:
             "this shell has what samestep env has set: start train.py by torchrun or samestep "
             "launch, or call accelerate launch in another shell"
         )
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    wanted = parser.parse_known_args(words)[0].num_processes
-    if path := launcher.find_yaml(words):
+    path, wanted = launcher.find_yaml(words)
+    if path:
         with config.naming(path):
             hardware = launcher.read_yaml(path)
             launcher.check_sections(hardware, os.environ)
