@@ -216,3 +216,8 @@ def test_what_is_missing_is_said_in_one_line(ready):
     assert result.returncode == 2 and result.stdout == ""
     message = "train/defualt.yaml is missing. RECIPE is one of: default smoke."
     assert len(result.stderr.splitlines()) == 1 and message in result.stderr
+    lines = ready.run("make", "update").stderr.splitlines()
+    assert len(lines) == 1 and ".cruft.json names no URL. Write: make update TEMPLATE=" in lines[0]
+    ready.add("cruft", '#!/bin/sh\necho "$@"\n')
+    printed = ready.run("make", "--silent", "update", "TEMPLATE=../a b").stdout
+    assert printed == "update --skip-apply-ask --template-path ../a b\n"
