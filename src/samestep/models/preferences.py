@@ -14,7 +14,7 @@ import torch
 from samestep.models import next_token
 from samestep.models.next_token import Batch, bare
 
-COPY = "reference"  # the name of the copy inside the model, and so of its weights
+_COPY = "reference"  # the name of the copy inside the model, and so of its weights
 
 
 # ---- The reference -------------------------------------------------------------------------------
@@ -28,25 +28,25 @@ def add_reference(model: Any) -> None:
         copied = torch.nn.Parameter(weights.detach().clone(), requires_grad=False)
         known[id(weights)] = copied  # by deepcopy itself, tensors without content cannot be copied
     known |= {id(values): values.clone() for values in model.buffers()}
-    model.add_module(COPY, copy.deepcopy(model, known))
+    model.add_module(_COPY, copy.deepcopy(model, known))
 
 
 @contextlib.contextmanager
 def without_reference(model: Any) -> Iterator[Any]:
     """The model as transformers knows it: for export and generation."""
-    frozen = model._modules.pop(COPY, None)
+    frozen = model._modules.pop(_COPY, None)
     try:
         yield model
     finally:
         if frozen is not None:
-            model.add_module(COPY, frozen)
+            model.add_module(_COPY, frozen)
 
 
 @contextlib.contextmanager
 def _reference_of(model: Any) -> Iterator[Any]:
     """The model as it was at the start."""
     if bare(model) is model:
-        yield model.get_submodule(COPY)
+        yield model.get_submodule(_COPY)
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -65,7 +65,7 @@ def before_and_after(model: Any) -> Iterator[tuple[str, Any]]:
     """The reference, where there is one, and the model: each to be used in its turn."""
     names = (name for name, _ in model.named_modules())
     # Adapters that are merged into the weights are none.
-    if COPY in model._modules or any(name.endswith("lora_A") for name in names):
+    if _COPY in model._modules or any(name.endswith("lora_A") for name in names):
         with _reference_of(model) as reference:
             yield "before", reference
     yield "after", model

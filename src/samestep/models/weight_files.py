@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep.base.console import one_line
 
-FORMATS = ("model.safetensors", "pytorch_model.bin")  # as transformers looks for them
+_FORMATS = ("model.safetensors", "pytorch_model.bin")  # as transformers looks for them
 # A module with these words in its name follows the others, or replaces masked inputs.
 _HEADS = re.compile("pool|head|classifier|score|relationship|logit|predict|qa_outputs|mask")
 _PAGES, _PAGE = 64, 4096  # samples of a file, and their bytes
@@ -23,7 +23,7 @@ _EMPTY = 8  # of them in a row without content are too many
 
 def list_files(folder: Path) -> list[Path]:
     """The files of weights that transformers loads from a folder."""
-    for name in FORMATS:
+    for name in _FORMATS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return [folder / name]
