@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ from work import Size, Work
 
 NEEDED = "accelerate cookiecutter datasets psutil pydantic pytest rich torch transformers".split()
 TASKS = ("causal_lm", "text_classification", "image_classification", "seq2seq", "preference")
-LARGE = Size(2048, 18, 16, context=2048, batch=8, vocabulary=24_576, data="stdlib")  # 1.08 B
+DATA = "library.txt"  # the source of Python's library, 5 MB
+LARGE = Size(2048, 18, 16, context=2048, batch=8, vocabulary=24_576, data=DATA)  # 1.08 B
 MIDDLE = replace(LARGE, hidden=1024, layers=12)  # 214 M parameters
 TINY = Size(64, 2, 4, context=64, batch=8, steps=3, rounds=2)
 WARM_UP = 8  # steps before the timing, which compile
@@ -425,6 +427,9 @@ def main() -> int:
     rows: list[Row] = []
     try:
         here = Place(asked.device, compare.bake(folder))
+        library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        texts = "\n".join(path.read_text("utf-8", errors="replace") for path in library)
+        (here.project / DATA).write_text(texts)
         for name in CHECKS:
             if any(word in name for word in asked.rows):
                 new = run_check(name, here, end)

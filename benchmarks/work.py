@@ -30,7 +30,7 @@ class Size:
     steps: int = 20  # steps that are timed in a round
     rounds: int = 3
     vocabulary: int = 1024
-    data: str = "pydoc"
+    data: str = "manual"
     micro_batches: int = 1  # of a process in a step
 
 

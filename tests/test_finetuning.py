@@ -38,7 +38,7 @@ def project(tmp_path_factory):
         (baked.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chat = {"data": "chats.jsonl", **TUNE}  # its column says what the rows are
     for name, fields in {
-        "base": {"data": "pydoc", **MODEL},
+        "base": {"data": "manual", **MODEL},
         "prompts": {"data": "prompts.jsonl", "rows": "prompt", **TUNE},
         "lora": {**chat, "lora_rank": 4, "lora_dropout": 0.1},
     }.items():

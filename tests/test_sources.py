@@ -125,7 +125,7 @@ def small(data):
 @pytest.mark.slow
 def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
     project = bake(tmp_path, tracker="none")
-    project.train(1, *small("pydoc"), "--output_dir", "runs/base")
+    project.train(1, *small("manual"), "--output_dir", "runs/base")
     data = [hub.DATA, "--task.data_config", "easy", "--task.context_length", "16"]
     pinned = ["--task.data_revision", hub.COMMIT]
     model = ["--task.model_name_or_path", hub.MODEL, "--task.revision", hub.COMMIT]

@@ -371,7 +371,7 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([chat("a", "b", role="Agent 7")], {}, "message 2 is from 'Agent 7'; rename it to one of"),
         ([{"prompt": chat("a")["messages"], "completion": "b"}], {}, "completion is text; give"),
         ([{"text": "a"}, {"text": "b"}], {}, "tokens to train on, which do not fill a sequence of"),
-        ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
+        ("manual", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
         ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
         ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
         ("no.csv", {"data_revision": "c"}, "data_revision is 'c', but nothing reads it"),

@@ -35,11 +35,10 @@ Size = Annotated[int, Field(ge=1, le=65_536)]
 
 @dataclass
 class TaskConfig(StreamConfig, LoraFields, ModelConfig):
-    data: str = "pydoc"
+    data: str = "manual"
     """Rows to train on: a .jsonl, .json, .csv, .tsv, .parquet, .txt or .md file, also compressed
-    (.gz), a folder of such files, or a dataset on the Hub. Or bundled texts: manual (of Python and
-    its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's source, 5 MB),
-    docstrings (prompts or chats).
+    (.gz), a folder of such files, or a dataset on the Hub. Or bundled: manual (texts of Python's
+    manual and library, 1.7 MB), docstrings (prompts or chats).
     Several with their weights: a.jsonl:2,b.jsonl:1."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
     """Dataset format. text: a document. prompt: a prompt and its completion, each a text or

@@ -42,9 +42,8 @@ Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "dates"
     """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a
-    folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
-    people write them in five languages, with their ISO form as targets. Several with their weights:
-    a.jsonl:2,b.jsonl:1."""
+    folder of such files, or a data set on the Hub. Or dates, which are bundled: in eight forms,
+    with their ISO form as targets. Several with their weights: a.jsonl:2,b.jsonl:1."""
     source_column: str = "source"
     """Column of the source text."""
     target_column: str = "target"

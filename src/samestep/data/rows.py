@@ -28,7 +28,7 @@ from samestep.data.files import File
 from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
 
-_Bundled = Mapping[str, Callable[[], Iterable[tuple[dict, str]]]]
+_Bundled = Mapping[str, Callable[[], Iterable[dict]]]
 _WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
@@ -48,7 +48,7 @@ class Input:
     name: str  # for metrics
     files: list[File] = dataclasses.field(default_factory=list)
     dataset: Dataset | None = None  # of the Hub
-    bundled: Callable[[], Iterable[tuple[dict, str]]] | None = None
+    bundled: Callable[[], Iterable[dict]] | None = None
     columns: Columns = dataclasses.field(default_factory=dict)  # that are read
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
@@ -77,7 +77,7 @@ class Input:
         except ValueError as error:
             raise ValueError(f"task.{self.field}: {self.data}: {error}") from None
         if self.bundled:
-            for number, (row, _) in enumerate(self.bundled(), 1):
+            for number, row in enumerate(self.bundled(), 1):
                 yield row, Place(one_line(self.data, 200), number, "row")
         else:
             yield from readers.read_dataset(self.dataset, self.columns, self.data)

@@ -38,6 +38,7 @@ _KNOWN: list[tuple[str, list[str]]] = [
 ]
 _BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 _SEQUENCES = 64  # of a block of a stream, at least
+BUNDLED = ("manual", "docstrings")
 _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
@@ -46,7 +47,7 @@ _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "tex
 
 def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS)
+    check_data_config(cfg, BUNDLED)
     pretrained.check_unread(cfg)
     chats.check_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
@@ -73,15 +74,14 @@ def _named_kinds(cfg: Any) -> list[str]:
 def _check_row_fields(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
     data = [each.data for each in split_data(cfg.data)]
-    shipped = [each for each in data if each in demo_data.TEXTS]
-    for each in shipped:
+    for each in {*data} & {*BUNDLED}:
         fits = cfg.rows == "auto" or (each == "docstrings") == (cfg.rows != "text")
         wanted = "prompt or chat" if each == "docstrings" else "text"
         check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
     differ = cfg.completion_column != cfg.prompt_column
     check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
     named = _named_kinds(cfg)
-    sources.check_read(cfg, demo_data.TEXTS, named[0] if named else "auto")
+    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
     _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
@@ -112,9 +112,7 @@ def _recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     """
     named = _named_kinds(cfg)
     kind = named[0] if named and cfg.rows == "auto" else cfg.rows
-    if source.bundled:
-        kind = _bundled_kind(source.data, cfg.rows)
-    if source.bundled or kind in ("text", "prompt", *named):
+    if kind in ("text", "prompt", *named):
         columns = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
     else:
         known = [*_KNOWN, ("chat", [cfg.prompt_column, cfg.completion_column])]  # as TRL has them
@@ -132,13 +130,6 @@ def _recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     if kind == "chat" and cfg.tools_column:
         found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
     return kind, found
-
-
-def _bundled_kind(name: str, rows: str) -> str:
-    """The kind of bundled rows, where `rows` may be auto."""
-    if rows != "auto":
-        return rows
-    return "prompt" if name == "docstrings" else "text"
 
 
 def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
@@ -164,9 +155,8 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     text: `text`; prompt: `prompt` and `completion`; chat: `chat`, JSON text of its messages and
     tools. Sets cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
     """
-    bundled: dict[str, Any] = {}
-    for name in demo_data.TEXTS:
-        bundled[name] = partial(demo_data.text_rows, name, _bundled_kind(name, cfg.rows))
+    functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
+    bundled = {"manual": demo_data.manual_rows, "docstrings": functions}
     inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
     kinds = {}
     for each in inputs:
@@ -178,7 +168,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
-    sources.check_read(cfg, demo_data.TEXTS)
+    sources.check_read(cfg, BUNDLED)
     _check_packing(cfg, cfg.rows)
     found = load_rows(inputs, cfg, _row_format(cfg))
     return found

@@ -23,7 +23,7 @@ from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, formats, tokenizing
 
-BUNDLED: dict[str, Any] = {"docstrings": partial(demo_data.text_rows, "docstrings", "pair")}
+BUNDLED = {"docstrings": partial(demo_data.docstring_rows, "pair")}
 ANSWERS = ("chosen", "rejected")
 # A pair as it is read: texts, or messages and tools as JSON.
 TEXT, _FLAG = datasets.Value("large_string"), datasets.Value("bool")
