@@ -18,7 +18,7 @@ from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, prepare_task, write_table
 from samestep.core import batches
-from samestep.data import hub
+from samestep.data import readers
 from samestep.images import images
 from samestep.project import contract, prepared
 from test_tasks import COLORS, STEPS, picture, refusal
@@ -91,7 +91,7 @@ def test_a_dataset_of_the_hub(prepare, monkeypatch):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
     columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
     rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    monkeypatch.setattr(hub, "load_split", lambda *_: rows)
+    monkeypatch.setattr(readers, "load_split", lambda *_: rows)
     _, *found = prepare("somebody/colors", data_revision="0" * 40)
     check_colors(*found, 24)
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from conftest import bake, digest, load_task, status, write_table
 from samestep.core import inputs
-from samestep.data import columns
+from samestep.data import views
 from samestep.project import contract
 from samestep.project.prepared import prepare
 from test_invariance import check_same_curve

@@ -17,7 +17,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.files import read_json_object
-from samestep.data import columns
+from samestep.data import views
 from samestep.data.sources import field_of, require_value
 
 SINGLE, MULTI, NUMBER = "single_label_classification", "multi_label_classification", "regression"
@@ -95,7 +95,7 @@ def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) ->
     """
     known = read(folder)
     if cfg.problem_type == NUMBER:
-        numbers = columns.values_of(rows["train"], "label")
+        numbers = views.values_of(rows["train"], "label")
         known = known or _describe_numbers(numbers)
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
         about = f"{shown}: such an error is a loss of 1"
@@ -133,7 +133,7 @@ def encode(labels: list, known: dict[str, Any]) -> dict[str, Any]:
 
 def balance(rows: datasets.Dataset) -> datasets.Dataset:
     """Rows whose weight is inverse to the number of rows of their class; the mean weight is 1."""
-    labels = columns.values_of(rows, "labels")
+    labels = views.values_of(rows, "labels")
     counts = np.bincount(labels)
     weights = counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)
     weights = weights.astype(np.float32)[labels]
@@ -148,8 +148,8 @@ def read(folder: Path) -> dict[str, Any]:
 def count(rows: datasets.Dataset) -> Counter:
     """The number of rows with each label."""
     found: Counter = Counter()
-    for chunk in columns.chunks_of(rows, "label"):
-        found.update((chunk.flatten() if columns.is_list(chunk.type) else chunk).to_pylist())
+    for chunk in views.chunks_of(rows, "label"):
+        found.update((chunk.flatten() if views.is_list(chunk.type) else chunk).to_pylist())
     return found
 
 

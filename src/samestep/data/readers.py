@@ -12,10 +12,12 @@ import csv
 import gzip
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import pyarrow
 from datasets import Dataset, Features, Image
 from pyarrow.parquet import ParquetFile
@@ -227,6 +229,46 @@ READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
+
+# What is downloaded stays there, since offline it is all there is: a preparation has a cache of its
+# own, which is removed.
+_CACHE = os.environ.get("HF_DATASETS_CACHE")
+
+
+def load_split(name: str, config: str, split: str, revision: str, field: str) -> Any:
+    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`.
+
+    Raises ValueError unless `revision` is a commit; the message gives the newest one.
+    """
+    if not re.fullmatch("[0-9a-f]{40}", revision):
+        raise _unknown_commit(name, revision or "main")
+    datasets.disable_progress_bars()
+    cache_dir = _CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
+    how = {"split": split, "revision": revision, "cache_dir": cache_dir}
+    try:
+        found = datasets.load_dataset(name, config or None, **how)
+        if not any(revision in each["filename"] for each in found.cache_files):
+            raise ValueError("the Hub cannot be reached, and this disk has another commit of it")
+    except Exception as error:  # each library underneath has its own
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):  # says nothing itself
+            error = error.__cause__ or error
+        where = f"{name}, config {config or 'default'}, split {split}"
+        text = f"cannot load {where} from the Hub: {one_line(error)}"
+        raise ValueError(f"task.{field}: {text}") from None
+    return found
+
+
+def _unknown_commit(name: str, revision: str) -> ValueError:
+    """An error that gives the newest commit of a branch."""
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(name, revision=revision).sha
+    except Exception as error:
+        text = "is neither here nor on the Hub, or the Hub cannot be reached"
+        return ValueError(f"task.data: {name} {text}: {one_line(error)}")
+    text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
+    return ValueError(f"task.data_revision: data sets on the Hub change; {text}")
 
 
 def read_dataset(dataset: Dataset, columns: Columns, data: str) -> Iterator[Row]:

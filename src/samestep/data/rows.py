@@ -23,7 +23,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
-from samestep.data import files, hub, readers, sources
+from samestep.data import files, readers, sources
 from samestep.data.files import File
 from samestep.data.readers import Columns, Place, Row
 from samestep.data.sources import DataConfig, split_data
@@ -120,11 +120,11 @@ def find_inputs(
         data, name = source.data, source.name
         if data in bundled:
             inputs.append(Input("data", data, name, bundled=bundled[data]))
-        elif hub.is_hub_name(data):
+        elif sources.is_hub_name(data):
             for field, found in (("data_split", inputs), ("validation_split", given)):
                 if split := getattr(cfg, field):
                     options = (data, cfg.data_config, split, cfg.data_revision)
-                    rows = hub.load_split(*options, field)
+                    rows = readers.load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
             chosen = _list_data(data, "data", endings, in_classes)

@@ -13,9 +13,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from samestep.base.console import one_line
-from samestep.base.fields import NOTHING, Fraction, check_fields, check_ignored_fields
+from samestep.base.fields import (
+    NOTHING,
+    Fraction,
+    check_fields,
+    check_ignored_fields,
+    is_local_name,
+)
 from samestep.base.workers import count_cores
-from samestep.data import hub
 
 _OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
@@ -130,7 +135,7 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     """
     sources = {each.data for each in split_data(cfg.data)} - {*shipped}
     facts = {OWN} if sources else set()
-    if any(map(hub.is_hub_name, sources)):
+    if any(map(is_hub_name, sources)):
         facts.add(HUB)
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
@@ -163,13 +168,23 @@ def _check_streaming(cfg: Any, bundled: Any) -> None:
         ("group_column", not cfg.group_column, held),
     ]
     check_fields(cfg, rules)
-    if cfg.data in bundled or hub.is_hub_name(cfg.data):
+    if cfg.data in bundled or is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         hint = f"of a data set on the Hub give the URL of its files, {example}"
         raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
 
 
-# ---- Several sources -----------------------------------------------------------------------------
+# ---- Sources -------------------------------------------------------------------------------------
+
+
+def is_hub_name(data: str) -> bool:
+    """Whether this names a data set on the Hub: OWNER/NAME or NAME, and no local file or folder.
+
+    A name that ends like a file (rows.csv) counts as a missing file.
+    """
+    if os.path.lexists(os.path.expanduser(data)) or re.search(r"\.[A-Za-z]{2,7}$", data):
+        return False
+    return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", data)) and not is_local_name(data)
 
 
 def split_data(data: str) -> list[_WeightedData]:

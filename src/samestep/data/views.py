@@ -1,15 +1,65 @@
-"""Rows of a prepared `datasets.Dataset` as numpy arrays: what a step trains on."""
+"""Rows of a prepared `datasets.Dataset` as numpy arrays: what a step trains on; and digests of its
+columns.
 
+Only values count in a digest: not how Arrow has cut them into chunks and files, which the number of
+processes and the library's version decide.
+"""
+
+import contextlib
+import hashlib
 import itertools
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
+from samestep.base.files import read_json_object, replace_text
 from samestep.core.inputs import Source
-from samestep.data import columns
 from samestep.data.sources import split_data
+
+_BLOCK = 1000  # rows that are read at once: documents may have a megabyte
+DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+def chunks_of(dataset: Any, name: str) -> Iterator[pa.Array]:
+    """The values of a column in parts, in the order that the dataset gives its rows."""
+    for table in dataset.select_columns([name]).with_format("arrow").iter(_BLOCK):
+        yield from table.column(name).chunks
+
+
+def values_of(dataset: Any, name: str) -> np.ndarray:
+    """A column of numbers (N,), in the order that the dataset gives its rows."""
+    found = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks_of(dataset, name)]
+    return np.concatenate(found or [np.zeros(0, np.int64)])
+
+
+def lengths_of(dataset: Any, name: str) -> np.ndarray:
+    """The lengths of a column of lists, int64 (N,), in the order of the rows."""
+    found = [pc.list_value_length(chunk).to_numpy() for chunk in chunks_of(dataset, name)]
+    return np.concatenate(found or [np.zeros(0)]).astype(np.int64)
+
+
+def cells_of(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column as numpy has them: of lists views of one array."""
+    column = column.combine_chunks()
+    if not pa.types.is_nested(column.type):
+        return [*column.to_numpy(zero_copy_only=False)]
+    values = column.values.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
 
 
 def _count_sources(dataset: Any, data: str) -> list[Source]:
@@ -17,7 +67,7 @@ def _count_sources(dataset: Any, data: str) -> list[Source]:
 
     Raises ValueError where rows of several are mixed: their weights could not be kept.
     """
-    numbers = columns.values_of(dataset, "source")
+    numbers = values_of(dataset, "source")
     if (np.diff(numbers) < 0).any():
         raise ValueError("task.views: rows of several sources are mixed; sort them by source")
     weights = {each.name: each.weight for each in split_data(data)}
@@ -53,17 +103,140 @@ class Rows(torch.utils.data.Dataset):
 
     def sizes(self) -> np.ndarray:
         """The size of each row, int (N,)."""
-        return np.sum([columns.lengths_of(self.dataset, name) for name in self.sized], axis=0)
+        return np.sum([lengths_of(self.dataset, name) for name in self.sized], axis=0)
 
     def digest(self) -> str:
         shown = {*self.names, "source"} & {*self.dataset.column_names}
-        return columns.digest(self.dataset, sorted(shown))
+        return digest(self.dataset, sorted(shown))
 
 
-def cells_of(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column as numpy has them: of lists views of one array."""
-    column = column.combine_chunks()
-    if not pa.types.is_nested(column.type):
-        return [*column.to_numpy(zero_copy_only=False)]
-    values = column.values.to_numpy()
-    return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]
+# ---- Digests -------------------------------------------------------------------------------------
+
+
+def digest(dataset: Any, names: Iterable[str] = ()) -> str:
+    """64 hex digits for columns of a dataset, by default all: names, types and values in order.
+
+    Those of a split that was saved with `store_digests` are not read again while the stamps of its
+    files are the same.
+    """
+    names = sorted(names or dataset.column_names)
+    stored = _stored_digests(dataset)
+    total = hashlib.sha256(str(len(dataset)).encode())
+    for name in names:
+        total.update(f"{name} {stored.get(name) or _digest_column(dataset, name)}\n".encode())
+    return total.hexdigest()
+
+
+def store_digests(dataset: Any) -> None:
+    """Writes the digests of all columns beside the files of a dataset that was loaded from disk."""
+    columns = {name: _digest_column(dataset, name) for name in dataset.column_names}
+    facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
+    path = folder_of(dataset) / DIGESTS
+    # Others write it too.
+    partial = path.with_name(f".{DIGESTS}-{platform.node()[:60]}-{os.getpid()}")
+    replace_text(path, json.dumps(facts), partial)
+
+
+def is_intact(dataset: Any, verify: bool = False) -> bool:
+    """Whether a split holds what `store_digests` knows of it.
+
+    It is read where the stamps of its files differ, as those of a copied disk do, or to `verify`.
+    """
+    facts = read_json_object(folder_of(dataset) / DIGESTS)
+    if not verify and facts.get("files") == stamps_of(dataset):
+        return True
+    found = {name: _digest_column(dataset, name) for name in dataset.column_names}
+    if found != facts.get("columns"):
+        return False
+    with contextlib.suppress(OSError):  # on a read-only disk it is read each time
+        store_digests(dataset)
+    return True
+
+
+def _stored_digests(dataset: Any) -> dict[str, str]:
+    """The digest of each column that `store_digests` wrote; empty for a changed dataset or file."""
+    if not dataset.cache_files:
+        return {}
+    facts = read_json_object(folder_of(dataset) / DIGESTS)
+    same = facts.get("fingerprint") == dataset._fingerprint
+    return facts["columns"] if same and facts["files"] == stamps_of(dataset) else {}
+
+
+def folder_of(dataset: Any) -> Path:
+    return Path(dataset.cache_files[0]["filename"]).parent
+
+
+def stamps_of(dataset: Any) -> dict[str, list[int]]:
+    """Name, size, time and inode of each file of a dataset."""
+    found = {}
+    for each in dataset.cache_files:
+        path = Path(each["filename"])
+        status = path.stat()
+        found[path.name] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return found
+
+
+def _digest_column(dataset: Any, name: str) -> str:
+    """64 hex digits for the type and the values of a column, in the order of the rows."""
+    values = _ValueDigest()
+    for chunk in chunks_of(dataset, name):
+        values.add(chunk)
+    return values.finish(repr(dataset.features[name]))
+
+
+class _ValueDigest:
+    """A digest of arrays that follow each other, the same however they are cut.
+
+    Missing values, the lengths of lists and texts, and the values have a hash each.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, Any] = {}
+        self.sizes: Counter = Counter()  # of what was added, by the same names
+
+    def update(self, place: str, content: Any) -> None:
+        self.hashes.setdefault(place, hashlib.sha256()).update(content)
+
+    def add(self, array: pa.Array, place: str = "") -> None:
+        """Adds the values of a column, or of what lies inside it at a place."""
+        kind = array.type
+        if isinstance(kind, pa.ExtensionType):
+            return self.add(array.storage, place)
+        if pa.types.is_dictionary(kind):
+            return self.add(array.dictionary_decode(), place)
+        if array.null_count:
+            missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+            self.update(f"{place} missing", (missing + self.sizes[place]).astype("<i8"))
+        self.sizes[place] += len(array)
+        if pa.types.is_fixed_size_list(kind) or is_list(kind):
+            lengths = pc.list_value_length(array).fill_null(0)
+            self.update(f"{place} lengths", lengths.to_numpy().astype("<i8"))
+            self.add(array.flatten(), f"{place}[]")
+        elif pa.types.is_struct(kind):
+            for field, values in zip(kind, array.flatten(), strict=True):
+                self.add(values, f"{place}.{field.name}")
+        elif is_text(kind):
+            texts = array.cast(pa.large_binary()).fill_null(b"")
+            self.update(f"{place} lengths", pc.binary_length(texts).to_numpy().astype("<i8"))
+            self.update(place, b"".join(texts.to_pylist()))
+        elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            values = array.fill_null(0).to_numpy()
+            self.update(place, np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
+        else:  # truth values, times, decimals
+            self.update(place, "".join(f"{each!r}\n" for each in array.to_pylist()).encode())
+
+    def finish(self, kind: str) -> str:
+        """64 hex digits for a type and all that was added."""
+        digests = {place: each.hexdigest() for place, each in self.hashes.items()}
+        facts = json.dumps([kind, self.sizes, digests], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are texts or bytes."""
+    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.data import columns
+from samestep.data import views
 from samestep.images import images
 from samestep.images.images import resize
 from samestep.models import classification, pretrained
@@ -116,7 +116,7 @@ class Images(torch.utils.data.Dataset):
 
     def digest(self) -> str:
         """That of the files of the images, and the labels."""
-        return columns.digest(self.dataset, ["digest", "label"])
+        return views.digest(self.dataset, ["digest", "label"])
 
 
 def decode(row: Row, side: int) -> np.ndarray:

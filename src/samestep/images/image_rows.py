@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import demo_data, hub, labels, sources
+from samestep.data import demo_data, labels, sources
 from samestep.data.files import IMAGES, TABLES, file_ending, list_files
 from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
 from samestep.images import image_data, images
@@ -64,7 +64,7 @@ def check_config(cfg: Any) -> None:
 def _local_data(cfg: Any) -> dict[str, str]:
     """The local files or folders that fields name."""
     found = {"data": cfg.data, "validation_data": cfg.validation_data}
-    if cfg.data == BUNDLED or hub.is_hub_name(cfg.data):
+    if cfg.data == BUNDLED or sources.is_hub_name(cfg.data):
         del found["data"]
     found = {field: os.path.expanduser(data) for field, data in found.items() if data}
     return {field: path for field, path in found.items() if os.path.exists(path)}

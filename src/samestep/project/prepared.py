@@ -36,7 +36,7 @@ from samestep.base.files import (
     remove,
     replace_text,
 )
-from samestep.data import columns
+from samestep.data import views
 from samestep.project import prepared_key
 from samestep.project.config import fields_of
 
@@ -129,7 +129,7 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
                 datasets.DatasetDict(rows).save_to_disk(partial / ROWS)
         remove(partial / _WORK)
         for name in rows:
-            columns.store_digests(datasets.load_from_disk(partial / ROWS / name))
+            views.store_digests(datasets.load_from_disk(partial / ROWS / name))
         if prepared_key.stamps_of(prepared_key.files_of(cfg, task)) != stamps:
             raise ValueError("task.data: files changed during the preparation: start again")
         changed, identity = _changes_of(cfg, given), identity_of(partial)
@@ -317,7 +317,7 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
         return False
     try:
         splits = [datasets.load_from_disk(folder / ROWS / name) for name in index["splits"]]
-        intact = all(columns.is_intact(each, verify) for each in splits)
+        intact = all(views.is_intact(each, verify) for each in splits)
         return intact and identity_of(folder) == index["identity"]
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return False

@@ -414,13 +414,13 @@ def digest_view(view: Any) -> str:
     library = sys.modules.get("datasets")  # None: then no row is one of it
     if not library or not isinstance(view, library.Dataset):
         return ""
-    from samestep.data import columns
+    from samestep.data import views
 
     shown = view.format  # a transform makes other rows, and may be any function
     if shown["type"] == "custom":
         return ""
     names = view.column_names if shown["output_all_columns"] else shown["columns"]
-    return columns.digest(view, names or ())
+    return views.digest(view, names or ())
 
 
 def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:

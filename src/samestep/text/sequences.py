@@ -19,8 +19,7 @@ from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from samestep.core.inputs import IGNORE_INDEX
-from samestep.data import columns
-from samestep.data.views import Rows, cells_of
+from samestep.data.views import Rows, cells_of, lengths_of, values_of
 from samestep.text import tokenizing
 
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about
@@ -59,7 +58,7 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
 
 def spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
     """At most so many rows, evenly spread over each source."""
-    numbers = columns.values_of(rows, "source")
+    numbers = values_of(rows, "source")
     sources = np.unique(numbers)
     chosen: list[int] = []
     for source in sources:
@@ -79,7 +78,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
     if is_packed:
         features["lengths"] = List(Value("int32"))
     names = getattr(features["source"], "names", None) or ["data"]
-    numbers = columns.values_of(documents, "source")
+    numbers = values_of(documents, "source")
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
     path.parent.mkdir(parents=True, exist_ok=True)
     pieces = 0
@@ -88,7 +87,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
             own = documents.select(np.flatnonzero(numbers == source))
             size = 0
             kept = [each for each in NUMBERS if each in features]
-            numbers_of = {each: columns.values_of(own, each) for each in kept}
+            numbers_of = {each: values_of(own, each) for each in kept}
             for found in _packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
                 first = found.pop("first")
                 found |= {each: values[first] for each, values in numbers_of.items()}
@@ -111,12 +110,12 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
 
 def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
     """Prints the number of sequences, how full they are, and how many documents are too long."""
-    size = int(columns.lengths_of(rows, "input_ids").sum())
+    size = int(lengths_of(rows, "input_ids").sum())
     text = f"{len(rows):,} sequences, {100 * size / (len(rows) * cfg.context_length):.0f} %"
     text += " of their tokens used"
     if pieces:
         truncate = cfg.overlong == "truncate"
-        lengths = columns.lengths_of(documents, "input_ids")
+        lengths = lengths_of(documents, "input_ids")
         if long := int((lengths > longest_piece(cfg)).sum()):
             done = "truncated" if truncate else "split"
             text += f"; {long:,} documents are longer, and {done}"
@@ -131,7 +130,7 @@ def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> N
 def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, Any]]:
     """Sequences of documents that follow each other, and of each the number of the document where
     it begins as `first`; the last may be shorter."""
-    ends = np.cumsum(columns.lengths_of(documents, "input_ids"))
+    ends = np.cumsum(lengths_of(documents, "input_ids"))
     rest: list[np.ndarray] = []
     start = 0  # of the next sequence, in tokens
     for table in documents.with_format("arrow").iter(READ):

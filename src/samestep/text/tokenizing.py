@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from samestep.base.fields import check_fields
-from samestep.data.columns import lengths_of
+from samestep.data.views import lengths_of
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
 
