@@ -18,6 +18,7 @@ from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
+from samestep.streaming.row_streams import RowStream
 from samestep.text import formats, sequences
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -113,8 +114,12 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:
-    """Sequences with labels, and positions of packed documents."""
-    return formats.views(cfg, data)
+    """Sequences with labels, and positions of packed documents; of a stream to train on made when
+    they are read."""
+    validation = sequences.Sequences(data["validation"], cfg)
+    if cfg.streaming:
+        return RowStream(cfg, data.folder), validation
+    return sequences.Sequences(data["train"], cfg), validation
 
 
 # input_ids and labels, int64 (B, context_length): labels are the inputs, or -100. Packed documents

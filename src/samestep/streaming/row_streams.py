@@ -1,14 +1,19 @@
-"""Rows of shards as samples, while the model trains: read, checked and tokenized in blocks."""
+"""Sequences of the rows of shards, made while the model trains: read, checked and tokenized in
+blocks, as `prepare_data` of causal_lm does it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from samestep.data.files import File, describe_shards, split_shards
-from samestep.data.readers import Columns
-from samestep.data.rows import Input, RowFormat, stored_rows
-from samestep.streaming.lanes import ShardStream
+import numpy as np
 
-BLOCK = 500_000  # bytes of the rows of a block, about
+from samestep.data.files import File, describe_shards, split_shards
+from samestep.data.rows import Input, stored_rows
+from samestep.streaming.lanes import ShardStream
+from samestep.text import formats, sequences, tokenizing
+
+_SEQUENCES = 64  # of a block, at least, which are permuted together
+_BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 _MAXIMUM_ROWS = 50_000  # of a block
 LONGEST = 1_000_000  # characters of a document, of which a longer text is several
 
@@ -16,25 +21,17 @@ Block = dict[str, list]  # the columns of stored rows, with their places
 
 
 class RowStream(ShardStream):
-    """Samples of the shards of cfg.data.
+    """Samples of the shards of cfg.data: rows as those of `sequences.Sequences`.
 
-    `form`     what is stored of rows: those that are prepared to evaluate on are read so, too.
-    `columns`  that are read.
-    `make`     gets a block and returns its samples.
-    `size`     of a block, in bytes: its samples are made and permuted together.
+    `folder`: of the prepared data, with the tokenizer.
     """
 
-    def __init__(
-        self,
-        cfg: Any,
-        form: RowFormat,
-        columns: Columns,
-        make: Callable[[Block], Sequence],
-        size: int = BLOCK,
-    ):
-        self.cfg, self.form, self.columns = cfg, form, columns
-        self.make, self.size = make, size
+    def __init__(self, cfg: Any, folder: Path):
+        self.cfg, self.folder = cfg, folder
         own = split_shards(cfg)[0]
+        self.form = formats.row_format(cfg)
+        self.columns = formats.recognize_format(Input("data", cfg.data, "", own), cfg)[1]
+        self.longest = sequences.longest_piece(cfg)
         self.described = describe_shards(own)
         super().__init__([each.path for each in own], cfg.lanes)
 
@@ -43,6 +40,7 @@ class RowStream(ShardStream):
         those that are prepared: several processes may read a shard, and each epoch again.)"""
         source = Input("data", self.cfg.data, "", [File(shard, "", 0)], columns=self.columns)
         names = [*self.form.features, "place"]
+        full = _SEQUENCES * self.cfg.context_length * _BYTES_A_TOKEN
         block: Block = {name: [] for name in names}
         size = 0
         for stored, _, place in stored_rows(source, self.form, self.cfg, []):
@@ -50,14 +48,26 @@ class RowStream(ShardStream):
                 for name in names:
                     block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
-                if size >= self.size or len(block["place"]) >= _MAXIMUM_ROWS:
+                if size >= full or len(block["place"]) >= _MAXIMUM_ROWS:
                     yield block
                     block, size = {name: [] for name in names}, 0
         if block["place"]:
             yield block
 
     def samples(self, block: Block) -> Sequence:
-        return self.make(block)
+        """The sequences of a block. A last one that is not full is dropped, where documents are not
+        packed whole."""
+        cfg, length = self.cfg, self.cfg.context_length
+        is_packed = formats.is_packed(cfg)
+        tokens = formats.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
+        if is_packed:
+            documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
+            found = sequences.pack(documents, cfg, self.longest)
+        else:
+            ids = np.concatenate(tokens["input_ids"])
+            found = {"input_ids": [*ids[: len(ids) // length * length].reshape(-1, length)]}
+        rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+        return sequences.training_rows(rows, length) if rows else []
 
     def digest(self) -> str:
         return self.described

@@ -23,6 +23,7 @@ _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "develo
 _ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
 _ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
+_WORDS = ("role", "content", "name", *_REASONING)
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
 TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
@@ -48,24 +49,23 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize_chat(row: dict, train_on: str = "all") -> None:
-    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place.
+def read_chat(messages: Any, tools: Any, train_on: str = "all") -> dict[str, list]:
+    """A chat of messages, in OpenAI's form or ShareGPT's, and of tools; cells of tables hold both
+    as JSON.
 
     `train_on`: all answers, or the last alone; the others are context then.
 
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
-    if "instruction" in row:
-        row["messages"] = _alpaca_messages(row)
-    messages, tools = _parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
-    tools = _parse_json(tools, "tools") if isinstance(tools, str) else _drop_nulls(tools)
+    messages = _parse_json(messages, "messages")
+    tools = _parse_json(tools, "tools")
     tools = [_parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
     require(isinstance(messages, list), "messages", messages, form)
-    row["messages"] = messages = read_messages(messages)
-    answers = {i: each for i, each in enumerate(messages, 1) if each["role"] == "assistant"}
+    chat = {"messages": read_messages(messages)}
+    answers = {i: m for i, m in enumerate(chat["messages"], 1) if m["role"] == "assistant"}
     for number, message in answers.items():
         if message.get("weight", 1) not in (0, 1):
             weight = message["weight"]
@@ -75,14 +75,15 @@ def normalize_chat(row: dict, train_on: str = "all") -> None:
         if train_on == "last" and number != max(answers):
             message["weight"] = 0
     if max(answers, default=1) == 1:
-        roles = one_line(", ".join(dict.fromkeys(each["role"] for each in messages)), 60)
+        roles = one_line(", ".join(dict.fromkeys(each["role"] for each in chat["messages"])), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
-    if not any(map(is_trained_on, messages[1:])):
+    if not any(map(is_trained_on, chat["messages"][1:])):
         raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
         fits = isinstance(tools, list) and all(map(_function_name, tools))
         require(fits, "tools", tools, "a list of objects, each with a name")
-        row["tools"] = tools
+        chat["tools"] = tools
+    return chat
 
 
 def is_trained_on(message: dict) -> bool:
@@ -90,13 +91,13 @@ def is_trained_on(message: dict) -> bool:
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
-def _alpaca_messages(row: dict) -> list[dict[str, str]]:
-    """The messages of a row of Alpaca, whose columns are taken out of the row."""
-    cells = {role: row.pop(role, None) for role in ("instruction", "input", "output")}
-    texts = {role: "" if cell is None else cell for role, cell in cells.items()}
-    for role, text in texts.items():
-        require(isinstance(text, str), f"the {role}", text, "text")
-        if role != "input" and not text.strip():
+def alpaca_messages(row: dict) -> list[dict[str, str]]:
+    """The messages of a row with instruction, output and perhaps input."""
+    texts = {}
+    for role in ("instruction", "input", "output"):
+        texts[role] = "" if row.get(role) is None else row[role]
+        require(isinstance(texts[role], str), f"the {role}", texts[role], "text")
+        if role != "input" and not texts[role].strip():
             raise IncompleteRow(f"there is no {role}")
     question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
     return [
@@ -120,7 +121,7 @@ def read_messages(messages: list) -> list[dict]:
                 names = {"from": "role"}
             left = {key: value for key, value in message.items() if key not in names.values()}
             message = {names.get(key, key): value for key, value in left.items()}
-        result = _drop_nulls(message)
+        result = _without_nulls(message)
         if "train" in result:  # axolotl's name
             result["weight"] = result.pop("train")
         calls = _parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
@@ -150,11 +151,11 @@ def _normalize_call(call: Any, where: str) -> dict:
     if not _function_name(call):
         form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
         raise ValueError(f"{where} has the tool call {call!r:.60}; write {form}")
-    function = call.get("function", call)
+    function = _without_nulls(call.get("function", call))
     arguments = _parse_json(function.get("arguments"), f"arguments in {where}")
     arguments = {} if arguments is None else arguments
     require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
-    call = call if "function" in call else {}
+    call = _without_nulls(call) if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
@@ -188,11 +189,18 @@ def parse_messages(value: Any) -> Any:
     return value
 
 
-def _drop_nulls(value: Any) -> Any:
-    """The value without null keys: in a table, each object has the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
-    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
+def _without_nulls(value: dict) -> dict:
+    return {key: each for key, each in value.items() if each is not None}
+
+
+def words_of(messages: list[dict]) -> list[dict]:
+    """What of messages counts where rows are compared: no ids, times, weights and the like."""
+    found = []
+    for message in messages:
+        words = {name: message[name] for name in _WORDS if name in message}
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        found.append({**words, "calls": [[each["name"], each["arguments"]] for each in calls]})
+    return found
 
 
 def chat_texts(row: dict) -> Iterator[str]:

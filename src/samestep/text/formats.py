@@ -17,15 +17,13 @@ import torch
 
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
-from samestep.data.files import TABLES, TEXTS, split_shards
+from samestep.data.files import TABLES, TEXTS
 from samestep.data.readers import Columns
-from samestep.data.rows import NOTES, Input, RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, Input, RowFormat, find_inputs, key_of, load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
-from samestep.streaming.row_streams import RowStream
 from samestep.text import chats, sequences, tokenizing
-from samestep.text.sequences import Sequences
 from samestep.text.tokenizing import Tokens
 
 # The columns of each kind of rows, the more structured formats first.
@@ -36,8 +34,6 @@ _KNOWN: list[tuple[str, list[str]]] = [
     ("prompt", ["prompt", "completion"]),
     ("text", ["text"]),
 ]
-_BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
-_SEQUENCES = 64  # of a block of a stream, at least
 BUNDLED = ("manual", "docstrings")
 _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
@@ -104,7 +100,7 @@ def check_context_parallel(cfg: Any) -> None:
     check_fields(cfg, rules)
 
 
-def _recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
+def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     """The kind of a source's rows, and the columns that are read: fields decide; where they leave
     it open, the names of columns do.
 
@@ -162,7 +158,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     for each in inputs:
         # Rows to evaluate on are read as those of the first source, unless they are of one.
         same = next((own for own in inputs if own.name == each.name), inputs[0])
-        kind, each.columns = _recognize_format(same, cfg)
+        kind, each.columns = recognize_format(same, cfg)
         kinds[kind] = same.data
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
@@ -170,16 +166,15 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     (cfg.rows,) = kinds
     sources.check_read(cfg, BUNDLED)
     _check_packing(cfg, cfg.rows)
-    found = load_rows(inputs, cfg, _row_format(cfg))
-    return found
+    return load_rows(inputs, cfg, row_format(cfg))
 
 
-def _row_format(cfg: Any) -> RowFormat:
+def row_format(cfg: Any) -> RowFormat:
     """How rows of the kind cfg.rows are read."""
     names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
-    normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": normalize_chat}
+    normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
     features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=key_of)
+    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=_key_of)
 
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
@@ -198,21 +193,19 @@ def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion}
 
 
-def normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
-    """Messages and tools as JSON text: see chats.normalize_chat."""
-    chat: dict[str, Any]
+def _normalize_chat(row: dict, cfg: Any) -> dict[str, str]:
+    """Messages and tools as JSON text: see chats.read_chat."""
     context = 0  # messages
     if cfg.prompt_column in row and cfg.completion_column in row:  # as TRL has them
         prompt, completion = (row[name] for name in (cfg.prompt_column, cfg.completion_column))
         prompt, completion = map(_messages_of, (prompt, completion), ("prompt", "completion"))
-        chat, context = {"messages": [*prompt, *completion]}, len(prompt)
+        messages, context = [*prompt, *completion], len(prompt)
     elif "instruction" in row:
-        chat = {name: row.get(name) for name in ("instruction", "input", "output")}
+        messages = chats.alpaca_messages(row)
     else:
         named = cfg.messages_column
-        chat = {"messages": row[named] if named in row else row.get("conversations")}
-    chat["tools"] = row.get(cfg.tools_column)
-    chats.normalize_chat(chat, cfg.train_on)
+        messages = row[named] if named in row else row.get("conversations")
+    chat = chats.read_chat(messages, row.get(cfg.tools_column), cfg.train_on)
     for message in chat["messages"][:context]:
         message["weight"] = 0
     if context and chat["messages"][-1]["role"] != "assistant":
@@ -240,11 +233,12 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
         yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
 
 
-def key_of(row: dict) -> str:
-    """Text that equal rows have in common."""
-    if "text" in row:
-        return row["text"]
-    return json.dumps(chats.as_chat(row) if "chat" in row else row)
+def _key_of(row: dict) -> str:
+    """Text that equal rows have in common; of chats their words."""
+    if "chat" not in row:
+        return key_of(row)
+    chat = chats.as_chat(row)
+    return json.dumps([chats.words_of(chat["messages"]), chat.get("tools")])
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -297,33 +291,6 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     if with_masks:
         result["loss_mask"] = [mask for (_, mask), _ in found]
     return result
-
-
-def views(cfg: Any, data: Any) -> tuple[Any, Sequences]:
-    """Sequences of context_length tokens; of a stream to train on made when they are read."""
-    validation = Sequences(data["validation"], cfg)
-    if not cfg.streaming:
-        return Sequences(data["train"], cfg), validation
-    longest = sequences.longest_piece(cfg)
-    make = partial(_stream_sequences, cfg=cfg, folder=data.folder, longest=longest)
-    size = _SEQUENCES * cfg.context_length * _BYTES_A_TOKEN
-    columns = _recognize_format(Input("data", cfg.data, "", split_shards(cfg)[0]), cfg)[1]
-    return RowStream(cfg, _row_format(cfg), columns, make, size), validation
-
-
-def _stream_sequences(block: dict[str, list], cfg: Any, folder: Path, longest: int) -> Any:
-    """The sequences of a block of a stream: rows as those of Sequences. A last one that is not full
-    is dropped, where documents are not packed whole."""
-    tokens = tokenize(block, tokenizing.load_tokenizer(folder), with_masks=is_packed(cfg))
-    if is_packed(cfg):
-        documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
-        found = sequences.pack(documents, cfg, longest)
-    else:
-        ids = np.concatenate(tokens["input_ids"])
-        whole = len(ids) // cfg.context_length * cfg.context_length
-        found = {"input_ids": [*ids[:whole].reshape(-1, cfg.context_length)]}
-    rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-    return sequences.training_rows(rows, cfg.context_length) if rows else []
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:

@@ -22,6 +22,7 @@ from samestep.models import pretrained
 from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, formats, tokenizing
+from samestep.text.chats import words_of
 
 BUNDLED = {"docstrings": partial(demo_data.docstring_rows, "pair")}
 ANSWERS = ("chosen", "rejected")
@@ -65,12 +66,19 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
         for name in ("prompt", "tools"):  # a column that is named must be there
             if column := getattr(cfg, f"{name}_column"):
                 each.columns[column] = column != name and not each.bundled
-    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, group=group_of))
+    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, key_of, group_of))
 
 
 def group_of(row: dict) -> str:
     """Text that pairs of one prompt have in common."""
-    return row["prompt"] if row["is_chat"] else json.dumps(row["prompt"])
+    prompt = row["prompt"]
+    return json.dumps(words_of(json.loads(prompt)) if row["is_chat"] else prompt)
+
+
+def key_of(row: dict) -> str:
+    """Text that equal pairs have in common."""
+    parts = [row[name] for name in ("prompt", *ANSWERS)]
+    return json.dumps([words_of(json.loads(each)) if row["is_chat"] else each for each in parts])
 
 
 def normalize(row: dict, cfg: Any) -> dict:
@@ -137,19 +145,19 @@ def _split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, lis
     for name, messages in zip(ANSWERS, answers, strict=True):
         try:
             found = chats.read_messages(messages)
-            if prompt and found[: len(prompt)] != prompt:
+            if prompt and words_of(found[: len(prompt)]) != words_of(prompt):
                 if found[0]["role"] != "assistant":
                     raise ValueError("begins neither with an answer nor with the whole prompt")
                 found = [*prompt, *found]
-            chat = {"messages": found, "tools": tools}
-            chats.normalize_chat(chat)
+            chat = chats.read_chat(found, tools)
         except ValueError as error:
             raise type(error)(f"{name}: {error}") from None
         whole.append(chat["messages"])
     chosen, rejected = whole
-    if chosen == rejected:
+    words = words_of(chosen), words_of(rejected)
+    if words[0] == words[1]:
         raise IncompleteRow(EQUAL)
-    shared = min(_count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    shared = min(_count_equal(*words), len(chosen) - 1, len(rejected) - 1)
     if not shared:
         raise ValueError(f"chosen and rejected begin with different messages: {_NO_PROMPT}")
     for name, messages in zip(ANSWERS, whole, strict=True):
