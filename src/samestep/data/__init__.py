@@ -1,1 +1,13 @@
-"""Rows of data from files, the Hub and demos: sources, tables, labels."""
+"""Rows of data from files, the Hub and bundled datasets. A row passes these modules, in this order:
+
+    sources   the fields of a task that say where its rows come from
+    files     the files below a folder or a URL, by their endings and splits
+    readers   files, rows as they stand in them, each with its place
+    rows      load_rows: what a task stores of a row, in Arrow files; held out or not
+    labels    classes and numbers, of tasks that have them
+    views     rows of a step as numpy arrays, when the model trains
+
+What is stored of a row, and its tokens, say the modules of samestep.text and samestep.images.
+`project.prepared` saves what a task makes of the rows, and `core.batches` makes batches of views.
+demo_data has the bundled datasets; plain is for tasks that are written with plain `datasets`.
+"""

@@ -81,26 +81,29 @@ def _raise_error(error: OSError) -> None:
 # ---- Listing -------------------------------------------------------------------------------------
 
 
-def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[File], int]:
-    """The files with these endings, sorted by their names, and the number of others.
+def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[File], list[File]]:
+    """The files with these endings, sorted by their names, and all others.
 
-    What lies beside others is no row: a .json beside images, and beside tables an .md and images,
+    What lies beside others is no row: a .json beside images, and beside tables a text and images,
     which they name. Raises ValueError if there are none.
     """
     every = _list_store(data, field) if "://" in data else list_folder(data)
-    found = [each for each in every if file_ending(each.path) in endings]
-    if any(file_ending(each.path) in IMAGES for each in found):
-        found = [each for each in found if file_ending(each.path) != ".json"]
-    if any(file_ending(each.path) in TABLES for each in found):
-        found = [each for each in found if file_ending(each.path) not in (".md", *IMAGES)]
-    if not found:
+    read = {file_ending(each.path) for each in every} & {*endings}
+    if read & {*IMAGES}:
+        read -= {".json"}
+    if read & {*TABLES}:
+        read -= {*TEXTS, *IMAGES}
+    if not read:
         if not every and os.path.islink(os.path.expanduser(data)):
             raise ValueError(f"task.{field}: {data} is a broken link: fix or remove it")
-        others = f", but {len(every):,} other files" if every else ""
-        where = f"nothing to read at {data or 'an empty path'}{others}"
+        where = f"nothing to read at {data or 'an empty path'}"
+        where += f", but {len(every):,} other files" if every else ""
         hint = f"a file or folder of {', '.join(endings)} (also {PACKED})"
         raise ValueError(f"task.{field}: {where}; pass --task.{field} PATH, {hint}")
-    return sorted(found, key=lambda each: each.name.split("/")), len(every) - len(found)
+    found: tuple[list[File], list[File]] = [], []
+    for each in sorted(every, key=lambda each: each.name.split("/")):
+        found[file_ending(each.path) not in read].append(each)
+    return found
 
 
 def list_folder(data: str) -> list[File]:
@@ -189,7 +192,7 @@ def check_class_folders(files: list[File], field: str) -> None:
 
 
 @functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
-def _list_shards(data: str, field: str) -> tuple[list[File], int]:
+def _list_shards(data: str, field: str) -> tuple[list[File], list[File]]:
     return list_files(data, field, SHARDS)
 
 
@@ -210,7 +213,7 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
     if not train:
         hint = "cut it, or give --task.validation_data PATH"
         raise ValueError(f"task.data: {cfg.data} is one shard, which is evaluated on; {hint}")
-    return train, held, others
+    return train, held, len(others)
 
 
 def _hash_name(name: str) -> str:

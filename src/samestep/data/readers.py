@@ -118,6 +118,12 @@ def replace_surrogates(value: Any) -> Any:
     return value
 
 
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _open_text(path: str) -> Any:
     """The text of a file, decompressed, without the mark of UTF-8. Only \\n ends a line; a
     \\r before it stays."""
@@ -210,13 +216,13 @@ def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in (columns or ())]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
-        classes = class_names(Features.from_arrow_schema(schema))
+        classes = _class_names(Features.from_arrow_schema(schema))
         read = names if columns is None else schema.names
         number = 0
         for batch in table.iter_batches(256, columns=read):
             for row in batch.to_pylist():
                 number += 1
-                yield number, name_classes(row, classes)
+                yield number, _read_cells(row, classes)
 
 
 READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
@@ -278,21 +284,23 @@ def read_dataset(dataset: Dataset, columns: Columns, data: str) -> Iterator[Row]
     for name in part.column_names:  # decoded images would not fit into memory
         if isinstance(part.features[name], Image):
             part = part.cast_column(name, Image(decode=False))
-    classes = class_names(part.features)
+    classes = _class_names(part.features)
     for number, row in enumerate(part, 1):
-        row = dict.fromkeys(columns) | name_classes(row, classes)
+        row = dict.fromkeys(columns) | _read_cells(row, classes)
         yield replace_surrogates(row), Place(one_line(data, 200), number, "row")
 
 
-def class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
+def _class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
     """The names of the classes of each column; None: it has none."""
     return {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
 
 
-def name_classes(row: dict[str, Any], class_names: dict[str, list[str] | None]) -> dict[str, Any]:
-    """The row with names in place of the numbers of classes; -1, no class, becomes None."""
+def _read_cells(row: dict[str, Any], classes: dict[str, list[str] | None]) -> dict[str, Any]:
+    """The row of a table with names in place of the numbers of classes, of which -1, no class,
+    becomes None; and without null keys inside objects, which have the keys of all rows."""
     for column, value in row.items():
-        names = class_names.get(column)
+        row[column] = _drop_nulls(value)
+        names = classes.get(column)
         if names and isinstance(value, list):
             row[column] = [names[i] for i in value if i >= 0]
         elif names and isinstance(value, int):

@@ -31,6 +31,7 @@ from samestep.data.sources import DataConfig, split_data
 _Bundled = Mapping[str, Callable[[], Iterable[dict]]]
 _WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
+SPLITS = ("train", "validation")
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
 HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 _LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
@@ -52,6 +53,7 @@ class Input:
     columns: Columns = dataclasses.field(default_factory=dict)  # that are read
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
+    empty: list[File] = dataclasses.field(default_factory=list)  # without rows
 
     @property
     def is_validation(self) -> bool:
@@ -66,6 +68,12 @@ class Input:
         else:
             rows = self.bundled() if self.bundled else self.read_files(None)
         return next((row for row, _ in rows), {})
+
+    @property
+    def unused(self) -> list[str]:
+        """Columns of the first row that are not read."""
+        is_table = not self.files or files.file_ending(self.files[0].path) in files.TABLES
+        return [name for name in self.first if name not in self.columns] if is_table else []
 
     def rows(self) -> Iterator[Row]:
         """Its rows as they stand in the files, each with its place."""
@@ -84,7 +92,7 @@ class Input:
 
     def read_files(self, columns: Columns | None) -> Iterator[Row]:
         for file in self.files:
-            size = 0
+            place, size = None, 0
             for row, place in readers.read_file(file, columns, self.field):
                 if self.paths and files.file_ending(file.path) in files.TABLES:
                     row[self.paths] = relative_to(file.path, row[self.paths])
@@ -93,6 +101,8 @@ class Input:
                     size += sum(len(str(value)) for value in row.values())
                     if size >= self.most:
                         break
+            if place is None:
+                self.empty.append(file)
 
 
 def relative_to(table: str, value: Any) -> Any:
@@ -149,14 +159,19 @@ def _list_data(
     if in_classes:
         files.check_class_folders(found, field)
     default = "train" if field == "data" else "validation"
-    splits = ("train", "validation")
-    chosen = {each: files.choose(found, each, in_classes, default) for each in splits}
-    train, held = map(len, chosen.values())
-    if len(found) + others > 1:
-        rest = len(found) + others - train - held
-        text = f"{train:,} files to train on, {held:,} to evaluate on, {rest:,} not read"
+    train, held = (files.choose(found, each, in_classes, default) for each in SPLITS)
+    chosen = {*train, *held}
+    others += [each for each in found if each not in chosen]
+    if len(train) + len(held) + len(others) > 1:
+        text = f"{len(train):,} files to train on, {len(held):,} to evaluate on, "
+        text += f"{len(others):,} not read{_first(others)}"
         print(f"Preparing data: {one_line(data, 100)} has {text}", flush=True)
-    return chosen
+    return {"train": train, "validation": held}
+
+
+def _first(found: list[File]) -> str:
+    """The first of these files, for a message."""
+    return f" (the first: {one_line(found[0].name, 100)})" if found else ""
 
 
 def _find_shards(cfg: DataConfig) -> list[Input]:
@@ -275,10 +290,15 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     few = len(numbers) <= MOST_NAMES
     notes["file"] = ClassLabel(names=[*numbers]) if few else Value("int64")
     rows = write(read(), {**form.features, **notes})
+    text = f"{len(rows):,} rows of {', '.join(names)}"
     columns = ", ".join(dict.fromkeys(name for each in inputs for name in each.columns))
-    text = f"{len(rows):,} rows of {', '.join(names)}" + (f", from {columns}" if columns else "")
+    unused = ", ".join(dict.fromkeys(name for each in inputs for name in each.unused))
+    text += f", from {columns}" if columns else ""
+    text += f"; columns that are not used: {unused}" if unused else ""
     if left_out:
         text += f"; {len(left_out):,} left out (the first: {left_out[0]})"
+    if empty := [file for each in inputs for file in each.empty]:
+        text += f"; {len(empty):,} files without rows{_first(empty)}"
     print(f"Preparing data: {one_line(text, 500)}", flush=True)
     is_held = _hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
     text = f"{(~is_held).sum():,} rows to train on, {is_held.sum():,} to evaluate on"
