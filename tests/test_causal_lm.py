@@ -297,6 +297,28 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
+@pytest.mark.parametrize("file", ["jsonl", "parquet"])
+def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pack, file):
+    user = {"role": "user", "content": "Rain?"}
+    for given in ({"city": None, "days": 2}, json.dumps({"city": None, "days": 2})):
+        call = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
+        row = {"messages": [{**user, "name": None}, {"role": "assistant", "tool_calls": [call]}]}
+        found = texts_and_learnt(*pack([row] * 30, file, context_length=200))
+        kept = '"city": null, ' * (file == "jsonl" or isinstance(given, str))
+        wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
+        assert found and all(wanted in learnt for _, learnt in found)
+
+
+def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
+    """They are on one side: to be trained on, or to be evaluated on."""
+    rows = [chat(f"{i % 20}?", f"{i % 20}!") for i in range(200)]
+    for i, row in enumerate(rows):
+        row["messages"][0].update(id=i, time=f"2026-01-01T10:00:{i}")
+    _, data, _ = prepare(rows, context_length=16, validation_fraction=0.3)
+    train, held = ({tuple(ids) for ids in part["input_ids"]} for part in data.values())
+    assert train and held and not train & held
+
+
 def twice(i, **marks):
     """A chat of two answers, of which the first is context alone."""
     row = chat(f"{i}?", "Bad.", "No?", f"{i}!")
@@ -445,6 +467,16 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
             for each, ask in ((messages[:-1], True), (messages, False))
         )
         assert ids.tolist() == whole == prompt + learnt.tolist()
+
+
+def test_documents_are_packed_a_block_of_tokens_after_the_other(monkeypatch):
+    cfg = SimpleNamespace(context_length=64, overlong="split", model_name_or_path="")
+    found = {"input_ids": [[n] * 50 for n in range(90)], "loss_mask": [[1] * 50] * 90}
+    monkeypatch.setattr(sequences, "BLOCK", 400)
+    monkeypatch.setattr(sequences, "READ", 3)
+    blocks = [*sequences._packed_blocks(datasets.Dataset.from_dict(found), cfg)]
+    sizes = [sum(map(len, block["input_ids"])) for block in blocks]
+    assert sum(sizes) == 90 * 50 and max(sizes) <= 400 + 3 * 50
 
 
 def test_rows_that_are_filtered_or_mixed_are_not_read_as_they_are_stored():

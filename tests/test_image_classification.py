@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 from conftest import digest, lines, prepare_task, write_table
 from samestep.core import batches
 from samestep.data import readers
-from samestep.images import images
+from samestep.images import image_rows, images
 from samestep.project import contract, prepared
 from test_tasks import COLORS, STEPS, picture, refusal
 
@@ -179,6 +179,19 @@ def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path):
     image.unlink()
     with pytest.raises(ValueError, match="^task.data: .*, line .*No such.*red/17.png"):
         prepare(data)
+
+
+def test_a_table_is_read_once_for_the_images_that_it_names(config, tmp_path, monkeypatch):
+    data = table(tmp_path, "csv")
+    cfg = config(data)
+    Path(cfg.cache_dir).mkdir()
+    found = image_rows.named_files(cfg)
+    assert sorted(found) == sorted(map(str, (tmp_path / "images").rglob("*.png")))
+    with monkeypatch.context() as patch:
+        patch.delattr(image_rows, "Input")
+        assert image_rows.named_files(cfg) == found
+    data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
+    assert image_rows.named_files(cfg) == found[:-1]
 
 
 def test_a_run_that_resumes_keeps_its_classes(task, config, prepare, tmp_path):

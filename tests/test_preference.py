@@ -49,6 +49,7 @@ FORMS = [
     (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
     (None, [*TURNS, RIGHT], [USER, RIGHT], ([USER], [RIGHT, TURNS[2], RIGHT], [RIGHT])),
+    (None, [{**USER, "id": 1}, RIGHT], [USER, WRONG], ([{**USER, "id": 1}], [RIGHT], [WRONG])),
 ]
 
 
@@ -63,6 +64,7 @@ def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, re
 
 MISTAKES = [
     ("a", "b", "b", IncompleteRow, "both answers are equal"),
+    ("a", [{**RIGHT, "id": 1}], [{**RIGHT, "id": 2}], IncompleteRow, "both answers are equal"),
     ("a", " ", "b", IncompleteRow, "the chosen is empty"),
     (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
     (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),

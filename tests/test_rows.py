@@ -175,12 +175,12 @@ def test_a_text_is_documents_cut_at_line_ends(tmp_path, monkeypatch):
     assert held - {last} <= {*texts(validation)} and learnt - {last} <= {*texts(train)}
 
 
-def test_an_md_beside_tables_is_no_text(tmp_path):
+def test_texts_beside_tables_are_no_rows(tmp_path, capsys):
     write(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "README.md").write_text("About these rows.")
+    for name in ("README.md", "LICENSE.txt"):
+        (tmp_path / name).write_text("About these rows.")
     assert both(tmp_path) == sorted(TEXTS)
-    (tmp_path / "b.txt").write_text("a text")
-    assert both(tmp_path) == sorted([*TEXTS, "a text"])
+    assert "0 to evaluate on, 2 not read (the first: LICENSE.txt)\n" in capsys.readouterr().out
 
 
 # ---- What is read and left out -------------------------------------------------------------------
@@ -190,14 +190,18 @@ def test_what_is_read_and_left_out_is_three_lines(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.xyz").write_text("others")
     path = write(tmp_path / "a" / "a.jsonl", [*TEXTS[:20], "", TEXTS[0], "", "odd"])
+    (tmp_path / "a" / "b.jsonl").write_text("\n")
+    (tmp_path / "a" / "c.csv.gz").write_bytes(gzip.compress(b"text\n"))
     with pytest.raises(ValueError, match="line 21: the text is empty; --task.incomplete_rows skip"):
         load(path)
     capsys.readouterr()
     train, validation = load(path.parent, incomplete_rows="skip")
     assert capsys.readouterr().out.splitlines() == [
-        f"Preparing data: {path.parent} has 1 files to train on, 0 to evaluate on, 1 not read",
-        f"Preparing data: 22 rows of {path.parent}, from text; 2 left out (the first: {path}, line "
-        "21: the text is empty)",
+        f"Preparing data: {path.parent} has 3 files to train on, 0 to evaluate on, 1 not read (the "
+        "first: notes.xyz)",
+        f"Preparing data: 22 rows of {path.parent}, from text; columns that are not used: id; 2 "
+        f"left out (the first: {path}, line 21: the text is empty); 2 files without rows (the "
+        "first: b.jsonl)",
         f"Prepared: {len(train)} rows to train on, {len(validation)} to evaluate on",
     ]
     assert len(train) + len(validation) == 22 and {*train.column_names} == {"text", *rows.NOTES}

@@ -96,7 +96,9 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     cfg = sources.DataConfig(data=str(tmp_path))
     [source] = rows.find_inputs(cfg, {}, files.TABLES)
     assert len(source.files) == 2
-    assert capsys.readouterr().out.endswith("2 files to train on, 0 to evaluate on, 4 not read\n")
+    assert capsys.readouterr().out.endswith(
+        "2 files to train on, 0 to evaluate on, 4 not read (the first: LICENSE)\n"
+    )
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
     said = refused(files.list_files, str(tmp_path), "data", files.TABLES)

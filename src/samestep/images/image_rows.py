@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -16,9 +17,10 @@ import pyarrow
 import pyarrow.parquet
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields
+from samestep.base.fields import check_fields, local_path
+from samestep.base.files import read_json_object, replace_text
 from samestep.data import demo_data, labels, sources
-from samestep.data.files import IMAGES, TABLES, file_ending, list_files
+from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
 from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
@@ -62,11 +64,11 @@ def check_config(cfg: Any) -> None:
 
 
 def _local_data(cfg: Any) -> dict[str, str]:
-    """The local files or folders that fields name."""
+    """The absolute paths of local files or folders that fields name."""
     found = {"data": cfg.data, "validation_data": cfg.validation_data}
     if cfg.data == BUNDLED or sources.is_hub_name(cfg.data):
         del found["data"]
-    found = {field: os.path.expanduser(data) for field, data in found.items() if data}
+    found = {field: str(local_path(data).absolute()) for field, data in found.items() if data}
     return {field: path for field, path in found.items() if os.path.exists(path)}
 
 
@@ -74,16 +76,31 @@ def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
     for field, root in _local_data(cfg).items():
-        listed, _ = list_files(root, field, ENDINGS)
-        tables = [each for each in listed if file_ending(each.path) in TABLES]
-        files = [each for each in tables if not _holds_images(each.path, cfg.image_column)]
-        columns = {cfg.image_column: True}
-        table = Input(field, root, "", files, columns=columns, paths=cfg.image_column)
-        for row, _ in table.rows() if files else ():
-            image = row[cfg.image_column]
-            if isinstance(image, str) and os.path.isfile(image):
-                found[image] = None
-    return [*found]
+        for each in list_files(root, field, ENDINGS)[0]:
+            if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
+                found |= dict.fromkeys(_images_of(each, field, cfg))
+    return [*filter(os.path.isfile, found)]
+
+
+def _images_of(table: File, field: str, cfg: Any) -> list[str]:
+    """The paths in a table. A file in the cache remembers them until the table changes, so that
+    the processes of a start do not read it."""
+    status = os.stat(table.path)
+    facts = [table.path, cfg.image_column, status.st_size, status.st_ino]
+    facts += [status.st_mtime_ns, status.st_ctime_ns]
+    name = hashlib.sha256(table.path.encode(errors="surrogateescape")).hexdigest()[:16]
+    memo = local_path(cfg.cache_dir) / f"images-{name}.json"
+    known = read_json_object(memo)
+    if known.get("table") == facts:
+        return known["images"]
+    columns = {cfg.image_column: True}
+    rows = Input(field, table.path, "", [table], columns=columns, paths=cfg.image_column).rows()
+    cells = (row[cfg.image_column] for row, _ in rows)
+    images = [cell for cell in cells if isinstance(cell, str)]
+    with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
+        own = memo.with_name(f".{memo.name}-{platform.node()[:60]}-{os.getpid()}")
+        replace_text(memo, json.dumps({"table": facts, "images": images}), own)
+    return images
 
 
 def _holds_images(table: str, column: str) -> bool:

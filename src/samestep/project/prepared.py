@@ -85,7 +85,7 @@ def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> 
     """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
     times; one process reads what is not there."""
     table = cache / f"{DIGESTS}.json"
-    paths = {name: os.path.realpath(path) for name, path in files.items()}
+    paths = {name: os.path.join(os.getcwd(), path) for name, path in files.items()}
 
     def is_known(name: str) -> bool:
         return known.get(paths[name], [])[:-1] == stamps[name]
