@@ -94,7 +94,7 @@ def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) ->
     Raises ValueError for labels that cannot be trained on, and for unknown ones.
     """
     known = read(folder)
-    if cfg.problem_type == NUMBER:
+    if getattr(cfg, "problem_type", SINGLE) == NUMBER:
         numbers = views.values_of(rows["train"], "label")
         known = known or _describe_numbers(numbers)
         shown = f"mean {known['mean']:.6g}, standard deviation {known['std']:.4g}"
@@ -104,7 +104,7 @@ def learn(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) ->
     else:
         known = {"names": known.get("names") or _collect_names(rows, cfg, is_given)}
         for split, part in rows.items():
-            check_known(part, known["names"], cfg, split)
+            _check_known(part, known["names"], cfg, split)
         about = _describe_labels(count(rows["train"]), len(rows["train"]))
     (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
     print(f"Preparing data: {one_line(about, 500)}", flush=True)
@@ -173,7 +173,7 @@ def _collect_names(rows: datasets.DatasetDict, cfg: Any, is_given: bool) -> list
     return names
 
 
-def check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) -> None:
+def _check_known(rows: datasets.Dataset, names: list[str], cfg: Any, split: str) -> None:
     """Raises ValueError for a label that is not in `names`."""
     unknown = {*count(rows)} - {*names}
     if not unknown:

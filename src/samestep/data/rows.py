@@ -48,8 +48,7 @@ class Input:
     data: str  # as the config has it
     name: str  # for metrics
     files: list[File] = dataclasses.field(default_factory=list)
-    dataset: Dataset | None = None  # of the Hub
-    bundled: Callable[[], Iterable[dict]] | None = None
+    dataset: Dataset | None = None  # of the Hub, or bundled
     columns: Columns = dataclasses.field(default_factory=dict)  # that are read
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
@@ -66,7 +65,7 @@ class Input:
             columns = dict.fromkeys(self.dataset.column_names, True)
             rows = readers.read_dataset(self.dataset.take(1), columns, self.data)
         else:
-            rows = self.bundled() if self.bundled else self.read_files(None)
+            rows = self.read_files(None)
         return next((row for row, _ in rows), {})
 
     @property
@@ -77,18 +76,14 @@ class Input:
 
     def rows(self) -> Iterator[Row]:
         """Its rows as they stand in the files, each with its place."""
-        if self.files:
+        if self.dataset is None:
             yield from self.read_files(self.columns)
             return
         try:
-            readers.check_columns(self.first, self.columns)
+            readers.check_columns(self.dataset.column_names, self.columns)
         except ValueError as error:
             raise ValueError(f"task.{self.field}: {self.data}: {error}") from None
-        if self.bundled:
-            for number, row in enumerate(self.bundled(), 1):
-                yield row, Place(one_line(self.data, 200), number, "row")
-        else:
-            yield from readers.read_dataset(self.dataset, self.columns, self.data)
+        yield from readers.read_dataset(self.dataset, self.columns, self.data)
 
     def read_files(self, columns: Columns | None) -> Iterator[Row]:
         for file in self.files:
@@ -129,7 +124,8 @@ def find_inputs(
     for source in split_data(cfg.data):
         data, name = source.data, source.name
         if data in bundled:
-            inputs.append(Input("data", data, name, bundled=bundled[data]))
+            dataset = Dataset.from_list([*bundled[data]()])
+            inputs.append(Input("data", data, name, dataset=dataset))
         elif sources.is_hub_name(data):
             for field, found in (("data_split", inputs), ("validation_split", given)):
                 if split := getattr(cfg, field):

@@ -152,7 +152,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     form = RowFormat(partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
     rows = load_rows(inputs, cfg, form)
     is_given = any(each.is_validation for each in inputs)
-    classes = datasets.ClassLabel(names=name_classes(rows, cfg, folder, is_given))
+    classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])
     options = {"cfg": cfg, "side": image_data.read_processor(folder)[0]}
     for split, part in rows.items():
         numbers = classes.str2int([*part["label"]])
@@ -181,20 +181,3 @@ def _is_readable(path: bytes, content: bytes, place: str, cfg: Any, side: int, f
         print(f"Preparing data: left out: {text}", flush=True)
         return False
     return True
-
-
-def name_classes(rows: datasets.DatasetDict, cfg: Any, folder: Path, is_given: bool) -> list[str]:
-    """The names of the classes, sorted, or those in the `folder` of a run that resumes.
-
-    Raises ValueError for one class alone, and for a class without training images.
-    """
-    own = [rows["train"]] if is_given else [*rows.values()]  # also those that are held out
-    found = {name for part in own for name in part.unique("label")}
-    names = labels.read(folder).get("names") or sorted(found)
-    if len(names) < 2:
-        text = f"{cfg.data} has one class, {names[0]:.60}; give at least two classes"
-        raise ValueError(f"task.data: {text}")
-    for split, part in rows.items():
-        labels.check_known(part, names, cfg, split)
-    (folder / labels.FILE).write_text(json.dumps({"names": names}), encoding="utf-8")
-    return names

@@ -65,7 +65,7 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
         each.columns = {cfg.chosen_column: True, cfg.rejected_column: True}
         for name in ("prompt", "tools"):  # a column that is named must be there
             if column := getattr(cfg, f"{name}_column"):
-                each.columns[column] = column != name and not each.bundled
+                each.columns[column] = column != name
     return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, key_of, group_of))
 
 
