@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 
-HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
+_HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
 
 
 def load_splits(
@@ -41,7 +41,7 @@ def load_splits(
     if "train" not in splits:
         raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
     if "validation" not in splits:
-        splits["train"], splits["validation"] = hold_out(splits["train"])
+        splits["train"], splits["validation"] = _hold_out(splits["train"])
     return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
 
 
@@ -55,12 +55,12 @@ def _read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     return rows
 
 
-def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """The rows to train on and those held out, at least one: equal rows are on one side."""
     tables = rows.with_format("arrow").iter(1000)  # images count by their bytes, or their paths
     plain = (row for table in tables for row in table.to_pylist())
     digests = [hashlib.sha256(repr(row).encode()).digest() for row in plain]
-    limit = max(min(digests), int(HELD_OUT * 2**64).to_bytes(8, "big"))
+    limit = max(min(digests), int(_HELD_OUT * 2**64).to_bytes(8, "big"))
     held = [i for i, each in enumerate(digests) if each <= limit]
     others = [i for i, each in enumerate(digests) if each > limit]
     return rows.select(others), rows.select(held)

@@ -60,7 +60,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
     path, ending, number = file.path, file_ending(file.path), 0
     unit = "row" if ending in (".json", ".parquet") else "line"
     shown = one_line(path, 200)
-    read = READERS.get(ending, _read_image if ending in IMAGES else read_text)
+    read = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
     try:
         is_first = True
         for number, row in read(path, columns):
@@ -71,7 +71,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
                     check_columns(row, columns)
                     is_first = False
                 row = {name: row.get(name) for name in columns}
-                row = replace_surrogates(row) if ending in READERS else row
+                row = replace_surrogates(row) if ending in _READERS else row
             yield row, Place(shown, number, unit)
     except MemoryError:
         raise
@@ -139,21 +139,21 @@ def _open_text(path: str) -> Any:
 
 
 def _read_image(path: str, columns: Columns | None) -> _Numbered:
-    yield 0, {"image": path, "label": folder_of(path)}
+    yield 0, {"image": path, "label": _folder_of(path)}
 
 
-def read_text(path: str, columns: Columns | None) -> _Numbered:
+def _read_text(path: str, columns: Columns | None) -> _Numbered:
     """Documents of about DOCUMENT characters, cut at the ends of lines."""
     number = 1
     with _open_text(path) as file:
         while text := file.read(DOCUMENT):
             text += file.readline(DOCUMENT)
             if not text.isspace():
-                yield number, {"text": text, "label": folder_of(path)}
+                yield number, {"text": text, "label": _folder_of(path)}
             number += text.count("\n")
 
 
-def folder_of(path: str) -> str:
+def _folder_of(path: str) -> str:
     """The name of a file's folder, in which bytes that are not UTF-8 are written as \\xe9."""
     return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
 
@@ -225,7 +225,7 @@ def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
                 yield number, _read_cells(row, classes)
 
 
-READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
+_READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

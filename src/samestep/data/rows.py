@@ -33,7 +33,7 @@ _WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
 SPLITS = ("train", "validation")
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
-HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
+_HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 _LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
 
 
@@ -90,7 +90,7 @@ class Input:
             place, size = None, 0
             for row, place in readers.read_file(file, columns, self.field):
                 if self.paths and files.file_ending(file.path) in files.TABLES:
-                    row[self.paths] = relative_to(file.path, row[self.paths])
+                    row[self.paths] = _relative_to(file.path, row[self.paths])
                 yield row, place
                 if self.most < math.inf:
                     size += sum(len(str(value)) for value in row.values())
@@ -100,7 +100,7 @@ class Input:
                 self.empty.append(file)
 
 
-def relative_to(table: str, value: Any) -> Any:
+def _relative_to(table: str, value: Any) -> Any:
     """The path in a cell of a table, seen from here; any other value as it is."""
     if isinstance(value, dict) and not value.get("bytes"):  # as `datasets` writes images
         value = value.get("path")
@@ -177,11 +177,11 @@ def _find_shards(cfg: DataConfig) -> list[Input]:
     text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on, {others:,} not read"
     print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
     mean = sum(each.size for each in train) // len(train) + 1
-    count = min(len(train), max(_LEAST_HEADS, HEAD // mean), _MOST_HEADS)
+    count = min(len(train), max(_LEAST_HEADS, _HEAD // mean), _MOST_HEADS)
     heads = [train[i * len(train) // count] for i in range(count)]
-    most = math.inf if cfg.validation_data else HEAD
+    most = math.inf if cfg.validation_data else _HEAD
     return [
-        Input("data", cfg.data, "stream", heads, most=HEAD / len(heads)),
+        Input("data", cfg.data, "stream", heads, most=_HEAD / len(heads)),
         Input("validation_data", cfg.data, "stream", held, most=most),
     ]
 
@@ -225,7 +225,7 @@ def stored_rows(
     """
     for row, place in source.rows():
         try:
-            group = group_of(row[cfg.group_column]) if cfg.group_column else None
+            group = _group_of(row[cfg.group_column]) if cfg.group_column else None
             stored = form.normalize(row)
         except sources.IncompleteRow as error:
             if cfg.incomplete_rows == "refuse":
@@ -238,7 +238,7 @@ def stored_rows(
             yield stored, group, place
 
 
-def group_of(value: Any) -> str:
+def _group_of(value: Any) -> str:
     """A group as text. Tables with nulls have 1.0 for 1."""
     sources.require_value("group", value)
     if isinstance(value, float) and value.is_integer():
@@ -285,7 +285,7 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     notes = {"source": ClassLabel(names=names), "place": Value("string"), "line": Value("int64")}
     few = len(numbers) <= MOST_NAMES
     notes["file"] = ClassLabel(names=[*numbers]) if few else Value("int64")
-    rows = write(read(), {**form.features, **notes})
+    rows = _write(read(), {**form.features, **notes})
     text = f"{len(rows):,} rows of {', '.join(names)}"
     columns = ", ".join(dict.fromkeys(name for each in inputs for name in each.columns))
     unused = ", ".join(dict.fromkeys(name for each in inputs for name in each.unused))
@@ -299,10 +299,10 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     is_held = _hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
     text = f"{(~is_held).sum():,} rows to train on, {is_held.sum():,} to evaluate on"
     print(f"Prepared: {text}", flush=True)
-    return DatasetDict({"train": keep(rows, ~is_held), "validation": keep(rows, is_held)})
+    return DatasetDict({"train": _keep(rows, ~is_held), "validation": _keep(rows, is_held)})
 
 
-def write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
+def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
     """Rows in an Arrow file in the cache of `datasets`."""
     kinds = {}
     for name, kind in columns.items():
@@ -377,7 +377,7 @@ def hold_out(sides: np.ndarray, fraction: float, most: int) -> np.ndarray:
     return ordered[: max(int(is_held.sum()), 1)]
 
 
-def keep(rows: Dataset, mask: np.ndarray) -> Dataset:
+def _keep(rows: Dataset, mask: np.ndarray) -> Dataset:
     """The rows of a mask. (`select` would read each row through a list of indices: 0.1 ms.)"""
 
     def choose(table: Any, numbers: list[int]) -> Any:

@@ -26,7 +26,7 @@ from samestep.core.inputs import Source
 from samestep.data.sources import split_data
 
 _BLOCK = 1000  # rows that are read at once: documents may have a megabyte
-DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
+_DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
 
 
 # ---- Columns -------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ def digest(dataset: Any, names: Iterable[str] = ()) -> str:
 def store_digests(dataset: Any) -> None:
     """Writes the digests of all columns beside the files of a dataset that was loaded from disk."""
     columns = {name: _digest_column(dataset, name) for name in dataset.column_names}
-    facts = {"fingerprint": dataset._fingerprint, "files": stamps_of(dataset), "columns": columns}
-    path = folder_of(dataset) / DIGESTS
+    facts = {"fingerprint": dataset._fingerprint, "files": _stamps_of(dataset), "columns": columns}
+    path = _folder_of(dataset) / _DIGESTS
     # Others write it too.
-    partial = path.with_name(f".{DIGESTS}-{platform.node()[:60]}-{os.getpid()}")
+    partial = path.with_name(f".{_DIGESTS}-{platform.node()[:60]}-{os.getpid()}")
     replace_text(path, json.dumps(facts), partial)
 
 
@@ -142,8 +142,8 @@ def is_intact(dataset: Any, verify: bool = False) -> bool:
 
     It is read where the stamps of its files differ, as those of a copied disk do, or to `verify`.
     """
-    facts = read_json_object(folder_of(dataset) / DIGESTS)
-    if not verify and facts.get("files") == stamps_of(dataset):
+    facts = read_json_object(_folder_of(dataset) / _DIGESTS)
+    if not verify and facts.get("files") == _stamps_of(dataset):
         return True
     found = {name: _digest_column(dataset, name) for name in dataset.column_names}
     if found != facts.get("columns"):
@@ -157,16 +157,16 @@ def _stored_digests(dataset: Any) -> dict[str, str]:
     """The digest of each column that `store_digests` wrote; empty for a changed dataset or file."""
     if not dataset.cache_files:
         return {}
-    facts = read_json_object(folder_of(dataset) / DIGESTS)
+    facts = read_json_object(_folder_of(dataset) / _DIGESTS)
     same = facts.get("fingerprint") == dataset._fingerprint
-    return facts["columns"] if same and facts["files"] == stamps_of(dataset) else {}
+    return facts["columns"] if same and facts["files"] == _stamps_of(dataset) else {}
 
 
-def folder_of(dataset: Any) -> Path:
+def _folder_of(dataset: Any) -> Path:
     return Path(dataset.cache_files[0]["filename"]).parent
 
 
-def stamps_of(dataset: Any) -> dict[str, list[int]]:
+def _stamps_of(dataset: Any) -> dict[str, list[int]]:
     """Name, size, time and inode of each file of a dataset."""
     found = {}
     for each in dataset.cache_files:
@@ -215,7 +215,7 @@ class _ValueDigest:
         elif pa.types.is_struct(kind):
             for field, values in zip(kind, array.flatten(), strict=True):
                 self.add(values, f"{place}.{field.name}")
-        elif is_text(kind):
+        elif _is_text(kind):
             texts = array.cast(pa.large_binary()).fill_null(b"")
             self.update(f"{place} lengths", pc.binary_length(texts).to_numpy().astype("<i8"))
             self.update(place, b"".join(texts.to_pylist()))
@@ -236,7 +236,7 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
-def is_text(kind: pa.DataType) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     """Whether values are texts or bytes."""
     texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

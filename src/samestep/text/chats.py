@@ -25,7 +25,7 @@ _ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai":
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 _WORDS = ("role", "content", "name", *_REASONING)
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
-TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
+_TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ 'Tools: <tools>\\n' }}
@@ -260,7 +260,7 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
             "template gives to ask for that answer (add_generation_prompt); mend it, or give "
             "another with --task.chat_template FILE"
         )
-    missing = left_out(row, whole, {i: until[i][len(before[i]) :] for i in before})
+    missing = _left_out(row, whole, {i: until[i][len(before[i]) :] for i in before})
     if tools and apply_template(messages, [], place, tokenizer) == whole:
         missing = "the tools"
     if missing:
@@ -274,7 +274,7 @@ def render_chat(row: dict, place: str, tokenizer: Any) -> list[tuple[str, list[t
     return [(until[i], [answers[i]]) for i in answers]
 
 
-def left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
+def _left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
     """The first part of a chat that a template leaves out, by its words; else empty.
 
     `answers`: the text of each answer where it is the last message: its reasoning may be gone
@@ -282,7 +282,7 @@ def left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
     """
     for i, message in enumerate(chat["messages"]):
         text, where = answers.get(i, whole), f"of message {i + 1} ({message['role']})"
-        parts = TAG.split(message["content"])[::2] if message["role"] != "tool" else []
+        parts = _TAG.split(message["content"])[::2] if message["role"] != "tool" else []
         parts += [message.get(name) or "" for name in _REASONING]
         for part in map(str.strip, parts):
             if part not in text:

@@ -245,14 +245,14 @@ def _key_of(row: dict) -> str:
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
     template = chats.read_template(cfg.chat_template)
     default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
     options: dict[str, Any] = {"model_max_length": cfg.context_length}
     if not is_packed(cfg):
         options["lengths"] = ["context_length"]
     texts = texts_of(rows)
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:

@@ -84,14 +84,14 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer.
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer.
 
     Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
     pair.
     """
     names = [name for name in TEXTS if name in rows.column_names]
     texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
-    tokenizer = tokenizing.prepare_tokenizer(
+    tokenizer = tokenizing.save_tokenizer(
         cfg,
         folder,
         texts,

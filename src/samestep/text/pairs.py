@@ -59,11 +59,11 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
     from transformers import AutoTokenizer
 
     texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
-    tokenizer = tokenizing.prepare_tokenizer(
+    tokenizer = tokenizing.save_tokenizer(
         cfg,
         folder,
         texts,

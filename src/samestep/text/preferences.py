@@ -32,7 +32,7 @@ READ = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "tools": TEXT, "is_cha
 # A pair as it is trained on: a prompt with each answer, and which of the tokens are the answer's.
 TOKENS = ("chosen_input_ids", "chosen_loss_mask", "rejected_input_ids", "rejected_loss_mask")
 _NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
-EQUAL = "both answers are equal"
+_EQUAL = "both answers are equal"
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -66,16 +66,16 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
         for name in ("prompt", "tools"):  # a column that is named must be there
             if column := getattr(cfg, f"{name}_column"):
                 each.columns[column] = column != name
-    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, key_of, group_of))
+    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, _key_of, _group_of))
 
 
-def group_of(row: dict) -> str:
+def _group_of(row: dict) -> str:
     """Text that pairs of one prompt have in common."""
     prompt = row["prompt"]
     return json.dumps(words_of(json.loads(prompt)) if row["is_chat"] else prompt)
 
 
-def key_of(row: dict) -> str:
+def _key_of(row: dict) -> str:
     """Text that equal pairs have in common."""
     parts = [row[name] for name in ("prompt", *ANSWERS)]
     return json.dumps([words_of(json.loads(each)) if row["is_chat"] else each for each in parts])
@@ -112,7 +112,7 @@ def normalize(row: dict, cfg: Any) -> dict:
             raise ValueError(f"chosen and rejected begin with different words: {_NO_PROMPT}")
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
-        raise IncompleteRow(EQUAL)
+        raise IncompleteRow(_EQUAL)
     for name, answer in zip(ANSWERS, answers, strict=True):
         if not answer.strip():
             raise IncompleteRow(f"the {name} is empty")
@@ -156,7 +156,7 @@ def _split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, lis
     chosen, rejected = whole
     words = words_of(chosen), words_of(rejected)
     if words[0] == words[1]:
-        raise IncompleteRow(EQUAL)
+        raise IncompleteRow(_EQUAL)
     shared = min(_count_equal(*words), len(chosen) - 1, len(rejected) - 1)
     if not shared:
         raise ValueError(f"chosen and rejected begin with different messages: {_NO_PROMPT}")
@@ -188,11 +188,11 @@ def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.prepare_tokenizer."""
+    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
     default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
     template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
     options: dict[str, Any] = {"lengths": ["max_length"], "model_max_length": cfg.max_length}
-    return tokenizing.prepare_tokenizer(cfg, folder, texts, template, default, **options)
+    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:

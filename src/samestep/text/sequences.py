@@ -43,7 +43,7 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
     sizes = _token_bytes(tokenizer)
     losses = _unigram_losses(train, len(sizes))
     if not (cfg.validation_data or cfg.validation_split):
-        rows = spread(rows, cfg.validation_rows)
+        rows = _spread(rows, cfg.validation_rows)
 
     def count_loss(row: dict) -> dict:
         labels = training_rows([row], cfg.context_length)[0]["labels"][1:]
@@ -56,7 +56,7 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
     return datasets.DatasetDict(train=train, validation=validation)
 
 
-def spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
+def _spread(rows: datasets.Dataset, most: int) -> datasets.Dataset:
     """At most so many rows, evenly spread over each source."""
     numbers = values_of(rows, "source")
     sources = np.unique(numbers)
@@ -88,7 +88,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
             size = 0
             kept = [each for each in NUMBERS if each in features]
             numbers_of = {each: values_of(own, each) for each in kept}
-            for found in _packed_blocks(own, cfg) if is_packed else cut(own, cfg.context_length):
+            for found in _packed_blocks(own, cfg) if is_packed else _cut(own, cfg.context_length):
                 first = found.pop("first")
                 found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
@@ -127,7 +127,7 @@ def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> N
     print(f"Prepared {name}: {text}", flush=True)
 
 
-def cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, Any]]:
+def _cut(documents: datasets.Dataset, length: int) -> Iterator[dict[str, Any]]:
     """Sequences of documents that follow each other, and of each the number of the document where
     it begins as `first`; the last may be shorter."""
     ends = np.cumsum(lengths_of(documents, "input_ids"))

@@ -101,7 +101,7 @@ def _check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
 
-def prepare_tokenizer(
+def save_tokenizer(
     cfg: Any,
     folder: Path,
     texts: Iterable[str],
