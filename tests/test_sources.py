@@ -99,6 +99,10 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(
         "2 files to train on, 0 to evaluate on, 4 not read (the first: LICENSE)\n"
     )
+    (tmp_path / "a.jsonl.gz").write_text("")
+    said = refused(files.list_files, str(tmp_path), "data", files.TABLES)
+    assert said.endswith("has a.jsonl.gz and the same without .gz; remove one")
+    (tmp_path / "a.jsonl.gz").unlink()
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
     said = refused(files.list_files, str(tmp_path), "data", files.TABLES)

@@ -103,6 +103,10 @@ def list_files(data: str, field: str, endings: tuple[str, ...]) -> tuple[list[Fi
     found: tuple[list[File], list[File]] = [], []
     for each in sorted(every, key=lambda each: each.name.split("/")):
         found[file_ending(each.path) not in read].append(each)
+    names = {each.name for each in found[0]}
+    for name in names & {name + PACKED for name in names}:
+        text = f"{one_line(data, 100)} has {one_line(name, 100)} and the same without {PACKED}"
+        raise ValueError(f"task.{field}: {text}; remove one")
     return found
 
 

@@ -277,9 +277,14 @@ def _unknown_commit(name: str, revision: str) -> ValueError:
     return ValueError(f"task.data_revision: data sets on the Hub change; {text}")
 
 
-def read_dataset(dataset: Dataset, columns: Columns, data: str) -> Iterator[Row]:
-    """The rows of a data set of the Hub, each with its place: with names in place of the numbers of
-    classes."""
+def read_dataset(dataset: Dataset, columns: Columns | None, data: str, field: str) -> Iterator[Row]:
+    """The rows of a dataset of the Hub, each with its place: with names in place of the numbers of
+    classes. Without `columns` all are read. Raises ValueError for a missing column."""
+    try:
+        check_columns(dataset.column_names, columns)
+    except ValueError as error:
+        raise ValueError(f"task.{field}: {data}: {error}") from None
+    columns = columns or dict.fromkeys(dataset.column_names, True)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
     for name in part.column_names:  # decoded images would not fit into memory
         if isinstance(part.features[name], Image):

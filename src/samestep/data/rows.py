@@ -52,7 +52,7 @@ class Input:
     columns: Columns = dataclasses.field(default_factory=dict)  # that are read
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
-    empty: list[File] = dataclasses.field(default_factory=list)  # without rows
+    empty: set[File] = dataclasses.field(default_factory=set)  # without rows
 
     @property
     def is_validation(self) -> bool:
@@ -61,12 +61,7 @@ class Input:
     @cached_property
     def first(self) -> dict:
         """The first row, with all its columns; empty: there is none."""
-        if self.dataset is not None:
-            columns = dict.fromkeys(self.dataset.column_names, True)
-            rows = readers.read_dataset(self.dataset.take(1), columns, self.data)
-        else:
-            rows = self.read_files(None)
-        return next((row for row, _ in rows), {})
+        return next((row for row, _ in self._read(None)), {})
 
     @property
     def unused(self) -> list[str]:
@@ -76,28 +71,23 @@ class Input:
 
     def rows(self) -> Iterator[Row]:
         """Its rows as they stand in the files, each with its place."""
-        if self.dataset is None:
-            yield from self.read_files(self.columns)
-            return
-        try:
-            readers.check_columns(self.dataset.column_names, self.columns)
-        except ValueError as error:
-            raise ValueError(f"task.{self.field}: {self.data}: {error}") from None
-        yield from readers.read_dataset(self.dataset, self.columns, self.data)
+        return self._read(self.columns)
 
-    def read_files(self, columns: Columns | None) -> Iterator[Row]:
+    def _read(self, columns: Columns | None) -> Iterator[Row]:
+        if self.dataset is not None:
+            yield from readers.read_dataset(self.dataset, columns, self.data, self.field)
         for file in self.files:
             place, size = None, 0
             for row, place in readers.read_file(file, columns, self.field):
                 if self.paths and files.file_ending(file.path) in files.TABLES:
-                    row[self.paths] = _relative_to(file.path, row[self.paths])
+                    row[self.paths] = _relative_to(file.path, row.get(self.paths))
                 yield row, place
                 if self.most < math.inf:
                     size += sum(len(str(value)) for value in row.values())
                     if size >= self.most:
                         break
             if place is None:
-                self.empty.append(file)
+                self.empty.add(file)
 
 
 def _relative_to(table: str, value: Any) -> Any:
@@ -293,7 +283,7 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     text += f"; columns that are not used: {unused}" if unused else ""
     if left_out:
         text += f"; {len(left_out):,} left out (the first: {left_out[0]})"
-    if empty := [file for each in inputs for file in each.empty]:
+    if empty := sorted(file for each in inputs for file in each.empty):
         text += f"; {len(empty):,} files without rows{_first(empty)}"
     print(f"Preparing data: {one_line(text, 500)}", flush=True)
     is_held = _hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
