@@ -121,6 +121,7 @@ def test_columns_that_are_not_read_may_be_of_any_type(tmp_path):
         ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.parquet", {"body": ["x"]}, "no column text among body; name the right one"),
+        ("a.txt", "a line\n".encode("utf-16-le"), "zero bytes: save it as UTF-8"),
         ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "can't decode byte 0xff"),
     ],
 )

@@ -148,6 +148,8 @@ def _read_text(path: str, columns: Columns | None) -> _Numbered:
     with _open_text(path) as file:
         while text := file.read(DOCUMENT):
             text += file.readline(DOCUMENT)
+            if "\0" in text:  # UTF-16 without a mark
+                raise ValueError("it has zero bytes: save it as UTF-8")
             if not text.isspace():
                 yield number, {"text": text, "label": _folder_of(path)}
             number += text.count("\n")
