@@ -109,6 +109,14 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert "nothing to read at " in said and ", but 4 other files; pass --task.data PATH, a" in said
 
 
+def test_a_bundled_dataset_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    text = refused(sources.check_data_config, sources.DataConfig(data="digits"), ["digits"])
+    assert "is a bundled dataset, and a file or folder here: rename it, or give ./digits" in text
+    sources.check_data_config(sources.DataConfig(data="./digits"), ["digits"])
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
     task = load_task(name)

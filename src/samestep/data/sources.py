@@ -109,12 +109,15 @@ class StreamConfig(DataConfig):
 def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
-    `shipped`: names of data that the task brings along.
+    `shipped`: names of bundled datasets.
     """
     check_fields(cfg, [("cache_dir", cfg.cache_dir, "a folder")])
     sources = [each.data for each in split_data(cfg.data)]
     for data in sources:
         check_fields(cfg, [("data", data, "a path, or a name")])
+        if data in shipped and os.path.lexists(data):
+            text = f"{data} is a bundled dataset, and a file or folder here: rename it"
+            raise ValueError(f"task.data: {text}, or give ./{data}")
     streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
     for given in [*sources, cfg.validation_data]:
         if "://" in given and not streaming:
