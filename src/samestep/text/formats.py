@@ -38,7 +38,7 @@ BUNDLED = ("manual", "docstrings")
 _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
 
-# ---- Columns -------------------------------------------------------------------------------------
+# ---- Config --------------------------------------------------------------------------------------
 
 
 def check_config(cfg: Any) -> None:
@@ -100,6 +100,33 @@ def check_context_parallel(cfg: Any) -> None:
     check_fields(cfg, rules)
 
 
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def read_rows(cfg: Any) -> datasets.DatasetDict:
+    """The rows of cfg.data as splits train and validation, with the columns of their format.
+
+    text: `text`; prompt: `prompt` and `completion`; chat: `chat`, JSON text of its messages and
+    tools. Sets cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
+    """
+    functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
+    bundled = {"manual": demo_data.manual_rows, "docstrings": functions}
+    inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
+    kinds = {}
+    for each in inputs:
+        # Rows to evaluate on are read as those of the first source, unless they are of one.
+        same = next((own for own in inputs if own.name == each.name), inputs[0])
+        kind, each.columns = recognize_format(same, cfg)
+        kinds[kind] = same.data
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
+        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
+    (cfg.rows,) = kinds
+    sources.check_read(cfg, BUNDLED)
+    _check_packing(cfg, cfg.rows)
+    return load_rows(inputs, cfg, row_format(cfg))
+
+
 def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
     """The kind of a source's rows, and the columns that are read: fields decide; where they leave
     it open, the names of columns do.
@@ -140,33 +167,6 @@ def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> Valu
         fields = f"{texts}, or {fields}"
     text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
     return ValueError(f"task.data: {source.data} has the columns {there}, {text}")
-
-
-# ---- Rows ----------------------------------------------------------------------------------------
-
-
-def read_rows(cfg: Any) -> datasets.DatasetDict:
-    """The rows of cfg.data as splits train and validation, with the columns of their format.
-
-    text: `text`; prompt: `prompt` and `completion`; chat: `chat`, JSON text of its messages and
-    tools. Sets cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
-    """
-    functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
-    bundled = {"manual": demo_data.manual_rows, "docstrings": functions}
-    inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
-    kinds = {}
-    for each in inputs:
-        # Rows to evaluate on are read as those of the first source, unless they are of one.
-        same = next((own for own in inputs if own.name == each.name), inputs[0])
-        kind, each.columns = recognize_format(same, cfg)
-        kinds[kind] = same.data
-    if len(kinds) > 1:
-        found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
-        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
-    (cfg.rows,) = kinds
-    sources.check_read(cfg, BUNDLED)
-    _check_packing(cfg, cfg.rows)
-    return load_rows(inputs, cfg, row_format(cfg))
 
 
 def row_format(cfg: Any) -> RowFormat:
