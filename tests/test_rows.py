@@ -187,7 +187,7 @@ def test_texts_beside_tables_are_no_rows(tmp_path, capsys):
 # ---- What is read and left out -------------------------------------------------------------------
 
 
-def test_what_is_read_and_left_out_is_three_lines(tmp_path, capsys):
+def test_what_is_read_and_left_out_is_a_line_each(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.xyz").write_text("others")
     path = write(tmp_path / "a" / "a.jsonl", [*TEXTS[:20], "", TEXTS[0], "", "odd"])
@@ -200,9 +200,10 @@ def test_what_is_read_and_left_out_is_three_lines(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"Preparing data: {path.parent} has 3 files to train on, 0 to evaluate on, 1 not read (the "
         "first: notes.xyz)",
-        f"Preparing data: 22 rows of {path.parent}, from text; columns that are not used: id; 2 "
-        f"left out (the first: {path}, line 21: the text is empty); 2 files without rows (the "
-        "first: b.jsonl)",
+        f"Preparing data: 22 rows of {path.parent}, from text; 2 left out (the first: {path}, line "
+        "21: the text is empty)",
+        "Preparing data: columns that are not used: id",
+        "Preparing data: 2 files without rows (the first: b.jsonl)",
         f"Prepared: {len(train)} rows to train on, {len(validation)} to evaluate on",
     ]
     assert len(train) + len(validation) == 22 and {*train.column_names} == {"text", *rows.NOTES}

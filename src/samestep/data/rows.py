@@ -276,16 +276,17 @@ def load_rows(inputs: list[Input], cfg: DataConfig, form: RowFormat) -> DatasetD
     few = len(numbers) <= MOST_NAMES
     notes["file"] = ClassLabel(names=[*numbers]) if few else Value("int64")
     rows = _write(read(), {**form.features, **notes})
-    text = f"{len(rows):,} rows of {', '.join(names)}"
-    columns = ", ".join(dict.fromkeys(name for each in inputs for name in each.columns))
-    unused = ", ".join(dict.fromkeys(name for each in inputs for name in each.unused))
-    text += f", from {columns}" if columns else ""
-    text += f"; columns that are not used: {unused}" if unused else ""
+    said = [f"{len(rows):,} rows of {', '.join(names)}"]
+    if columns := dict.fromkeys(name for each in inputs for name in each.columns):
+        said[0] += f", from {', '.join(columns)}"
     if left_out:
-        text += f"; {len(left_out):,} left out (the first: {left_out[0]})"
+        said[0] += f"; {len(left_out):,} left out (the first: {left_out[0]})"
+    if unused := dict.fromkeys(name for each in inputs for name in each.unused):
+        said.append(f"columns that are not used: {', '.join(unused)}")
     if empty := sorted(file for each in inputs for file in each.empty):
-        text += f"; {len(empty):,} files without rows{_first(empty)}"
-    print(f"Preparing data: {one_line(text, 500)}", flush=True)
+        said.append(f"{len(empty):,} files without rows{_first(empty)}")
+    for text in said:
+        print(f"Preparing data: {one_line(text, 500)}", flush=True)
     is_held = _hold_out_rows(inputs, counts, np.array(hashes), np.array(sides), cfg)
     text = f"{(~is_held).sum():,} rows to train on, {is_held.sum():,} to evaluate on"
     print(f"Prepared: {text}", flush=True)
