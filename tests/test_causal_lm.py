@@ -190,7 +190,7 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
     for template in ("", "{{ messages }}\n", "{{ tools }}"):
-        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", [], template)
+        made = text_module.save_tokenizer(cfg, tmp_path / "made", [], template)
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
 
@@ -281,7 +281,7 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
     file = {"dicts": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
     assert "from messages, tools\n" in capsys.readouterr().out
-    assert len(found) == 35
+    assert len(found) == 38
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
     for i, (text, learnt) in found.items():
         asked = f"User: Weather of {i}?\nAssistant:"
@@ -299,11 +299,14 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
 
 @pytest.mark.parametrize("file", ["jsonl", "parquet"])
 def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pack, file):
-    user = {"role": "user", "content": "Rain?"}
     for given in ({"city": None, "days": 2}, json.dumps({"city": None, "days": 2})):
         call = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
-        row = {"messages": [{**user, "name": None}, {"role": "assistant", "tool_calls": [call]}]}
-        found = texts_and_learnt(*pack([row] * 30, file, context_length=200))
+        answer = {"role": "assistant", "tool_calls": [call]}
+        rows = [
+            {"messages": [{"role": "user", "content": f"Rain {i}?", "name": None}, answer]}
+            for i in range(30)
+        ]
+        found = texts_and_learnt(*pack(rows, file, context_length=200))
         kept = '"city": null, ' * (file == "jsonl" or isinstance(given, str))
         wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
         assert found and all(wanted in learnt for _, learnt in found)

@@ -23,7 +23,7 @@ _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "develo
 _ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
 _ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
-_WORDS = ("role", "content", "name", *_REASONING)
+_WORDS = ("role", "content", "name", "weight", "tool_calls", *_REASONING)
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
@@ -194,12 +194,12 @@ def _without_nulls(value: dict) -> dict:
 
 
 def words_of(messages: list[dict]) -> list[dict]:
-    """What of messages counts where rows are compared: no ids, times, weights and the like."""
-    found = []
-    for message in messages:
-        words = {name: message[name] for name in _WORDS if name in message}
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        found.append({**words, "calls": [[each["name"], each["arguments"]] for each in calls]})
+    """What of messages counts where rows are compared: no ids, times and the like."""
+    found = [{name: m[name] for name in m if name in _WORDS} for m in messages]
+    for message in found:
+        if calls := message.get("tool_calls"):
+            calls = [{"type": "function", "function": each["function"]} for each in calls]
+            message["tool_calls"] = calls
     return found
 
 

@@ -238,7 +238,7 @@ def _key_of(row: dict) -> str:
     if "chat" not in row:
         return key_of(row)
     chat = chats.as_chat(row)
-    return json.dumps([chats.words_of(chat["messages"]), chat.get("tools")])
+    return json.dumps({**chat, "messages": chats.words_of(chat["messages"])})
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
