@@ -264,7 +264,7 @@ def test_another_tokenizer_of_the_model_prepares_anew(tmp_path, monkeypatch):
     for commit in [*models, *models]:
         (hub / "refs" / "main").write_text(commit)
         prepared = kit.prepare(tmp_path, kit.rows, model_name_or_path="owner/model")[1]
-        digests = [columns.digest(prepared[name]) for name in ("train", "validation")]
+        digests = [views.digest(prepared[name]) for name in ("train", "validation")]
         found.append((prepared.folder, str(digests)))
     assert found[:2] == found[2:] and [len({*each}) for each in zip(*found, strict=True)] == [2, 2]
 
