@@ -18,8 +18,8 @@ from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.streaming.row_streams import RowStream
 from samestep.text import formats, sequences
+from samestep.text.row_streams import RowStream
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 

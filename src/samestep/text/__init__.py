@@ -5,5 +5,6 @@
     tokenizing   tokenizers to load or to train; token ids and loss masks
     sequences    documents to sequences of context_length tokens, and their view
 
+row_streams makes sequences of shards, when the model trains, by the same functions.
 labelled, pairs and preferences do the same for the other tasks, whose rows are not packed.
 """
