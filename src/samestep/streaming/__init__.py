@@ -1,1 +1,1 @@
-"""Rows that are read from shards while the model trains."""
+"""Shards in lanes, which are read while the model trains."""
