@@ -1,5 +1,6 @@
 """Rows of text: readers, splits, and the traps that were found in the loaders of datasets 5.2."""
 
+import gzip
 import itertools
 import json
 from dataclasses import dataclass

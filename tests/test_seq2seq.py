@@ -199,7 +199,7 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     assert scores["exact_match"] > 0.02  # measured: 0.82, 0.85, 0.14
     model = AutoModelForSeq2SeqLM.from_pretrained(output / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    pairs = [row for row in demo_data.date_rows()]
+    pairs = [*demo_data.date_rows()]
     sides = np.array([rows.hash_of(row["source"]) for row in pairs], np.uint64)
     is_held = np.isin(sides, rows.hold_out(sides, 0.1, 1000))
     held = [row for row, own in zip(pairs, is_held, strict=True) if own]
