@@ -95,7 +95,7 @@ bench-steps: $(BENCH)  ## measure what exact costs: 10 minutes
 bench-scaling: $(TESTS)  ## measure the speed-up over 1, 2 and 4 devices: 10 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/scaling.py $(ARGS)
 
-bench-scale: $(BENCH)  ## measure how 100 MB of text are prepared and read: half an hour
+bench-scale: $(BENCH)  ## measure how 100 MB of text are prepared and read: 15 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 receipt: $(TESTS)  ## write docs/receipt.json, of the first run of the figure of README.md: a minute

@@ -359,7 +359,8 @@ def worker() -> None:
     """One process of a row of SPEEDS."""
     import clock
 
-    row, todo = Speed(**json.loads(os.environ["BENCH_ROW"])), Work.read()
+    row = Speed(**json.loads(os.environ["BENCH_ROW"]))
+    todo = Work.from_json(os.environ["BENCH_WORK"])
     clock.attach(measure(row, todo))
     train(row, todo)
 

@@ -6,7 +6,6 @@ is one process of a peer. compare.py starts it, with BENCH_WORK and, for several
 variables of torchrun. clock.py stops it between two steps, from outside of its loop.
 """
 
-import json
 import os
 import runpy
 import sys
@@ -35,27 +34,25 @@ def plain(todo: Work, device: str = "cpu", compiled: bool = False) -> None:
         sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, todo.micro_batch, sampler=sampler, pin_memory=on_gpu)
     losses, micro_batches = [], todo.size.micro_batches
-    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
-        for number, batch in enumerate(loader, 1):
-            last = number % micro_batches == 0
-            alone = nullcontext() if last or todo.processes == 1 else model.no_sync()
-            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-            with alone:
-                with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
-                    loss = forward(**batch)["loss"] / micro_batches
-                loss.backward()
-            losses.append(loss.detach())
-            if not last:
-                continue
-            norm = clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            step = number // micro_batches
-            if step % work.LOG_EVERY == 0:
-                line = {"step": step, "loss": torch.stack(losses).sum().item() / work.LOG_EVERY}
-                file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
-                file.flush()
-                losses = []
+    for number, batch in enumerate(loader, 1):
+        last = number % micro_batches == 0
+        alone = nullcontext() if last or todo.processes == 1 else model.no_sync()
+        batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
+        with alone:
+            with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+                loss = forward(**batch)["loss"] / micro_batches
+            loss.backward()
+        losses.append(loss.detach())
+        if not last:
+            continue
+        norm = clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        step = number // micro_batches
+        if step % work.LOG_EVERY == 0:
+            loss = torch.stack(losses).sum().item() / work.LOG_EVERY
+            print({"step": step, "loss": loss, "grad_norm": norm.item()}, flush=True)
+            losses = []
 
 
 def raw_accelerate(todo: Work) -> None:
@@ -71,22 +68,20 @@ def raw_accelerate(todo: Work) -> None:
     optimizer = work.build_optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
-    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
-        for number, batch in enumerate(loader, 1):
-            with accelerator.accumulate(model):
-                loss = model(**batch)["loss"]
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())
-            step = number // micro_batches
-            if accelerator.sync_gradients and step % work.LOG_EVERY == 0:
-                line = {"step": step, "loss": torch.stack(losses).mean().item()}
-                file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
-                file.flush()
-                losses = []
+    for number, batch in enumerate(loader, 1):
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        step = number // micro_batches
+        if accelerator.sync_gradients and step % work.LOG_EVERY == 0:
+            loss = torch.stack(losses).mean().item()
+            print({"step": step, "loss": loss, "grad_norm": norm.item()}, flush=True)
+            losses = []
 
 
 def trainer(todo: Work, **options) -> None:
@@ -173,19 +168,16 @@ def training(todo: Work) -> None:
         global_batch_size=todo.size.batch, micro_batch_size=todo.micro_batch,
         count=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), log_every=work.LOG_EVERY,
     )  # fmt: skip
-    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
-        for step in training.steps(1_000_000):
-            for batch in step:
-                # clock.py does not count the rows that the loop is tried on.
-                with nullcontext() if training.gradients else _disable_current_modes():
-                    step.backward(model(**batch)["loss"], mean=True)
-            norm = step.clip(work.MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step.loss is not None:
-                line = {"step": step.number, "loss": step.loss, "grad_norm": norm.item()}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+    for step in training.steps(1_000_000):
+        for batch in step:
+            # clock.py does not count the rows that the loop is tried on.
+            with nullcontext() if training.gradients else _disable_current_modes():
+                step.backward(model(**batch)["loss"], mean=True)
+        norm = step.clip(work.MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.loss is not None:
+            print({"step": step.number, "loss": step.loss, "grad_norm": norm.item()}, flush=True)
 
 
 def baked(todo: Work, **changes) -> None:
@@ -211,6 +203,6 @@ if __name__ == "__main__":
     import clock
 
     warnings.simplefilter("ignore")
-    todo = Work.read()
+    todo = Work.from_json(os.environ["BENCH_WORK"])
     clock.install(todo.size)
     PEERS[sys.argv[1]](todo)

@@ -7,8 +7,8 @@
 `samestep prepare` turns the same texts, as .jsonl, .csv, .jsonl.gz and one .txt, into sequences of
 512 tokens. Their words are those of Python's sources in a random order, and one in twenty is new.
 MB/s per core are of CPU time, of all processes together, start-up included. Memory is their peak
-together. Batches of 32 sequences then come from a DataLoader over the project's rows, of texts and
-of packed documents, and from nanoGPT's get_batch: in each round in a process of their own.
+together. Then 32 random rows of the project are read, of texts and of packed documents, also into
+tensors by a DataLoader, beside nanoGPT's get_batch: each round in a process of their own.
 """
 
 import argparse
@@ -84,12 +84,15 @@ def time_batches(texts: str, packed: str) -> None:
     from samestep.project.prepared import load
 
     torch.set_num_threads(1)
-    ways, times = {}, {}
-    for name, folder in {"rows of packed documents": packed, "rows of texts": texts}.items():
+    random, ways, times = np.random.default_rng(0), {}, {}
+    for name, folder in {"packed documents": packed, "texts": texts}.items():
         rows = task.views(task.TaskConfig(context_length=LENGTH), load(Path(folder)))[0]
+        ways[f"rows of {name}"] = lambda rows=rows: rows.__getitems__(
+            random.integers(len(rows), size=BATCH).tolist()
+        )
         sampler = RandomSampler(rows, replacement=True, num_samples=2 * BATCHES * BATCH)
         loader = DataLoader(rows, BATCH, sampler=sampler, collate_fn=task.collate)
-        ways[name] = iter(loader).__next__
+        ways[f"DataLoader, {name}"] = iter(loader).__next__
     ids = np.concatenate([rows[i]["input_ids"] for i in range(len(rows))])
     ids.astype(np.uint16).tofile("tokens.bin")
 

@@ -95,10 +95,6 @@ class Work:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls) -> "Work":
-        return cls.from_json(os.environ["BENCH_WORK"])
-
-    @classmethod
     def from_json(cls, text: str) -> "Work":
         values = json.loads(text)
         return cls(**{**values, "size": Size(**values["size"])})
