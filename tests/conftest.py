@@ -253,7 +253,7 @@ class BakedProject:
 
     def check_asked(self, run, step):
         """The rows of a run are those computed, and a step is equal to the bit."""
-        printed = self.ask("rows", run, "--verify")
+        printed = self.ask("rows", run)
         count = len(lines(run, "loss"))
         assert f"{count} of {count} lines of metrics.jsonl" in printed
         printed = self.ask("replay", run, "--step", step)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -223,12 +224,12 @@ def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
         slept.clear()
 
 
-def test_a_lock_that_its_holder_takes_along_is_made_anew(tmp_path):
-    """A start that fails removes the run folder that it has created, while another waits for it."""
+def test_a_lock_whose_folder_is_removed_is_made_anew(tmp_path):
+    """While another start waits for it."""
     from samestep.base import run_folder
 
     held = run_folder.RunLock(tmp_path / "run")
-    leave = threading.Timer(0.5, lambda: (held.leave(), held.file.close()))
+    leave = threading.Timer(0.5, lambda: (shutil.rmtree(tmp_path / "run"), held.file.close()))
     leave.start()
     lock = run_folder.RunLock(tmp_path / "run")
     leave.join()

@@ -80,7 +80,7 @@ def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     assert found.processes == keys["num_processes"]
     assert {axis: getattr(found, axis) for axis in layout.AXES} == sizes
     launched.check_launched(found)
-    launched.check_words(["--config_file", str(path), "--num_processes", "1"])
+    launched.check_words(["--config_file", str(path), "train.py"])
     # One place for each number: the recipe has these.
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in env
     assert "ACCELERATE_GRADIENT_CLIPPING" not in env
@@ -207,28 +207,30 @@ def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
 
 
 @pytest.mark.parametrize(
-    "row, said",
+    "row, is_right",
     [
-        ({"input_ids": 64, "labels": 64}, ""),
-        ({"input_ids": 64, "labels": 64, "position_ids": 64}, "packed by best_fit"),
-        ({"input_ids": 62, "labels": 62}, "into 4 equal parts, and the first"),
-        ({"input_ids": 64, "labels": 1}, "has 64 input_ids and 1 labels"),
+        ({"input_ids": 64, "labels": 64}, True),
+        ({"input_ids": 64, "labels": 64, "position_ids": 64}, False),
+        ({"input_ids": 62, "labels": 62}, False),
+        ({"input_ids": 64, "labels": 1}, False),
     ],
 )
-def test_rows_that_context_parallelism_cannot_cut(row, said):
+def test_rows_that_context_parallelism_cannot_cut(row, is_right):
     rows = [{name: [0] * length for name, length in row.items()}]
     task = SimpleNamespace(check_context_parallel=lambda: None)
-    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
-        startup.check_rows(rows, task, 4)
-    with pytest.raises(ValueError, match="task.py has no function check_context_parallel"):
-        startup.check_rows(rows, SimpleNamespace(), 4)
+    said = f"into 4 equal parts, and the first has {row['input_ids']} input_ids"
+    with contextlib.nullcontext() if is_right else pytest.raises(ValueError, match=said):
+        startup.check_parts(rows, task, 4)
+    for wrong in (SimpleNamespace(), SimpleNamespace(**vars(task), eval_outputs=id)):
+        with pytest.raises(ValueError, match=said):
+            startup.check_parts(rows, wrong, 4)
 
 
 GIVEN = """
 from accelerate.commands.config import config_args
 from samestep.project import shutdown
 config_args.default_config_file = {default!r}
-shutdown.LAUNCHER_WORDS = ["accelerate", "launch", *{words!r}]
+shutdown.LAUNCHER_WORDS = [*{words!r}, "train.py"]
 """
 CPU = (FOLDER / "cpu.yaml").read_text()
 

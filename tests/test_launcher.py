@@ -144,7 +144,6 @@ WRONG = {  # a YAML, and what is said
     MANY + "2\nuse_cpu: true\n": "use_cpu has no effect with this distributed_type; see cpu_multi",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
     MANY + "\n": "num_processes is None; give a whole number",
-    MANY + "2\nuse_cpu:\n": "use_cpu is None; give true or false",
     MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
     MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
     MANY + "2\nfsdp_config: {fsdp_version: 2}\n": "fsdp_config has no effect here: write distribut",
@@ -192,17 +191,15 @@ SBATCH = {  # of the one task that srun starts on each of two nodes in cluster/s
     "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
     "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1",
     "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
 }  # fmt: skip
 ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "1", "RANK": "0"}
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 STARTED = [  # the environment, and what is said
     ({}, ""),
-    (SBATCH, ""),
-    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "1,8(x2)"}, "srun has started 8 tasks on this node"),
-    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "give srun --ntasks-per-node 1, and start"),
-    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "8,1"}, ""),
-    (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "RANK": "3", "WORLD_SIZE": "4"}, ""),
+    (SBATCH, "SLURM_STEP_NUM_TASKS is 2, and no launcher has set RANK: start"),
+    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
+    (SBATCH | {"RANK": "3", "WORLD_SIZE": "4"}, ""),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
     ({"RANK": "1"}, ""),  # it counts beside WORLD_SIZE alone
@@ -216,7 +213,7 @@ STARTED = [  # the environment, and what is said
 
 @pytest.mark.parametrize("variables, said", STARTED)
 def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
-    for name in (*launched.OF_SEVERAL, "RANK", "SLURM_NODEID", launched.STEP_TASKS):
+    for name in (*launched.OF_SEVERAL, "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)

@@ -1,7 +1,6 @@
 """Scores that are no sums: each row's outputs are gathered once, in the order of the rows."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,9 +108,7 @@ def test_scores_of_all_rows_are_the_same_on_any_number_of_processes(project, tmp
     found = {}
     for processes, micro in [(1, 8), (1, 3), (2, 8), (2, 3)]:
         output = tmp_path / f"{processes}-{micro}"
-        printed = train(project, output, processes, "--micro_batch_size", micro)
-        (size,) = re.findall(r"eval_outputs: (\d+) bytes a row, 0.0 MB for 61 rows", printed)
-        assert 17 <= int(size) <= 53  # the widest of the rows that are checked
+        train(project, output, processes, "--micro_batch_size", micro)
         found[output] = lines(output, "eval_loss")[-1]
     right = expected(output)
     for output, scores in found.items():

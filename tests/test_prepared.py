@@ -1,5 +1,7 @@
 """prepare_data runs once for its key: what prepares anew, what is found again, and what is lost."""
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -9,6 +11,7 @@ import signal
 import sys
 import textwrap
 import time
+from typing import Literal
 from unittest import mock
 
 import datasets
@@ -258,6 +261,28 @@ def test_a_file_of_the_same_size_and_time_counts_by_its_content(texts):
     os.utime(copy, ns=times)
     os.replace(copy, file)
     assert prepares(texts) == 1
+
+
+def test_a_question_takes_the_rows_of_the_run(texts):
+    """Not those that the files have now; nothing is prepared anew."""
+    texts.train(1)
+    before = folders(texts)
+    write_rows(texts.path, first=7)
+    printed = texts.check_asked(texts.path / "runs/default", 2)
+    assert "PREPARES" not in printed and folders(texts) == before
+
+
+def test_a_folder_with_the_name_of_a_column_or_a_choice_is_no_data(texts):
+    """Those of other texts are."""
+    Config = dataclasses.make_dataclass(
+        "Config",
+        [("word", str, "c"), ("text_column", str, "a"), ("kind", Literal["b"], "b")],
+    )
+    for name in "abc":
+        (texts.path / name).mkdir()
+        (texts.path / name / "file").touch()
+    with contextlib.chdir(texts.path):
+        assert [*prepared_key.files_of(Config())] == ["word/c/file"]
 
 
 def test_what_prepare_data_gives_wrongly_is_one_line(texts):
@@ -534,11 +559,10 @@ def test_every_row_is_in_the_digest():
     changed = tokens.copy()
     changed[2 * 2001 + 1] += 1
     later = lambda n: [i > 3 for i in n]  # noqa: E731
-    subset = torch.utils.data.Subset
     views = [
         stored(changed), data.shuffle(seed=1), data.filter(later, input_columns="n", batched=True),
         data.select(range(2999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
-        data.select_columns(["ids"]), subset(data, range(9)), subset(data, range(1, 10)),
+        data.select_columns(["ids"]),
     ]  # fmt: skip
     digests = [startup.digest_view(view) for view in views]
     assert len({first, *digests}) == 1 + len(views) and all(digests)
@@ -549,7 +573,8 @@ def test_every_row_is_in_the_digest():
     ]
     same += [data.with_format("torch"), data.shuffle(seed=1).sort("n").flatten_indices()]
     assert {startup.digest_view(view) for view in same} == {first}
-    assert startup.digest_view(data.with_transform(lambda rows: rows)) == ""
+    for view in (data.with_transform(lambda rows: rows), torch.utils.data.Subset(data, range(9))):
+        assert startup.digest_view(view) == ""
 
 
 @pytest.mark.slow

@@ -44,15 +44,3 @@ def test_a_status_keeps_what_was_saved_and_fits_a_full_disk(tmp_path, monkeypatc
     monkeypatch.setattr(run_folder, "replace_text", full)
     run_folder.write_status(tmp_path, "running", saved=0)
     assert status(tmp_path)["saved"] == 0 and "reason" not in status(tmp_path)
-
-
-def test_a_start_that_leaves_takes_along_what_it_has_created_alone(tmp_path):
-    (tmp_path / "there").mkdir()
-    for name, file in (("a/b/c", None), ("there", None), ("d/e", "config.yaml")):
-        output = tmp_path / name
-        lock = run_folder.RunLock(output)
-        if file:
-            (output / file).touch()
-        lock.leave()
-        lock.file.close()
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "d", "e", "lock", "there"]

@@ -38,8 +38,9 @@ def main() -> int | None:
         sys.stderr.write(f"samestep: {verb!r} is not a verb; give one of {', '.join(VERBS)}\n")
         return 2
     sys.argv[:2] = [f"samestep {verb}"]
-    room = "ask" if verb in ask.VERBS else "programs"
-    return importlib.import_module(f"samestep.{room}.{verb}").main()
+    if verb in ask.VERBS:
+        return ask.main(verb)
+    return importlib.import_module(f"samestep.programs.{verb}").main()
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ from pathlib import Path
 import yaml
 
 from samestep.ask import again, made, receipt
-from samestep.ask.record import Record, answer
+from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
 from samestep.core import checkpoints
-from samestep.programs import make_parser
 
 # Beside those of `again`: settings of a start that leave no trace in the result.
 QUIET = again.QUIET | {"check_export": False, "eval_every": 0, "keep_checkpoints": 0}
@@ -40,8 +39,8 @@ NOT_COPIED = (".git", ".venv", "__pycache__")
 class _Audit:
     """The steps `first` + 1 to `last` of a receipt; raises UserError for others."""
 
-    def __init__(self, args: Namespace, is_script: bool):
-        self.is_script = is_script
+    def __init__(self, args: Namespace):
+        self.is_script = bool(args.command)
         self.receipt, self.run, self.anyway = receipt.read(args.receipt), args.run, args.anyway
         self.saves = {save["step"]: save for save in self.receipt["saves"]}
         known = [*self.saves] if self.receipt["begins"] else [0, *self.saves]
@@ -112,16 +111,17 @@ class _Audit:
         return True
 
 
-def prepare(audit: _Audit, scratch: Path, flags: list[str], processes: int) -> tuple[list, list]:
+def prepare(audit: _Audit, scratch: Path, args: Namespace) -> tuple[list, list]:
     """Compares code and data; the command that trains again, and the environments of processes."""
     from samestep.project import startup
 
-    envs = again.environments_of(audit.receipt["environment"], audit.receipt["hardware"], processes)
+    environment, hardware = audit.receipt["environment"], audit.receipt["hardware"]
+    envs = again.environments_of(environment, hardware, args.processes)
     os.environ |= {n: text for n, text in envs[0].items() if n.startswith(PREFIXES)}  # precision
     train, task = startup.find_project()
     recipe = scratch / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
-    words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *flags]
+    words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *args.flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
     manifest = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"]).manifest
     hardware = manifest["hardware"] | {"processes": len(envs)}
@@ -145,15 +145,16 @@ def _copy_folder(audit: _Audit, copied: Path) -> Path:
     return copied / audit.run
 
 
-def _train_again(audit: _Audit, flags: list[str], command: list[str], processes: int) -> bool:
+def _train_again(audit: _Audit, args: Namespace) -> bool:
     """Trains in a scratch folder; whether all states were equal."""
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         place, run, envs = Path(), Path(folder, "run"), [dict(os.environ)]
+        command = args.command
         if command:
             place = Path(folder, "copy")
             run = _copy_folder(audit, place)
         else:
-            command, envs = prepare(audit, Path(folder), flags, processes)
+            command, envs = prepare(audit, Path(folder), args)
         log = Path(folder, "log")
         with open(log, "w") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
@@ -161,24 +162,11 @@ def _train_again(audit: _Audit, flags: list[str], command: list[str], processes:
                 return audit.follow(started, run, log)
 
 
-def run(args: Namespace, flags: list[str], command: list[str]) -> int:
-    began, audit = time.monotonic(), _Audit(args, bool(command))
+def answer(args: Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
+    began, audit = time.monotonic(), _Audit(args)
     print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
-    equal = _train_again(audit, flags, command, args.processes)
+    equal = _train_again(audit, args)
     verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
     print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
     return int(not equal)
-
-
-def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
-    parser = make_parser("audit", __doc__)
-    parser.add_argument("receipt", type=Path, help="file that samestep receipt has written")
-    parser.add_argument("--steps", default=":", metavar="A:B", help="default: all")
-    parser.add_argument("--run", type=Path, help="folder of the run, to go on from step A")
-    parser.add_argument("--processes", type=int, default=0, help="default: as many as the run had")
-    parser.add_argument("--anyway", action="store_true", help="train in spite of differences")
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    args, flags = parser.parse_known_args(words[:end])
-    return answer(parser, run, args, flags, words[end + 1 :])

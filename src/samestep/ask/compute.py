@@ -113,39 +113,39 @@ class _Question:
 
 def ask(question: _Question, asked: dict, part: Part) -> dict[str, Any]:
     """What is computed beside the step."""
-    without, answer = {*asked["without"]}, {"again": question.compute(), "rows": []}
+    without, ids = {*asked["without"]}, {number for number, _ in question.samples}
+    if missing := sorted(without - ids):
+        raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
+    if without == ids:
+        raise UserError("--without leaves no row of the step")
+    answer: dict[str, Any] = {"again": question.compute(), "rows": []}
     if getattr(question.run.task, "rows_depend", bool)():
+        if without:
+            raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
         return answer
-    _check_without(without, [number for number, _ in question.samples])
     answer["rows"] = question.rows_alone(part)
     if without:
         answer["without"] = question.compute(lambda row: row not in without)
-    for each in answer["rows"] if asked["gradients"] else ():
-        each["norm"] = question.compute(lambda row: row == each["row"])["norm"]  # noqa: B023
     return answer
 
 
-def _check_without(without: set[int], ids: list[int]) -> None:
-    if missing := sorted(without - {*ids}):
-        raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
-    if without == {*ids}:
-        raise UserError("--without leaves no row of the step")
+def read_question() -> dict[str, Any]:
+    return json.loads(Path(os.environ["SAMESTEP_REPLAY"], "question.json").read_text())
+
+
+def prepare() -> RunStart:
+    """The start of a run on the data of then."""
+    train, task = startup.find_project()
+    return startup.prepare_run(train.Config, task, None, stored=read_question()["prepared"])
 
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Writes answer.json."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the answer says it
     train, _ = startup.find_project()
-    folder, cfg, run = Path(os.environ["SAMESTEP_REPLAY"]), start.cfg, Run(start, ranks, stop)
-    asked = json.loads((folder / "question.json").read_text())
+    cfg, run, asked = start.cfg, Run(start, ranks, stop), read_question()
     if asked["data"] not in ("", start.manifest["data"]["fingerprint"]):
         raise UserError(f"the data have changed since step {asked['step']}: it cannot be repeated")
-    rows, end = run.train_rows(), run.samples(asked["step"])
-    if not rows.is_stream:  # before minutes of training
-        ids = rows.ids(range(end - cfg.global_batch_size, end))
-        _check_without({*asked["without"]}, ids)
-    if getattr(run.task, "rows_depend", bool)() and (asked["without"] or asked["gradients"]):
-        raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
     accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))
     run.set_accelerator(accelerator)
     model = run.build_model()
@@ -187,9 +187,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if step in asked["lines"]:
             answer["lines"].append({"lr": lr, **means.read()[0], **run.meter.read()})
     if accelerator.is_main_process:
-        (folder / "answer.json").write_text(json.dumps(answer))
+        Path(os.environ["SAMESTEP_REPLAY"], "answer.json").write_text(json.dumps(answer))
     return 0
 
 
 if __name__ == "__main__":
-    shutdown.run(main, lambda: startup.find_project()[0].prepare(), "samestep replay")
+    shutdown.run(main, prepare, "samestep replay")

@@ -14,7 +14,7 @@ from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import batches
 from samestep.core.order import SampleOrder, hash64, permute
-from samestep.project import config, contract, prepared, prepared_key, startup
+from samestep.project import config, startup
 from samestep.streaming.lanes import unpack_id
 from samestep.text.sequences import Sequences
 
@@ -59,6 +59,9 @@ class Part:
         for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
             values = np.asarray(value)
             if self.tokenizer and name.endswith("input_ids"):
+                labels = np.asarray(row.get("labels"))
+                if labels.shape == values.shape:  # behind the last one is padding
+                    values = values[: np.flatnonzero(labels >= 0).max(initial=-1) + 1]
                 words.append(self.tokenizer.decode(values[values >= 0], skip_special_tokens=True))
             elif values.ndim == 0 and values.dtype.kind in "biufU":
                 words.append(f"{name}={value}")
@@ -118,19 +121,14 @@ class RunData:
         with tempfile.TemporaryDirectory() as folder:
             recipe = again.write_recipe(self.record, step, Path(folder))
             cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
-        cache, read = prepared_key.cache_of(cfg.task), ""
-        if entry["prepared"] and prepared.is_intact(cache / entry["prepared"]):
-            data = prepared.load(cache / entry["prepared"])  # although files may have changed
-            task = contract.bind(self.task, cfg.task, data)
-            batches.seed_everything(0)
-            views = contract.read_views(task, data)
-        else:
-            data, task, views, samples = startup.read_data(cfg, self.task, self.record.folder)
-            read = samples.fingerprints[0]
-        if entry["data"] and entry["data"] != (startup.digest_view(views[0]) or read):
+        data, task, views, samples = startup.read_data(
+            cfg, self.task, self.record.folder, entry["prepared"]
+        )
+        digest = startup.digest_view(views[0]) or samples.fingerprints[0]
+        if entry["data"] not in ("", digest):
             raise UserError(
                 f"the data of the steps from {entry['step'] + 1} on have changed, and those of "
-                f"then are not in {cache}: their rows are not known"
+                "then are not in task.cache_dir: their rows are not known"
             )
         rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
         return Part(rows, data)

@@ -7,20 +7,19 @@ rows, losses and states. In a project's folder it names the first row that diffe
 that has trained on it. Exit codes: 0 the same run; 1 they differ; 2 the input is wrong.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
 from itertools import accumulate
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samestep.ask import made
-from samestep.ask.record import Record, answer
+from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
-from samestep.programs import make_parser
 
 
 def show(what: str, text: str) -> None:
@@ -102,9 +101,9 @@ def _first_state(records: list[Record]) -> list[int]:
     return other
 
 
-def compare(folders: list[Path]) -> int:
+def answer(args: Namespace) -> int:
     """Prints what differs; the exit code."""
-    records = [Record(folder) for folder in folders]
+    records = [Record(folder) for folder in args.runs]
     causes = []
     changed = made.differing(*(made.facts_of(made.newest(record)) for record in records))
     for name, pair in changed.items():
@@ -122,9 +121,3 @@ def compare(folders: list[Path]) -> int:
         verdict = f"=> they differ from the line of step {min(steps)} on: {cause}"
     print(one_line(verdict, 1000))
     return int(bool(steps))
-
-
-def main() -> int:
-    parser = make_parser("diff", __doc__)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folders of two runs")
-    return answer(parser, compare, parser.parse_args().runs)

@@ -9,19 +9,19 @@ weight, which name the one that differs. Paths of this machine and secrets stay 
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from samestep.ask import made
-from samestep.ask.record import Record, answer
+from samestep.ask.record import Record
 from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
 from samestep.core import state_hash
-from samestep.programs import make_parser
 
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 _LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
@@ -88,18 +88,10 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def write(run: Path, path: Path) -> None:
-    found = make(Record(run))
+def answer(args: Namespace) -> None:
+    found, path = make(Record(args.run)), args.output or Path(args.run, "receipt.json")
     text = json.dumps(found, indent=1) + "\n"
     replace_text(path, text)
     steps = [save["step"] for save in found["saves"]]
     exact = "exact" if found["config"]["exact"] else "for as many processes only"
     print(f"{path}: {len(text) / 1e3:.1f} kB, states of steps {steps[0]} to {steps[-1]}, {exact}")
-
-
-def main() -> int:
-    parser = make_parser("receipt", __doc__)
-    parser.add_argument("run", type=Path, help="folder of a run, such as runs/default")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/receipt.json")
-    args = parser.parse_args()
-    return answer(parser, write, args.run, args.output or args.run / "receipt.json")

@@ -1,29 +1,17 @@
 """What the folder of a run says of it. Needs neither its data nor torch."""
 
 import contextlib
-from argparse import ArgumentParser
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from samestep.base import run_folder
-from samestep.base.console import protect_output
 from samestep.base.errors import UserError
 from samestep.base.files import read_text
 from samestep.core import checkpoints
 
 ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the rows of a step
-
-
-def answer(parser: ArgumentParser, verb: Callable, *asked: Any) -> int:
-    """The exit code of a verb; bad input is one line, exit code 2."""
-    protect_output()
-    try:
-        return verb(*asked) or 0
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
 
 
 class Interval(NamedTuple):

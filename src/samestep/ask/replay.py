@@ -1,115 +1,84 @@
 """A step of a run, computed again: what its rows, its layers, and it without some rows give.
 
-    python -m samestep replay runs/mine                        names steps that stand out
+    python -m samestep replay runs/mine                        names steps to look at
     python -m samestep replay runs/mine --step 67
-    python -m samestep replay runs/mine --step 67 --without 178 --gradients
+    python -m samestep replay runs/mine --step 67 --without 178
 
 It trains again from the newest checkpoint before, in a scratch folder, with the settings of then
-and the train.py and task.py of now. It prints what is logged beside what it computes, to the bit,
-and draws replay-N.png in the folder of the run. Exit codes: 0; 2 the input is wrong.
+and the train.py and task.py of now. It prints what is logged beside what it computes, to the bit.
+Without --step it names the steps that were skipped, and those whose loss or norm has risen most
+over the line before. Exit codes: 0; 2 the input is wrong.
 """
 
 import json
 import math
-import os
-import statistics
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from samestep.ask import again
-from samestep.ask.record import Record, answer
+from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
-from samestep.programs import make_parser
 
 NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
-_WINDOW, _THRESHOLD = 20, 5  # lines of a running median; deviations from it that stand out
+_NAMED = 3  # steps of the largest rises
 
 
-def main() -> int:
-    parser = make_parser("replay", __doc__)
-    add = parser.add_argument
-    add("run", help="folder of a run, such as runs/default")
-    add("--step", type=int, metavar="N", help="the step; without it: those that stand out")
-    add("--without", type=int, nargs="+", default=[], metavar="ROW", help="rows to leave out")
-    add("--top", type=int, default=8, metavar="K", help="rows to print (default: 8)")
-    add("--gradients", action="store_true", help="the norm of each row's gradient, too")
-    add("--processes", type=int, default=0, metavar="P", help="default: as many as it had")
-    args = parser.parse_args()
-    return answer(parser, _show_spikes if args.step is None else replay, args)
-
-
-# ---- Steps that stand out ------------------------------------------------------------------------
-
-
-def _find_spikes(record: Record) -> list[tuple[int, str, float]]:
-    """Steps that stand out, why, and by how many deviations: those that were skipped, and losses
-    and norms far above the median of the lines before. Of a line the worst step counts, too."""
-    found, before = [], {"loss": [], "grad_norm": []}
+def answer(args: Namespace) -> int:
+    if args.step:
+        return replay(args)
+    if args.without:
+        raise UserError("--without asks about a step; give --step")
+    record = Record(args.run)
     for line in record.log:
         if line.get("event") == "skipped":
-            found.append((line["step"], "skipped: loss or gradient was not finite", math.inf))
+            print(f"step {line['step']:>8}: skipped: loss or gradient was not finite")
+    for name in ("loss", "grad_norm"):
+        for _, step, text in _rises(record, name)[:_NAMED]:
+            print(f"step {step:>8}: {name} {text}")
+    print(f"of {len(record.intervals)} lines of metrics.jsonl; give a step by --step")
+    return 0
+
+
+def _rises(record: Record, name: str) -> list[tuple[float, int, str]]:
+    """By how much a number has risen over that of the line before, the step, and a text; the
+    largest first. A line of several steps counts by the one with the largest loss."""
+    found, before = [], None
     for _, last, line in record.intervals:
-        worst = line.get("worst") or {"step": last}
-        for name, values in before.items():
-            step, value = max(
-                [(last, line[name]), (worst["step"], worst.get(name))],
-                key=lambda each: -math.inf if each[1] is None else each[1],
-            )
-            if value is None:
-                continue
-            middle = statistics.median(values or [value])
-            spread = 1.4826 * statistics.median([abs(each - middle) for each in values or [0]])
-            above = (value - middle) / max(spread, abs(middle) / 100, 1e-12)
-            if len(values) >= 4 and above > _THRESHOLD:
-                text = f"{name} {value:.4g}, {above:.1f} deviations above the median {middle:.4g}"
-                found.append((step, text, above))
-            values[:] = [*values, value][-_WINDOW:]
-    return sorted(found)
+        about = line.get("worst", {**line, "step": last})
+        value = about[name]
+        if None not in (value, before) and value > before:
+            found.append((value - before, about["step"], f"{value:.4g} after {before:.4g}"))
+        before = line[name] if line[name] is not None else before
+    return sorted(found, reverse=True)
 
 
-def _show_spikes(args: Any) -> None:
-    record = Record(args.run)
-    found = _find_spikes(record)
-    for step, text, _ in found:
-        print(f"step {step:>8}: {text}")
-    print(f"{len(found)} found in {len(record.intervals)} lines of metrics.jsonl")
-    if found:
-        worst = max(found, key=lambda each: each[2])
-        print(f"the largest: python -m samestep replay {record.folder} --step {worst[0]}")
-
-
-# ---- A step --------------------------------------------------------------------------------------
-
-
-def check(record: Record, step: int) -> None:
+def _check(record: Record, step: int) -> None:
     """Raises UserError for a run that cannot be asked."""
     sharding = record.manifest(step).get("hardware", {}).get("sharding", "none")
-    if (
-        {part.split()[0] for part in sharding.split(", ")}
-        - {"none", "FSDP2", "dp_replicate"}
-        - {"dp_shard"}
-    ):
+    kinds = {part.split()[0] for part in sharding.split(", ")}
+    if kinds - {"none", "FSDP2", "dp_replicate", "dp_shard"}:
         raise UserError(
             f"step {step} was trained with {sharding}; DeepSpeed, tensor and context parallelism "
             "and pipelines cannot be replayed"
         )
 
 
-def replay(args: Any) -> int:
+def replay(args: Namespace) -> int:
     record, step, began = Record(args.run), args.step, time.perf_counter()
     entry, (first, last, _) = record.entry(step), record.interval(step)
-    check(record, step)
+    _check(record, step)
     checkpoint = record.checkpoint_before(first)
     if not checkpoint and record.history[0]["step"]:
         raise UserError(f"there is no checkpoint before step {step} to begin from")
     begin = checkpoints.step_of(checkpoint) if checkpoint else 0
     lines = {each.last: each.line for each in record.intervals if begin < each.last <= last}
-    question = {"step": step, "last": last, "lines": [*lines], "data": entry["data"]}
-    question |= {"without": args.without, "gradients": args.gradients}
+    question = {"step": step, "last": last, "lines": [*lines], "without": args.without or []}
+    question |= {"data": entry["data"], "prepared": entry["prepared"]}
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         folder = Path(scratch)
         (folder / "question.json").write_text(json.dumps(question))
@@ -123,8 +92,6 @@ def replay(args: Any) -> int:
     origin = f"the checkpoint of step {begin}" if begin else "the beginning"
     print(f"{record.folder}, step {step}, from {origin}, {time.perf_counter() - began:.0f} s")
     show(found, [*lines.values()], args)
-    if "NO_PICTURE" not in os.environ:
-        print(draw(found, record.folder / f"replay-{step}.png", step))
     return 0
 
 
@@ -137,7 +104,7 @@ def difference(before: Any, now: Any) -> str:
     return "DIFFERS"
 
 
-def show(found: dict, lines: list[dict], args: Any) -> None:
+def show(found: dict, lines: list[dict], args: Namespace) -> None:
     """Prints an answer."""
     for text in found["about"]:
         print(f"  {one_line(text, 500)}")
@@ -165,32 +132,7 @@ def show(found: dict, lines: list[dict], args: Any) -> None:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
     print("\n  rows by the loss of each alone, without dropout: loss, items, row")
-    for each in _by_loss(found["rows"])[: args.top]:
-        norm = f" norm {each['norm']:.4g}" if args.gradients else ""
-        print(f"    {each['loss']:10.4g}{norm} {each['items']:6} {each['line']}")
-
-
-def _by_loss(rows: list[dict]) -> list[dict]:
-    """The largest first, and before that what is not finite."""
-    return sorted(rows, key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
-
-
-def draw(found: dict, output: Path, step: int) -> Path:
-    """Draws the losses of the rows, and the norms by layer."""
-    from matplotlib.figure import Figure
-
-    from samestep.base.pictures import save_figure
-
-    figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
-    rows, layers = figure.subplots(1, 2)
-    shown = _by_loss(found["rows"])
-    rows.bar([str(each["row"]) for each in shown], [each["loss"] for each in shown])
-    rows.set(title=f"step {step}: loss of each row alone")
-    layers.plot([*found["layers"]], [*found["layers"].values()], "o-", label="the step")
-    if "without" in found:
-        layers.plot([*found["without"]["layers"].values()], "o-", label="without the rows")
-    layers.set(title="norm of the gradient by layer", yscale="log")
-    layers.legend()
-    for axes in (rows, layers):
-        axes.tick_params(axis="x", rotation=90, labelsize=6)
-    return save_figure(figure, output)
+    # The largest first, and before that what is not finite.
+    rows = sorted(found["rows"], key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
+    for each in rows[: args.top]:
+        print(f"    {each['loss']:10.4g} {each['items']:6} {each['line']}")

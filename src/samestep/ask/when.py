@@ -11,44 +11,35 @@ is read, not computed: all its samples are read again. Exit codes: 0; 2 the inpu
 """
 
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
-from samestep.ask.record import Record, answer
+from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError, some
-from samestep.programs import make_parser
 
 
-def main() -> int:
-    parser = make_parser("when", __doc__)
-    parser.add_argument("run", help="folder of a run, such as runs/default")
-    parser.add_argument("row", nargs="+", metavar="ROW|TEXT", help="its number, text or place")
-    args = parser.parse_args()
-    return answer(parser, when, args.run, args.row)
-
-
-def when(run: str, words: list[str]) -> None:
-    record = Record(run)
+def answer(args: Namespace) -> None:
+    record = Record(args.run)
     from samestep.ask.data import RunData  # torch: 4 s
 
     data, first = RunData(record), record.history[0]["step"] + 1
     if first > 1:
         print(f"the order is known from step {first} on alone")
-    for word in words:
+    for word in args.row:
         if not word.strip():
             raise UserError("the text is empty; give a row, a text or a place")
-        found = _scan(data, word) if data.is_stream else compute(data, word)
+        found = _scan(data, word) if data.is_stream else _compute(data, word)
         if not found:
-            raise UserError(
-                f"no row has the text or place {one_line(word, 60)}, of those to train on"
-            )
+            shown = one_line(word, 60)
+            raise UserError(f"no row has the text or place {shown}, of those to train on")
         for line, steps in found.items():
             told = some([f"{step:,}" for step in steps], 20) or "none"
             print(f"row {line}\n  {len(steps)} times until step {record.last:,}: {told}")
 
 
-def compute(data: Any, word: str) -> dict[str, list[int]]:
+def _compute(data: Any, word: str) -> dict[str, list[int]]:
     """The steps of the rows that a word means."""
     found, history = {}, data.record.history
     for digest in dict.fromkeys(entry["data"] for entry in history):

@@ -1,6 +1,5 @@
 """The folder of a run: lock, status.json, metrics.jsonl. Needs neither torch nor accelerate."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -30,7 +29,6 @@ class RunLock:
     def __init__(self, output: Path):
         self.output, self.path = output, output / "lock"
         try:
-            self.created = [each for each in (output, *output.parents) if not each.exists()]
             self.open_file()
             self.acquire()
         except OSError as error:
@@ -58,7 +56,7 @@ class RunLock:
                 self.file.write(json.dumps(_describe_process()))
                 self.file.flush()
                 return
-            self.file.close()  # the last holder has removed the file
+            self.file.close()  # somebody has removed the folder
             self.open_file()
         raise ValueError(
             "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
@@ -82,14 +80,6 @@ class RunLock:
             return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return False
-
-    def leave(self) -> None:
-        """Removes the folders that this start has created, if they hold nothing but the lock."""
-        with contextlib.suppress(OSError):  # it was removed
-            if self.is_intact() and os.listdir(self.output) == [self.path.name]:
-                self.path.unlink()
-                for folder in self.created:
-                    folder.rmdir()
 
 
 def _describe_process() -> dict:

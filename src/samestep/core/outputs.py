@@ -4,7 +4,6 @@ A score that is no sum over rows, such as AUC, needs all of them at once. Evalua
 keeps totals alone.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,8 +99,3 @@ def merge(parts: list[Part], rows: int) -> Batch:
 def describe(part: Part) -> dict[str, str]:
     """What must be the same for all batches: the type and the number of dimensions."""
     return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}
-
-
-def bytes_per_row(outputs: Batch) -> int:
-    """Memory of a row of outputs."""
-    return sum(each.itemsize * math.prod(each.shape[1:]) for each in outputs.values())

@@ -65,12 +65,12 @@ def _train_in_float32(model: torch.nn.Module) -> None:
     """Converts the weights that train to float32, in place; frozen ones keep their dtype.
 
     Buffers are converted beside such a weight, as BatchNorm's statistics, and everywhere if no
-    weight is left in half precision. The model's attribute `converted_weights` has former dtypes.
+    weight is left in half precision. The model's attribute `converted_weights` has their names.
     """
     halves = {name: each for name, each in trained_weights(model).items() if _is_half(each)}
     if not halves:
         return
-    model.converted_weights = {name: each.dtype for name, each in halves.items()}  # type: ignore
+    model.converted_weights = [*halves]  # type: ignore
     for weight in halves.values():
         weight.data = weight.data.float()
     everywhere = not any(_is_half(each) for each in model.parameters())
@@ -85,17 +85,12 @@ def _train_in_float32(model: torch.nn.Module) -> None:
 
 def describe(model: torch.nn.Module) -> str:
     """A line about weights in half precision that train, or did before they were converted."""
-    converted = getattr(model, "converted_weights", {})
-    halves = {name: each.dtype for name, each in trained_weights(model).items() if _is_half(each)}
-    found = converted or halves
-    if not found:
-        return ""
+    converted = getattr(model, "converted_weights", [])
+    halves = [name for name, each in trained_weights(model).items() if _is_half(each)]
     what = "are float32 now, since they train" if converted else f"train {AS_BUILT}"
-    kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in found.values()}))
-    line = one_line(f"{len(found)} weights of {kinds} {what}: {', '.join(found)}", 160)
-    if any(_is_half(each) for each in model.parameters() if not each.requires_grad):
-        line += "; frozen weights keep their dtype"
-    return line
+    found = [*converted] or halves
+    line = f"{len(found)} weights in half precision {what}: {', '.join(found)}"
+    return one_line(line, 160) if found else ""
 
 
 def name_dtype(folder: Path) -> None:

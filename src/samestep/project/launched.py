@@ -9,11 +9,11 @@ from accelerate.utils import parse_flag_from_env
 from samestep.base.console import one_line, read_place
 from samestep.base.launching import EXPORTED, FAILED
 from samestep.core.mesh import AXES, SHARDED, Layout, layout_of
-from samestep.project import config, launcher
+from samestep.project import launcher
 
-STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 # Variables that speak of several processes, and their value for one.
 OF_SEVERAL = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "1"}
+OF_SEVERAL |= {"SLURM_STEP_NUM_TASKS": "1"}  # tasks that srun has started
 # train_pipeline.py sets them on each process, under a YAML that shards nothing.
 STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
 _STARTS = "torchrun, accelerate launch or samestep launch"
@@ -56,12 +56,6 @@ def check_started() -> None:
                 f"{name} is {one_line(text, 60)}, and no launcher has set RANK: start train.py by "
                 f"{_STARTS}; or, to train in one process, unset {name}"
             )
-    if (tasks := _tasks_here()) > 1:
-        raise ValueError(
-            f"srun has started {tasks} tasks on this node, and no launcher has set RANK: give srun "
-            f"--ntasks-per-node 1, and start train.py there by {_STARTS}, as cluster/slurm.sbatch "
-            f"does; or, for {tasks} runs of one process, unset {STEP_TASKS}"
-        )
 
 
 def most_processes() -> int:
@@ -70,15 +64,6 @@ def most_processes() -> int:
     if "LOCAL_WORLD_SIZE" not in os.environ or not most or least == most:
         return 0
     return int(most) * int(os.environ["LOCAL_WORLD_SIZE"])
-
-
-def _tasks_here() -> int:
-    """Tasks of the step of Slurm on this node; 0: this is none."""
-    counts: list[int] = []  # of each node; Slurm writes 2(x3),1 for 2,2,2,1
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(STEP_TASKS, "")):
-        counts += [int(tasks)] * int(times or 1)
-    node = int(os.environ.get("SLURM_NODEID", 0))
-    return counts[node] if node < len(counts) else 0
 
 
 # What the recipe decides, and what takes the place of a variable; these values change nothing.
@@ -95,18 +80,11 @@ _UNSET = ("", "no", "none", "false", "full_shard")
 
 
 def without_gpu() -> str:
-    """What to do where torch sees no GPU, and why it sees none."""
-    version = f"torch {torch.__version__}"
-    if not torch.version.cuda and not torch.version.hip:
-        return (
-            f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
-            "run make setup TORCH_BACKEND=cu130 (rocm7.2 for AMD)"
-        )
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:  # such as an old driver
-        return f"use cpu.yaml ({version}: {one_line(error, 150)})"
-    return "use cpu.yaml"
+    """What to do where torch sees no GPU."""
+    return (
+        f"use cpu.yaml; or, where there is one, update its driver, or give torch "
+        f"{torch.__version__} another build: make setup TORCH_BACKEND=cu130 (rocm7.2 for AMD)"
+    )
 
 
 def check_launched(layout: Layout) -> None:
@@ -143,20 +121,10 @@ def _check_zero() -> None:
 
 
 def check_words(words: list[str]) -> None:
-    """Raises ValueError for what accelerate's launcher, with these words, has not done as meant.
-
-    Its YAML is looked at for sections without effect, and for processes that it does not start.
-    """
+    """Raises ValueError for words of accelerate's launcher that samestep launch would refuse."""
     if EXPORTED in os.environ:
         raise ValueError(
             "this shell has what samestep env has set: start train.py by torchrun or samestep "
             "launch, or call accelerate launch in another shell"
         )
-    path, wanted = launcher.find_yaml(words)
-    if path:
-        with config.naming(path):
-            hardware = launcher.read_yaml(path)
-            launcher.check_sections(hardware, os.environ)
-        wanted = wanted or hardware.num_processes
-    if read_place()[1] == 1 < (wanted or 1):
-        raise ValueError(launcher.STARTS_ONE.format(wanted))
+    launcher.read(words)

@@ -20,7 +20,9 @@ _SECTIONS = {
 }
 # How accelerate begins the names of a section's keys, where they lack it.
 _KEY_PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
-STARTS_ONE = "accelerate starts 1 process for this distributed_type, not {}; see cpu_multi.yaml"
+# Keys with which accelerate would fail in other words.
+_KINDS = dict.fromkeys(("num_processes", "num_machines", "machine_rank"), int)
+_KINDS |= dict.fromkeys(("mixed_precision", "gpu_ids"), str | None)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -49,14 +51,10 @@ def read_yaml(path: str) -> Any:
     hardware = load_config_from_file(path)
     if not isinstance(hardware, ClusterConfig):
         raise ValueError("compute_environment: write LOCAL_MACHINE; others are not supported")
-    for name in ("num_processes", "num_machines", "machine_rank"):
-        if type(value := getattr(hardware, name)) is not int:
-            raise ValueError(f"{name} is {value!r}; give a whole number")
-    for name in ("mixed_precision", "gpu_ids"):
-        if not isinstance(value := getattr(hardware, name), str | None):
-            raise ValueError(f"{name} is {value!r}; write it in quotes")
-    if not isinstance(hardware.use_cpu, bool):
-        raise ValueError(f"use_cpu is {hardware.use_cpu!r}; give true or false")
+    for name, kind in _KINDS.items():
+        if not isinstance(value := getattr(hardware, name), kind):
+            wanted = "give a whole number" if kind is int else "write it in quotes"
+            raise ValueError(f"{name} is {value!r}; {wanted}")
     options = vars(parse(["train.py"]))
     for name, section in vars(hardware).items():
         if name not in (*_SECTIONS, "dynamo_config") or not section:
@@ -72,7 +70,7 @@ def read_yaml(path: str) -> Any:
     return hardware
 
 
-def check_sections(hardware: Any, env: Mapping[str, str]) -> None:
+def _check_sections(hardware: Any, env: Mapping[str, str]) -> None:
     """Raises ValueError for a section of the YAML that has no effect in this environment."""
     for name, (wanted, variable, value) in _SECTIONS.items():
         if getattr(hardware, name) and env.get(variable, "") != value:
@@ -112,7 +110,7 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
             arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
             env = environment(arguments)
             if hardware:
-                check_sections(hardware, env)
+                _check_sections(hardware, env)
         except (ValueError, OSError):
             raise
         except Exception as error:  # of accelerate, for a value that it does not expect
@@ -130,7 +128,8 @@ def _check_processes(arguments: argparse.Namespace) -> None:
     """Raises ValueError for numbers of processes and machines that the launcher does not start."""
     total, machines = arguments.num_processes, arguments.num_machines
     if starts_one(arguments) and total > 1:
-        raise ValueError(STARTS_ONE.format(total))
+        one = "accelerate starts 1 process for this distributed_type"
+        raise ValueError(f"{one}, not {total}; see cpu_multi.yaml")
     if arguments.use_cpu and not starts_one(arguments):
         raise ValueError("use_cpu has no effect with this distributed_type; see cpu_multi.yaml")
     if not starts_one(arguments) and (total < 1 or machines < 1 or total % machines):
@@ -140,15 +139,16 @@ def _check_processes(arguments: argparse.Namespace) -> None:
 def check_machines(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options with which the machines of a launch do not find each other."""
     machines, rank = arguments.num_machines, arguments.machine_rank
-    rank = -1 if rank is None else rank
-    if machines > 1 and not arguments.main_process_ip:
-        raise ValueError(f"num_machines is {machines}; give main_process_ip, machine 0's")
-    if machines > 1 and not 0 <= rank < machines:
-        raise ValueError(f"machine_rank is {rank}; give one from 0 to {machines - 1}")
-    if machines > 1 and arguments.use_deepspeed:
-        if arguments.deepspeed_multinode_launcher != "standard":
-            line = "write deepspeed_multinode_launcher: standard: each machine has its own"
-            raise ValueError(f"deepspeed_config: {line}")
+    if machines == 1:
+        return
+    if not arguments.main_process_ip or rank is None or not 0 <= rank < machines:
+        raise ValueError(
+            f"num_machines is {machines}: give main_process_ip, that of machine 0, and "
+            f"machine_rank, from 0 to {machines - 1}"
+        )
+    if arguments.use_deepspeed and arguments.deepspeed_multinode_launcher != "standard":
+        line = "write deepspeed_multinode_launcher: standard: each machine has its own"
+        raise ValueError(f"deepspeed_config: {line}")
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:

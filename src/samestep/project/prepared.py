@@ -14,7 +14,6 @@ import io
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,14 +53,25 @@ class _PreparedData(datasets.DatasetDict):
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def prepare(task: Any, cfg: Any, kept: Path | None = None) -> _PreparedData:
+def prepare(task: Any, cfg: Any, kept: Path | None = None, stored: str = "") -> _PreparedData:
     """The data that task.prepare_data made of the task's fields; it is called if there is none.
 
     Sets the fields of cfg that it has changed. `kept`: a folder with the identity of the run that
-    resumes, such as its tokenizer, which is not made anew where data has grown. Safe for processes
-    that start together. Raises ValueError for a disk that is full, cannot be written, or has no
-    locks.
+    resumes, such as its tokenizer, which is not made anew where data has grown. `stored`: the name
+    of a folder that is taken if it is there. Safe for processes that start together. Raises
+    ValueError for a disk that is full, cannot be written, or has no locks.
     """
+    folder = prepared_key.cache_of(cfg) / stored
+    if not (stored and is_intact(folder)):
+        folder = _find_or_build(task, cfg, kept)
+    kinds = fields_of(type(cfg))
+    for name, value in _read_index(folder)["changed"].items():
+        object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
+    return load(folder)
+
+
+def _find_or_build(task: Any, cfg: Any, kept: Path | None) -> Path:
+    """The folder of the data of today, which is complete."""
     cache = prepared_key.cache_of(cfg)
     files = prepared_key.files_of(cfg, task)
     stamps = prepared_key.stamps_of(files)
@@ -75,10 +85,7 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None) -> _PreparedData:
         with lock(cache, folder.name):
             if not is_intact(folder):
                 build(task, cfg, folder, stamps, kept if wanted else None)
-    kinds = fields_of(type(cfg))
-    for name, value in _read_index(folder)["changed"].items():
-        object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
-    return load(folder)
+    return folder
 
 
 def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
@@ -97,12 +104,8 @@ def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> 
                 held.enter_context(lock(cache, DIGESTS))
             known = read_json_object(table)
             new = [name for name in files if not is_known(name)]
-            said = [f"Preparing data: reading {len(new):,} files for their digests"]
-            timer = threading.Timer(10, print_on_main, said)
-            timer.start()
             for name, digest in prepared_key.hash_files({n: paths[n] for n in new}).items():
                 known[paths[name]] = [*stamps[name], digest]
-            timer.cancel()
             with contextlib.suppress(OSError):
                 replace_text(table, json.dumps(known))
     return {name: known[path][-1] for name, path in paths.items()}

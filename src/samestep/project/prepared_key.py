@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 from pydantic_core import to_jsonable_python
 
@@ -33,6 +33,7 @@ LIBRARY = Path(__file__).parents[1]
 _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
 # Functions of task.py that only training calls.
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
+_NAMES = ("_column", "_split")  # ends of fields that name no file
 # Instructions that read a name of a module, or an attribute.
 READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
@@ -167,13 +168,17 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     """The files that fields of a task name, as a path, a folder, a pattern such as data/*.jsonl, or
     sources with weights; and those of its function `files`.
 
-    Of a folder all files below, but hidden ones. Of a model's folder the files of its tokenizer.
+    Fields of columns and splits, and those with a choice, name no file. Of a folder all files
+    below, but hidden ones. Of a model's folder the files of its tokenizer.
     Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
     file, and for prepared data among them.
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
+    kinds = get_type_hints(type(cfg))
     for field, value in read_fields(cfg).items():
+        if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
+            continue  # a folder may have the name of a column, or of a choice
         if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
             continue  # its weights shape no rows
         texts = list(texts_in(to_jsonable_python(value)))

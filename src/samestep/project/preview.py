@@ -1,7 +1,6 @@
 """The screen of --check: a row and a batch, as the task makes them."""
 
 import contextlib
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from samestep.base.console import one_line
 from samestep.core import batches
 
-WIDTH, LONGEST = 80, 6  # columns of a line; entries of a row or of a batch, of two lines at most
+WIDTH, MOST = 160, 6  # characters of a line; entries of a row or of a batch
 TOKENS = ("input_ids", "labels")  # ends of the names of token ids
 
 
@@ -39,17 +38,14 @@ def describe_samples(samples: list[tuple], task: Any, data: Any) -> list[str]:
 
 
 def _describe_entries(value: Any, tokenizer: Any) -> list[str]:
-    """Lines for the entries of a row or batch, or for one that is no dict."""
-    entries = [*value.items()] if isinstance(value, Mapping) else [("", value)]
+    """A line for each entry of a row or batch, or for one that is no dict."""
+    entries = [*value.items()] if isinstance(value, Mapping) else [("row", value)]
     lines = []
-    for name, each in entries[:LONGEST]:
+    for name, each in entries[:MOST]:
         shown = _describe_value(each, tokenizer if str(name).endswith(TOKENS) else None)
-        text = one_line(f"{name}: {shown}" if name else shown, 2 * WIDTH - 20)
-        lines += textwrap.wrap(
-            text, WIDTH, initial_indent="  ", subsequent_indent="    ", max_lines=2
-        )
-    if len(entries) > LONGEST:
-        lines.append(f"  and {len(entries) - LONGEST} more")
+        lines.append(one_line(f"  {name}: {shown}", WIDTH))
+    if len(entries) > MOST:
+        lines.append(f"  and {len(entries) - MOST} more")
     return lines
 
 

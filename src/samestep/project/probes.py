@@ -126,17 +126,12 @@ class _Probe:
         return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
 
     def check_outputs(self, samples: list[tuple]) -> None:
-        """Compares the outputs of rows together with those of each alone, and prints the memory
-        that those of all rows need."""
+        """Compares the outputs of rows together with those of each alone."""
         if not hasattr(self.task, "eval_outputs"):
             return
         chosen = self.choose(samples)
         before = checks.random_state(self.run.accelerator.device)
         self.outputs = self.rows_of([chosen])
-        size, rows = outputs.bytes_per_row(self.outputs), len(self.run.start.views[1])
-        print_on_main(
-            f"eval_outputs: {size:,} bytes a row, {size * rows / 1e6:,.1f} MB for {rows:,} rows"
-        )
         drawn = before != checks.random_state(self.run.accelerator.device)
         if drawn or self.dependent:
             return

@@ -115,7 +115,7 @@ class Rendezvous:
         address = catch(socket.gethostbyname, self.host)[0] or "127.0.0.1"
         ready, everybody = False, [f"ready/{rank}" for rank in self.all]
         self.preparing = False
-        with self.naming_lost_store():
+        try:
             while not ready or not self.store.check(everybody):
                 if self.lost or self.look():
                     raise self.error_of_others()
@@ -133,12 +133,6 @@ class Rendezvous:
                         print(f"waiting for {names}", flush=True)
                 time.sleep(0.05)
             return self.connect(datetime.timedelta(seconds=timeout))
-
-    @contextlib.contextmanager
-    def naming_lost_store(self) -> Iterator[None]:
-        """Raises Failed for an error of the store in its body."""
-        try:
-            yield
         except dist.DistError as error:
             self.lost = str(error).partition("\n")[0]
             raise self.error_of_others() from error

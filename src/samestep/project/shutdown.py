@@ -40,7 +40,8 @@ from samestep.project import rendezvous
 
 
 def _find_launcher() -> tuple[int | None, list[str]]:
-    """The process id of `accelerate launch`, or of samestep's, if it is the parent, and its words.
+    """The process id of `accelerate launch`, or of samestep's, if it is the parent, and the words
+    that follow.
 
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
     other parents means nothing: `nohup python train.py &` outlives its shell.
@@ -49,8 +50,11 @@ def _find_launcher() -> tuple[int | None, list[str]]:
     with contextlib.suppress(psutil.Error):  # no such process, or no permission
         words = psutil.Process(os.getppid()).cmdline()
     launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
-    found = any(re.search(launcher, word) for word in words[:3])
-    return (os.getppid(), words) if found else (None, [])
+    found = [number for number, word in enumerate(words[:3]) if re.search(launcher, word)]
+    if not found:
+        return None, []
+    words = words[found[-1] + 1 :]
+    return os.getppid(), words[words[:1] == ["launch"] :]
 
 
 # Now, since the launcher may die before training begins.
@@ -156,8 +160,6 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     for thread in threading.enumerate():
         if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
             thread.join()
-    if start and start.lock:
-        start.lock.leave()
     exit_process(code)
 
 

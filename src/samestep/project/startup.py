@@ -6,7 +6,6 @@ group. `--check` runs only this part.
 
 import copy
 import dataclasses
-import hashlib
 import inspect
 import math
 import os
@@ -137,13 +136,8 @@ class _ResumePoint:
         before, samples = self.saved["mixture"], self.saved["samples"]
         mixture = next_mixture(before, samples, weights)
         if mixture["first"] != before["first"]:
-            texts = []
-            for name in weights:
-                place = mixture["sources"][name][1]
-                shown = name or "the only source"
-                texts.append(f"{shown} goes on after {place:,}" if place else f"{shown} begins")
-            remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
-            self.remarks.append(remark)
+            goes_on = "each goes on after its last row"
+            self.remarks.append(f"other weights of sources after {samples:,} samples: {goes_on}")
         return mixture
 
     def check_finished(self, output: Path, given: dict, effects: dict) -> None:
@@ -303,39 +297,32 @@ def _read_layout(cfg: Any) -> Layout:
     return layout
 
 
-def check_rows(rows: Any, task: Any, parts: int) -> None:
+def check_parts(rows: Any, task: Any, parts: int) -> None:
     """Raises ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
     row = rows[0] if isinstance(rows[0], Mapping) else {}
     tokens = np.asarray(row.get("input_ids", ())).size
-    labels = np.asarray(row.get("labels", ())).size
-    start = "context parallelism cuts rows, of which each token sees all earlier ones"
-    if not hasattr(task, "check_context_parallel"):
-        raise ValueError(f"{start}: task.py has no function check_context_parallel")
-    if hasattr(task, "eval_outputs"):
+    equal = tokens and tokens == np.asarray(row.get("labels", ())).size and not tokens % parts
+    whole = hasattr(task, "eval_outputs") or "position_ids" in row  # packed by best_fit
+    if not equal or whole or not hasattr(task, "check_context_parallel"):
         raise ValueError(
-            f"{start}: task.eval_outputs would get parts of them; leave it out, or use fsdp2.yaml"
-        )
-    if "position_ids" in row:
-        raise ValueError(f"{start}: those packed by best_fit are of other texts; use fsdp2.yaml")
-    if not tokens or tokens != labels or tokens % parts:
-        raise ValueError(
-            f"{start}: into {parts} equal parts, and the first row has {tokens} input_ids and "
-            f"{labels} labels; give a context_length that {parts} divides, or use fsdp2.yaml"
+            f"context parallelism cuts rows into {parts} equal parts, and the first has {tokens} "
+            f"input_ids. It needs as many labels, a context_length that {parts} divides, and in "
+            "task.py check_context_parallel; it cannot be combined with position_ids and "
+            "eval_outputs. Or use fsdp2.yaml"
         )
     task.check_context_parallel()
 
 
 def _check_stream(cfg: Any, layout: Layout) -> None:
     """Raises ValueError for fields and layouts that do not go with a stream."""
-    rules = [("num_epochs", cfg.num_epochs, "max_steps in its place")]
-    rules += [(n, getattr(cfg, n) == "epoch", "steps") for n in ("eval_every", "save_every")]
-    for name, is_given, wanted in rules:
-        if is_given:
-            value = getattr(cfg, name)
-            raise ValueError(f"{name} is {value}; a stream has no end that is known: give {wanted}")
+    if cfg.num_epochs or "epoch" in (cfg.eval_every, cfg.save_every):
+        raise ValueError(
+            "a stream has no end that is known: give max_steps in place of num_epochs, and "
+            "eval_every and save_every in steps"
+        )
     if layout.cp > 1:
         raise ValueError("context parallelism cuts prepared rows; leave task.streaming out")
 
@@ -350,12 +337,15 @@ class Samples(NamedTuple):
     probes: list[list[tuple]]  # samples to try the task on
 
 
-def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, tuple, Samples]:
+def read_data(
+    cfg: Any, task: Any, run: Path | None = None, stored: str = ""
+) -> tuple[Any, Any, tuple, Samples]:
     """The prepared data, the functions of task.py with it, the views of its rows, and samples of
     them.
 
     `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
-    data would give another one, which the weights do not know.
+    data would give another one, which the weights do not know. `stored`: the name of prepared data
+    that is taken, if it is there, although files may have changed since.
 
     The way from task.views to a batch is built twice; raises ValueError unless the same 64 samples
     are the same bytes.
@@ -369,7 +359,7 @@ def read_data(cfg: Any, task: Any, run: Path | None = None) -> tuple[Any, Any, t
             prepared,  # datasets, which a task without prepare_data need not
         )
 
-        data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None)
+        data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None, stored)
     if hasattr(task, "check_config"):  # with the fields that prepare_data has set
         task.check_config(cfg.task)
     built = []
@@ -407,10 +397,6 @@ def digest_view(view: Any) -> str:
     """A digest of all rows of a view, by their values and order; empty: it is not known."""
     if callable(getattr(view, "digest", None)):
         return view.digest()
-    if isinstance(view, torch.utils.data.Subset):
-        inner = digest_view(view.dataset)
-        places = np.asarray(view.indices, "<i8")
-        return inner and hashlib.sha256(inner.encode() + places.tobytes()).hexdigest()
     library = sys.modules.get("datasets")  # None: then no row is one of it
     if not library or not isinstance(view, library.Dataset):
         return ""
@@ -471,12 +457,13 @@ def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list
 
 
 def prepare_run(
-    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None
-) -> RunStart:
+    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None,
+    stored: str = "",
+) -> RunStart:  # fmt: skip
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
-    `arguments`: those of the command, unless they are given.
+    `arguments`: those of the command, unless they are given. `stored`: see `read_data`.
     """
     contract.check_functions(task)
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -494,25 +481,20 @@ def prepare_run(
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
-    data, bound, views, samples = read_data(cfg, task, run_of(cfg))
+    data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
-        check_rows(views[0], bound, 2 * layout.cp)
+        check_parts(views[0], bound, 2 * layout.cp)
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = _ResumePoint(cfg.max_steps)
     resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
     resume_point.remarks += config.remarks_on_rate(cfg)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
-    try:
-        if is_main():
-            resume_point.find_checkpoint(cfg)
-            resume_point.find_start(cfg, manifest, given)
-    except BaseException:
-        if lock:
-            lock.leave()
-        raise
+    if is_main():
+        resume_point.find_checkpoint(cfg)
+        resume_point.find_start(cfg, manifest, given)
     return RunStart(
         cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
     )
