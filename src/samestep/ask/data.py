@@ -14,7 +14,7 @@ from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import batches
 from samestep.core.order import SampleOrder, hash64, permute
-from samestep.project import config, startup
+from samestep.project import config, preview, startup
 from samestep.streaming.lanes import unpack_id
 from samestep.text.sequences import Sequences
 
@@ -25,11 +25,7 @@ class Part:
     """The rows between two changes of their order, and what a person sees of each."""
 
     def __init__(self, rows: batches.SampleDataset, data: Any):
-        self.rows, self.view, self.tokenizer = rows, rows.dataset, None
-        if (Path(getattr(data, "folder", "")) / "tokenizer_config.json").exists():
-            from transformers import AutoTokenizer  # 2 s
-
-            self.tokenizer = AutoTokenizer.from_pretrained(data.folder)
+        self.rows, self.view, self.tokenizer = rows, rows.dataset, preview.tokenizer_of(data)
         self.table = getattr(self.view, "dataset", self.view)
         self.columns = {*getattr(self.table, "column_names", ())}
 

@@ -11,21 +11,26 @@ import torch
 from samestep.base.console import one_line
 from samestep.core import batches
 
-WIDTH, MOST = 160, 6  # characters of a line; entries of a row or of a batch
+WIDTH, MOST = 120, 6  # characters of a line; entries of a row or of a batch
 TOKENS = ("input_ids", "labels")  # ends of the names of token ids
+
+
+def tokenizer_of(data: Any) -> Any:
+    """The tokenizer of prepared data; None: it has none."""
+    folder, found = getattr(data, "folder", None), None
+    if folder and (Path(folder) / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer  # 2 s
+
+        with contextlib.suppress(OSError, ValueError):  # the files are of another kind
+            found = AutoTokenizer.from_pretrained(folder)
+    return found
 
 
 def describe_samples(samples: list[tuple], task: Any, data: Any) -> list[str]:
     """Lines about the last of these training samples, decoded if the data has a tokenizer, and
     about the batch that the task makes of all."""
-    tokenizer = None
-    folder = getattr(data, "folder", None)
-    if folder and (Path(folder) / "tokenizer_config.json").exists():
-        from transformers import AutoTokenizer  # 2 s
-
-        with contextlib.suppress(OSError, ValueError):  # the files are of another kind
-            tokenizer = AutoTokenizer.from_pretrained(folder)
     number, row = samples[-1]
+    tokenizer = tokenizer_of(data)
     batch, (items, _), _ = batches.collate(task, samples)
     count = f"{items:,} {getattr(task, 'UNIT', 'items').replace('_', ' ')} in the loss"
     return [
@@ -43,7 +48,7 @@ def _describe_entries(value: Any, tokenizer: Any) -> list[str]:
     lines = []
     for name, each in entries[:MOST]:
         shown = _describe_value(each, tokenizer if str(name).endswith(TOKENS) else None)
-        lines.append(one_line(f"  {name}: {shown}", WIDTH))
+        lines.append(f"  {one_line(f'{name}: {shown}', WIDTH)}")
     if len(entries) > MOST:
         lines.append(f"  and {len(entries) - MOST} more")
     return lines

@@ -22,7 +22,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
-from samestep.base.console import escaped, is_main, one_line
+from samestep.base.console import is_main, one_line
 from samestep.base.errors import UserError
 from samestep.base.files import read_json_object, read_text
 from samestep.core import batches, checkpoints, checks, provenance
@@ -35,7 +35,6 @@ from samestep.project.combinations import check_combinations
 from samestep.project.device import check_devices, use_cpu
 from samestep.report import tracking
 
-_PATHS = ("output_dir", "resume")  # fields of train.py
 IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
 
 
@@ -236,14 +235,10 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
     """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, arguments, about)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
-    for name in _PATHS:
-        setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
-    output = cfg.output_dir
-    shown = f"output_dir is {one_line(output, 100)}"
-    if "://" in output:
-        raise ValueError(f"{shown}, a URL; give a folder, and copy it when the run ends")
-    if escaped(output) != output:
-        raise ValueError(f"{shown}, which a terminal cannot show; give another")
+    cfg.output_dir, cfg.resume = map(os.path.expanduser, (cfg.output_dir, cfg.resume))
+    if "://" in cfg.output_dir:
+        shown = one_line(cfg.output_dir, 100)
+        raise ValueError(f"output_dir is {shown}, a URL; give a folder, and copy it when it ends")
     every = cfg.save_every
     if cfg.keep_every and (every in ("epoch", 0) or cfg.keep_every % every):
         raise ValueError(
