@@ -9,7 +9,6 @@ that has trained on it. Exit codes: 0 the same run; 1 they differ; 2 the input i
 
 from argparse import Namespace
 from collections.abc import Mapping
-from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from samestep.ask import made
 from samestep.ask.record import Record
+from samestep.ask.replay import difference
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.core import checkpoints
@@ -62,26 +62,19 @@ def _first_row(records: list[Record]) -> str:
 
 
 def _first_lines(records: list[Record]) -> list[int]:
-    """Prints the first line of metrics.jsonl with other rows, and that with other numbers; their
-    steps."""
-    lines = [{each.last: each for each in record.intervals} for record in records]
-    common = [step for step in lines[0] if step in lines[1]]
-    sums = []
-    for each in lines:  # up to a step: log_every may differ
-        hashes = accumulate(int(interval.line["batch_hash"], 16) for interval in each.values())
-        sums.append({step: total % 2**64 for step, total in zip(each, hashes, strict=True)})
-    other = [step for step in common if sums[0][step] != sums[1][step]]
-    show("rows", f"differ until step {other[0]}" if other else f"equal in {len(common)} lines")
-    same = [step for step in common if lines[0][step].first == lines[1][step].first]
-    for step in same:
+    """Prints the first line of metrics.jsonl with other rows, and that with other numbers, of those
+    that tell of the same steps; their steps."""
+    one, two = ({each[:2]: each.line for each in record.intervals} for record in records)
+    pairs = [(one[steps], two[steps]) for steps in one if steps in two]
+    other = [a["step"] for a, b in pairs if a["batch_hash"] != b["batch_hash"]][:1]
+    show("rows", f"differ until step {other[0]}" if other else f"equal in {len(pairs)} lines")
+    for a, b in pairs:
         for name in ("loss", "grad_norm", "lr"):
-            a, b = (each[step].line[name] for each in lines)
-            if a != b:
-                apart = f", {abs(a - b) / max(abs(a), 1e-30):.1e} apart" if a and b else ""
-                show("loss", f"{name} of step {step}: {a} and {b}{apart}")
-                return [*other[:1], step]
-    show("loss", f"equal to the bit in {len(same)} lines")
-    return other[:1]
+            if (apart := difference(a[name], b[name])) != "equal":
+                show("loss", f"{name} of step {a['step']}: {a[name]} and {b[name]}, {apart}")
+                return [*other, a["step"]]
+    show("loss", f"equal to the bit in {len(pairs)} lines")
+    return other
 
 
 def _first_state(records: list[Record]) -> list[int]:
@@ -95,7 +88,7 @@ def _first_state(records: list[Record]) -> list[int]:
         changed = checkpoints.differences(*weights)
         text += f": {len(changed)} of {len(weights[0])} weights, first {min(changed)}"
     show("state", text)
-    logged = [{each.last for each in record.intervals} for record in records]
+    logged = [{each[:2] for each in record.intervals} for record in records]
     if not common and not logged[0] & logged[1]:
         raise UserError("no step was logged or saved by both runs: nothing to compare")
     return other
