@@ -48,9 +48,8 @@ def measure() -> int:
         raise UserError(f"--processes is {options.processes}; give 1 or more")
     if not is_main():  # the first process of a launcher starts others itself
         return 0
-    words, found = shutdown.LAUNCHER_WORDS, ""
-    if words:
-        found, _ = launcher.find_yaml(words)
+    words = shutdown.LAUNCHER_WORDS
+    found = launcher.find_yaml(launcher.parse(words)) if words else ""
     yaml = options.config_file or (Path(found) if found else None)
     used = devices.choose(None if options.verb == "recommend" else yaml, options.processes)
     project = None if options.verb == "check" else read_project(flags)

@@ -1,5 +1,7 @@
 """What a launcher has set in the environment of this process, and what is wrong with it."""
 
+import contextlib
+import io
 import os
 import re
 
@@ -127,4 +129,5 @@ def check_words(words: list[str]) -> None:
             "this shell has what samestep env has set: start train.py by torchrun or samestep "
             "launch, or call accelerate launch in another shell"
         )
-    launcher.read(words)
+    with contextlib.redirect_stderr(io.StringIO()):  # what the launcher has warned of
+        launcher.read(words)

@@ -77,19 +77,12 @@ def _check_sections(hardware: Any, env: Mapping[str, str]) -> None:
             raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
 
 
-def find_yaml(words: list[str]) -> tuple[str, int | None]:
-    """The YAML that accelerate's launcher reads, that of its words or of `accelerate config`, and
-    --num_processes."""
+def find_yaml(arguments: argparse.Namespace) -> str:
+    """The YAML that accelerate's launcher reads: that of its words, or of `accelerate config`."""
     from accelerate.commands.config.config_args import default_config_file
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file")
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    parser.add_argument("--cpu", action="store_true")
-    arguments = parser.parse_known_args(words)[0]
     there = os.path.isfile(default_config_file) and not arguments.cpu
-    path = arguments.config_file or (default_config_file if there else "")
-    return path, arguments.num_processes
+    return arguments.config_file or (default_config_file if there else "")
 
 
 def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -99,7 +92,8 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """
     from accelerate.commands.launch import _validate_launch_command
 
-    arguments, (path, _), hardware = parse(words), find_yaml(words), None
+    arguments, hardware = parse(words), None
+    path = find_yaml(arguments)
     with config.naming(path or "accelerate launch"):
         try:
             hardware = read_yaml(path) if path else None
