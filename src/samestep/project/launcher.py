@@ -97,8 +97,9 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     with config.naming(path or "accelerate launch"):
         try:
             hardware = read_yaml(path) if path else None
+            wanted = arguments.num_processes or (hardware.num_processes if hardware else 1)
             arguments, _, from_yaml = _validate_launch_command(arguments)
-            _check_processes(arguments)
+            _check_processes(arguments, wanted)
             fields = [*hardware.deepspeed_config] if hardware else []
             fields += ["mixed_precision"] if from_yaml else []
             arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -118,12 +119,15 @@ def starts_one(arguments: argparse.Namespace) -> bool:
     return arguments.cpu or not several
 
 
-def _check_processes(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for numbers of processes and machines that the launcher does not start."""
+def _check_processes(arguments: argparse.Namespace, wanted: int) -> None:
+    """Raises ValueError for numbers of processes and machines that the launcher does not start.
+
+    `wanted`: as somebody gives it; with --cpu accelerate itself takes the number of GPUs.
+    """
     total, machines = arguments.num_processes, arguments.num_machines
-    if starts_one(arguments) and total > 1:
+    if starts_one(arguments) and wanted > 1:
         one = "accelerate starts 1 process for this distributed_type"
-        raise ValueError(f"{one}, not {total}; see cpu_multi.yaml")
+        raise ValueError(f"{one}, not {wanted}; see cpu_multi.yaml")
     if arguments.use_cpu and not starts_one(arguments):
         raise ValueError("use_cpu has no effect with this distributed_type; see cpu_multi.yaml")
     if not starts_one(arguments) and (total < 1 or machines < 1 or total % machines):
