@@ -311,19 +311,18 @@ def losses_of(printed):
     return re.findall(r"^\d+ [\d.]+$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes):
+SHARDED = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
+
+
+@pytest.mark.parametrize(
+    "processes, program, env", [(2, [EXAMPLE], {}), (3, [EXAMPLE], {}), (2, SHARDED, FSDP2)]
+)
+def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes, program, env):
+    """With FSDP2, too."""
     folder, losses = alone
-    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=[EXAMPLE])))
+    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=program, **env)))
     assert len(losses) == 8 and found == losses
     assert digest(newest(tmp_path)) == digest(newest(folder))
-
-
-def test_fsdp2_has_that_sha_too(alone, tmp_path):
-    folder, losses = alone
-    program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
-    found = losses_of(words_of(script(2, *FLAGS, tmp_path, program=program, **FSDP2)))
-    assert found == losses and digest(newest(tmp_path)) == digest(newest(folder))
 
 
 def test_fsdp2_in_bf16_as_accelerate_sets_it_is_refused(tmp_path):

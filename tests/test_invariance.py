@@ -81,7 +81,7 @@ task.loss_sum = slow
 
 
 def test_steps_that_are_assigned_at_the_start_have_the_samples_of_one_process(tiny, tmp_path):
-    flags = ["--micro_batch_size", 1, "--max_steps", 8, "--num_workers", 1, "--output_dir"]
+    flags = ["--micro_batch_size", 1, "--max_steps", 8, "--output_dir"]
     tiny.train(1, *flags, tmp_path / "one")
     tiny.train(2, *flags, tmp_path / "two", "--device_shares", "auto", before=SLOW)
     (line,) = lines(tmp_path / "two", "shares")

@@ -76,7 +76,7 @@ class Rendezvous:
             if self.serves:
                 self.server = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False)
             while catch(socket.create_connection, self.address, 5)[1]:  # it has not begun
-                time.sleep(0.5)
+                time.sleep(0.1)
             store = dist.PrefixStore("words", self.connect(_OPERATION))
             store.set(f"preparing/{self.rank}", self.host)
             self.store = store
