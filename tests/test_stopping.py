@@ -83,18 +83,6 @@ def test_a_signal_saves_and_stops_every_process(tiny, tmp_path, case):
     stop(tiny, tmp_path / "run", *case)
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path):
-    """There is nothing to save; 75 says that another start will do."""
-    output = tmp_path / "run"
-    flags = ["--output_dir", output, "--task.prepare_seconds", 60]
-    (run,) = tiny.start(1, *flags)
-    assert run.stdout.readline() == "preparing\n"
-    run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 75 and not output.exists()
-    assert said == "train.py: stopped before the first step; the same command starts again\n"
-
-
 def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     """Stopped in the middle, by the launcher's death, and continued: like one that was not."""
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
@@ -169,13 +157,14 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
     monkeypatch.setattr(run_folder, "LOCK_WAIT", 2)
     try:
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
-        run_folder.RunLock(output).leave()
+        run_folder.RunLock(output).file.close()
     finally:
         for worker in workers:
             worker.kill()
 
 
-def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path):
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path):
+    """There is nothing to save; 75 says that another start will do."""
     output = tmp_path / "run"
     flags = [*LONG, "--output_dir", output, "--task.prepare_seconds", 30]
     run = tiny.launch("samestep", "cpu", *flags)
@@ -183,7 +172,9 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path):
     processes = family(run)
     os.kill(run.pid, signal.SIGINT)
     printed = end(run, processes)
-    assert run.returncode == 75 and "Traceback" not in printed and not trained(output, 1)
+    assert run.returncode == 75 and "Traceback" not in printed and not output.exists()
+    said = "train.py: stopped before the first step; the same command starts again\n"
+    assert printed.endswith(said) and printed.count("train.py: ") == 1
 
 
 def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path):
