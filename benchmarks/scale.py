@@ -45,6 +45,7 @@ def write_texts(megabytes: float, path: Path) -> None:
         chosen[::20] = [f"{word[:3]}{random.integers(10**6)} " for word in chosen[::20]]
         texts.append("".join(chosen))
         size += len(texts[-1])
+    datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": texts})
     rows.to_json(f"{path}.jsonl")
     rows.to_csv(f"{path}.csv", index=False)
