@@ -1,4 +1,4 @@
-"""Draws the figure of README.md: the same losses on 1, 2 and 4 processes, and with five kills.
+"""Draws the figure of README.md: losses on 1, 2 and 4 processes, beside a plain Accelerate script.
 
     make figure      # in the template: docs/reproducible.png, its numbers and its receipt
     make receipt     # the first of its runs alone: docs/receipt.json, unless a loss differs
@@ -7,7 +7,8 @@
 Each run trains the same recipe with `exact: true`, on CPU processes. The last one is killed with
 kill -9, and resumed by the same command, until it has been killed five times. The program ends with
 an error where the losses or the weights of two runs differ. Kernels and BLAS take the instructions
-that each x86-64 has: others would round in another way.
+that each x86-64 has: others would round in another way. plain.py trains the same model on the first
+1,600 of the same rows, for an epoch.
 """
 
 import hashlib
@@ -46,14 +47,33 @@ RECIPE = {
     "task.num_layers": 2,
     "task.num_heads": 4,
 }
+FLAGS = [f"--{name}={value}" for name, value in RECIPE.items()]
+COLORS = ("#bfdbfe", "#60a5fa", "#1d4ed8", "#c2410c")
+# Writes what plain.py trains: the rows of RECIPE, and its model.
+PREPARE = """
+import sys
+import task, torch
+from samestep.project.startup import read_config, read_data
+from train import Config
+cfg = read_config(Config, None, sys.argv[2:])
+_, bound, (rows, _), _ = read_data(cfg, task)
+columns = bound.collate([rows[i] for i in range(1600)])
+rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+rows = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+torch.save(rows, sys.argv[1] + "/rows.pt")
+bound.build_model().save_pretrained(sys.argv[1] + "/model")
+"""
+
+
+def launch(processes: int, *words: str) -> list[str]:
+    hardware = "cpu" if processes == 1 else "cpu_multi"
+    command = ["launch", "--config_file", f"configs/accelerate/{hardware}.yaml"]
+    return [*command, "--num_processes", str(processes), *words]
 
 
 def start(project: Path, processes: int, output: str) -> subprocess.Popen:
-    hardware = "cpu" if processes == 1 else "cpu_multi"
-    command = [sys.executable, "-m", "samestep", "launch"]
-    command += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
-    command += ["--num_processes", str(processes), "train.py", "--output_dir", output]
-    command += [f"--{name}={value}" for name, value in RECIPE.items()]
+    command = [sys.executable, "-m", "samestep"]
+    command += launch(processes, "train.py", "--output_dir", output, *FLAGS)
     with open(project / f"{processes}.log", "a") as log:
         return subprocess.Popen(
             command, cwd=project, env=environment(**INSTRUCTIONS), stdout=log, stderr=log
@@ -99,6 +119,23 @@ def train(project: Path, processes: int, kills: int = 0) -> dict:
     return {"losses": losses(project / output), "sha256": digest, "killed_after_steps": killed}
 
 
+def train_plain(project: Path) -> dict[str, list[float]]:
+    """The losses of plain.py on 1, 2 and 4 processes."""
+    folder, options = project / "plain", {"cwd": project, "env": environment(**INSTRUCTIONS)}
+    folder.mkdir()
+    prepare = [sys.executable, "-c", PREPARE, str(folder), *FLAGS]
+    subprocess.run(prepare, check=True, **options)
+    found = {}
+    for processes in (1, 2, 4):
+        say(f"plain Accelerate, {processes} processes")
+        words = launch(processes, str(HERE / "plain.py"), str(folder))
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words]
+        subprocess.run(command, check=True, **options)
+        name = "1 process" if processes == 1 else f"{processes} processes"
+        found[name] = json.loads((folder / f"losses-{processes}.json").read_text())
+    return found
+
+
 def ask(project: Path, *words: str) -> int:
     """The exit code of a verb."""
     command = [sys.executable, "-m", "samestep", *words]
@@ -112,29 +149,45 @@ def write_receipt(project: Path) -> str:
     return json.loads(RECEIPT.read_text())["chain"]
 
 
+def differences(curves: list[list[float]]) -> list[float]:
+    """By step, the largest difference from the first curve."""
+    longest = max(len(curve) for curve in curves[1:])
+    pairs = [[(c[i], curves[0][i]) for c in curves[1:] if i < len(c)] for i in range(longest)]
+    return [max(abs(mine - first) for mine, first in each) for each in pairs]
+
+
 def draw(report: dict, file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(12, 4.5))
-    styles = zip(report["runs"].items(), ("#bfdbfe", "#60a5fa", "#1d4ed8", "#c2410c"), strict=True)
-    for number, ((name, run), color) in enumerate(styles):
-        curve, width = run["losses"], 14 - 4 * number
-        axis.plot([*map(int, curve)], [*curve.values()], color=color, linewidth=width, label=name)
-        for step in run["killed_after_steps"]:
-            axis.axvline(step, color=color, linewidth=1, linestyle=":")
-            axis.text(step, axis.get_ylim()[1], " kill -9", color=color, fontsize=10)
-    text = f"largest difference between two losses of a step: {report['largest_difference']:g}"
-    text += f"\nSHA-256 of the weights of all four runs:\n{report['sha256']}"
-    text += f"\nchain of the 20 states in docs/receipt.json:\n{report['chain']}"
-    white = {"facecolor": "white", "edgecolor": "none"}
-    place = {"transform": axis.transAxes, "bbox": white, "family": "monospace", "fontsize": 11}
-    axis.text(0.27, 0.52, text, **place)
-    axis.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS + 1))
-    axis.legend(loc=(0.26, 0.79), ncols=2, fontsize=12, edgecolor="none", framealpha=1)
-    axis.spines[["top", "right"]].set_visible(False)
+    ours = {name: [*run["losses"].values()] for name, run in report["runs"].items()}
+    figure, axes = pyplot.subplots(
+        2, 2, figsize=(12, 6), sharex=True, sharey="row", height_ratios=(3, 1)
+    )
+    titles = ("train.py with exact: true", "plain Accelerate script, batch size 8 a process")
+    shown = zip(axes.T, titles, (ours, report["plain"]), (14, 2), strict=True)
+    for (upper, lower), title, curves, width in shown:
+        for number, ((name, curve), color) in enumerate(zip(curves.items(), COLORS, strict=False)):
+            wide = max(width - 4 * number, 2)
+            steps = range(1, len(curve) + 1)
+            upper.plot(steps, curve, color=color, linewidth=wide, label=name)
+        apart = differences([*curves.values()])
+        lower.plot(range(1, len(apart) + 1), apart, color="#374151", linewidth=1.5)
+        upper.set_title(title, fontsize=12)
+        upper.legend(fontsize=10, edgecolor="none", framealpha=1, loc="upper right")
+        lower.set(xlabel="step", xlim=(0, STEPS + 1))
+        text = f"largest difference from 1 process: {max(apart):.3g}"
+        lower.text(0.02, 0.8, text, transform=lower.transAxes, fontsize=11)
+    upper, lower = axes[:, 0]
+    for step in [step for run in report["runs"].values() for step in run["killed_after_steps"]]:
+        upper.axvline(step, color=COLORS[-1], linewidth=1, linestyle=":")
+        upper.text(step, 0, " kill -9", color=COLORS[-1], transform=upper.get_xaxis_transform())
+    upper.set_ylabel("training loss")
+    lower.set_ylabel("difference")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=100)
 
@@ -156,6 +209,7 @@ def main() -> None:
         runs |= {f"{number} processes": train(project, number) for number in (2, 4)}
         runs[f"2 processes, killed {KILLS} times"] = train(project, 2, KILLS)
         chain = write_receipt(project)
+        plain = train_plain(project)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps = range(1, STEPS + 1)
@@ -167,7 +221,7 @@ def main() -> None:
     report = {"command": "make figure", **about_machine(), "load": os.getloadavg()[0]}
     report |= {"seconds": round(time.monotonic() - began), "recipe": RECIPE}
     report |= {"largest_difference": largest, "sha256": digests.pop()}
-    report |= {"chain": chain, "runs": runs}
+    report |= {"chain": chain, "runs": runs, "plain": plain}
     (DOCS / "reproducible.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(report, DOCS / "reproducible.png")
     print(f"docs/reproducible.png, after {report['seconds']} s")

@@ -48,7 +48,7 @@ def api() -> str:
         "",
         "What `train.py`, `task.py` and a script of your own import, in the order in",
     ]
-    lines += ["which one meets it: `from samestep import Training`.", ""]
+    lines += ["which they are needed: `from samestep import Training`.", ""]
     source = Path(samestep.__file__).read_text(encoding="utf-8").partition("if TYPE_CHECKING:")[2]
     names = samestep.contents()
     for row in source.partition("\n\n\n")[0].splitlines()[1:]:

@@ -138,7 +138,7 @@ def test_other_data_and_what_is_no_receipt_are_refused(project, clone):
     numbers = (clone.path / "rows.txt").read_text().split()
     (clone.path / "rows.txt").write_text("\n".join(["999", *numbers[1:]]))
     assert "made of: other data (fingerprint); --anyway tries it" in refused(clone)
-    assert "to go on after step 4 give --run" in refused(clone, "--steps", "4:8")
+    assert "to resume after step 4 give --run" in refused(clone, "--steps", "4:8")
     for steps in ("0:9", "8:4", "a"):
         said = f"--steps {steps}: give A:B of the steps 0, 4, 8, 12"
         assert said in refused(clone, "--steps", steps)

@@ -48,7 +48,7 @@ FLAGS = {  # what is written, and what the line says
     "--lr_schedule spy.Spy": "lr_schedule: Input should be 'cosine', 'linear', 'con",
     "--task.validation_fraction 1": "validation_fraction: Input should be less than 1",
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
-    "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
+    "--decay_fraction 0.5": "which has no effect with lr_schedule cosine",
     "--num_epochs 2 --max_steps 9": "both given; give one of them",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact cannot be combined with compile",

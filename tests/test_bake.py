@@ -137,9 +137,9 @@ def imports(path):
 
 
 def test_imports_of_the_library_go_down_and_in_no_circle():
-    """In the order of the rooms on the page that explains them, which names the programs too."""
+    """In the order of the page that explains them, which names the programs too."""
     page = (ROOT / SOURCE / "docs" / "library.md").read_text(encoding="utf-8")
-    table = page.partition("\n## Rooms")[2].partition("\n## ")[0]
+    table = page.partition("\n## Subpackages")[2].partition("\n## ")[0]
     rooms = re.findall(r"^\| `(\w+)` \|", table, flags=re.M)
     (verbs,) = re.findall(r"^\| `programs` .*: ([a-z, ]+) \|$", table, flags=re.M)
     assert {*verbs.split(", ")} == {p.stem for p in ROOT.glob("src/*/programs/[a-z]*.py")}

@@ -29,7 +29,7 @@ GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("loss", ONE_TENSOR, f"of shape (3,); {SCALAR}"),
     ("loss", torch.ones(()), "the loss has no gradient"),
     ("model", None, "task.build_model returns None, NoneType; give an nn.Module"),
-    ("model", QUANTISED, "a quantised model, whose runs do not continue as they were"),
+    ("model", QUANTISED, "a quantized model, whose runs would not resume as they were"),
     ("model", FROZEN, "task.build_model returns a model without a weight that trains"),
     ("model", PART, "task.build_model: the weight weight is a part of another tensor, with gaps"),
     ("count", -1, "count returns -1, int"),

@@ -77,7 +77,7 @@ def test_changes_of_settings(tmp_path):
         compare({}, "last", accept=False)
     # The places of the lanes of a stream are those of a list of shards, in an order by the seed.
     stream = {"files": {}, "lanes": [1, 2], "config": {"seed": 0}}
-    with pytest.raises(ValueError, match="seed: 0 -> 1.*a stream goes on over the same shards"):
+    with pytest.raises(ValueError, match="seed: 0 -> 1.*a stream resumes over the same shards"):
         checkpoints.check_settings(tmp_path, stream, {"config": {"seed": 1}}, {}, True, {})
 
 

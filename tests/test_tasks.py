@@ -395,7 +395,7 @@ REFUSED = {  # rows or a file, settings, and what is said
         ("digits", {"image_column": "a"}, "image_column is 'a', but nothing reads it"),
         ("no.csv", {"revision": "v1"}, "task.revision is 'v1', but nothing reads it"),
         ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
-         "dropout is 0.1, but nothing reads it without architecture vit or architecture resnet"),
+         "dropout is 0.1, which has no effect without architecture vit or architecture resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
     ],
     "seq2seq": [

@@ -53,7 +53,7 @@ class Config(RunConfig):
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
     """Largest number of samples that a device takes at once; lower it when memory runs out. The
-    result stays the same to rounding, except for what a model draws, as dropout does."""
+    result stays the same to rounding, except for randomness in the model (dropout)."""
 
     # Optimizer
     learning_rate: NonNegativeFloat = 3e-3
@@ -99,7 +99,7 @@ class Config(RunConfig):
     """torch.compile: starts more slowly, runs faster; for GPUs. The repeated blocks of a model are
     compiled once. It changes the masks of dropout."""
     exact: bool = field(default=False, metadata=ROUNDING)
-    """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
+    """Bitwise identical on any number of processes, also if it changes during a run. Fixes
     micro_batch_size; a step needs a micro-batch for each process, and under FSDP as many for each.
     Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)

@@ -42,7 +42,7 @@ Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "dates"
     """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz), a
-    folder of such files, or a data set on the Hub. Or dates, which are bundled: in eight forms,
+    folder of such files, or a dataset on the Hub. Or dates, which are bundled: in eight forms,
     with their ISO form as targets. Several with their weights: a.jsonl:2,b.jsonl:1."""
     source_column: str = "source"
     """Column of the source text."""
@@ -63,7 +63,7 @@ class TaskConfig(DataConfig, ModelConfig):
 
     # New model
     vocab_size: Vocabulary = 1024
-    """Size of its byte-level BPE vocabulary, learnt from the training rows."""
+    """Size of its byte-level BPE vocabulary, trained on the training rows."""
     hidden_size: Size = field(default=64, metadata=MODEL)
     """Width of the model, a multiple of num_heads."""
     num_layers: Size = field(default=2, metadata=MODEL)

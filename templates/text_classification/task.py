@@ -40,7 +40,7 @@ class TaskConfig(DataConfig, ModelConfig):
     data: str = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
     .csv, .tsv or .parquet file, also compressed (.gz), a folder of such files, a folder of .txt
-    files in one folder for each class, or a data set on the Hub. Several with their weights:
+    files in one folder for each class, or a dataset on the Hub. Several with their weights:
     a.jsonl:2,b.jsonl:1."""
     text_column: str = "text"
     """Column of the text."""
@@ -63,7 +63,7 @@ class TaskConfig(DataConfig, ModelConfig):
     """Share of its tokens that a text loses in training, other ones in each epoch, so that the
     answer does not depend on a few names. The first, the last and separators stay."""
     vocab_size: Vocabulary = 8192
-    """New model: size of its byte-level BPE vocabulary, learnt from the training texts."""
+    """New model: size of its byte-level BPE vocabulary, trained on the training texts."""
     hidden_size: Size = field(default=128, metadata=MODEL)
     """New model: its width, a multiple of 2 x num_heads."""
     num_layers: Size = field(default=1, metadata=MODEL)

@@ -24,7 +24,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "audit": {
         "receipt": {"type": Path, "help": "file that samestep receipt has written"},
         "--steps": {"default": ":", "metavar": "A:B", "help": "default: all"},
-        "--run": {"type": Path, "help": "folder of the run, to go on from step A"},
+        "--run": {"type": Path, "help": "folder of the run, to resume at step A"},
         "--processes": PROCESSES,
         "--anyway": {"action": "store_true", "help": "train in spite of differences"},
     },

@@ -8,7 +8,7 @@
 
 Code, data and versions are compared first. A command after -- is run in a copy of this folder
 without its runs, where it writes into RUN. What trains is ended when the last step is saved. With
-`exact` the processes do not matter. Exit codes: 0 equal; 1 not equal; 2 refused.
+`exact` the processes do not matter. Exit codes: 0 equal; 1 not equal; 2 wrong input.
 """
 
 import os
@@ -53,7 +53,7 @@ class _Audit:
         self.seen: set[int] = set()
         self.checkpoint: Path | None = None
         if self.first and not self.run:
-            raise UserError(f"to go on after step {self.first} give --run, the folder of the run")
+            raise UserError(f"to resume after step {self.first} give --run, the folder of the run")
         if self.first:
             record = Record(self.run)
             made.weights_at(record, self.first)

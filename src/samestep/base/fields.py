@@ -50,7 +50,7 @@ def check_ignored_fields(
             if not used and getattr(cfg, name) != defaults[name]:
                 value = one_line(repr(getattr(cfg, name)), 60)
                 raise ValueError(
-                    f"{section}{name} is {value}, but nothing reads it {circumstance}; leave it "
+                    f"{section}{name} is {value}, which has no effect {circumstance}; leave it "
                     f"out, or give its default, {one_line(repr(defaults[name]), 60)}"
                 )
 

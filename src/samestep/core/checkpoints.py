@@ -309,7 +309,7 @@ def find_checkpoint(
     for path in [] if named and named_first else list_checkpoints(folder):
         if resume == "never":
             raise ValueError(
-                f"{folder} holds checkpoints and resume is never; give --resume auto to continue "
+                f"{folder} holds checkpoints and resume is never; give --resume auto to resume "
                 "from them, or another folder to start afresh"
             )
         try:
@@ -443,7 +443,7 @@ def check_settings(
     if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
         made = f"task.views gives other rows of the same data than at an earlier start: {made}"
     if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
-        raise ValueError(f"{made}, and a stream goes on over the same shards alone; {other}")
+        raise ValueError(f"{made}, and a stream resumes over the same shards alone; {other}")
     if changed and not accept:
-        raise ValueError(f"{made}; {other}, or accept_changes to continue with the new ones")
+        raise ValueError(f"{made}; {other}, or accept_changes to resume with the new ones")
     return changed

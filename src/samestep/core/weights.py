@@ -203,7 +203,7 @@ def sync_batch_norms(
         return model
     if device_shares == "auto" or len({*plan.shares}) > 1:
         raise UserError(
-            "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
+            "BatchNorm needs equal shares, since the GPUs reduce its statistics in each "
             f"micro-batch: give a global_batch_size that {processes} divides and device_shares "
             "equal, or use GroupNorm or LayerNorm"
         )
@@ -410,7 +410,7 @@ class TrainingState:
                 owner, _, key = weight.rpartition(".")
                 raise ValueError(
                     f"{f'{key} of {owner}' if kind == 'state' else weight} is not finite, so "
-                    "nothing was saved; check the data, or continue from the newest checkpoint "
+                    "nothing was saved; check the data, or resume from the newest checkpoint "
                     "with accept_changes and another learning rate"
                 )
 

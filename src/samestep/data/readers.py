@@ -244,7 +244,7 @@ _CACHE = os.environ.get("HF_DATASETS_CACHE")
 
 
 def load_split(name: str, config: str, split: str, revision: str, field: str) -> Any:
-    """A split of a data set on the Hub, downloaded once: a `datasets.Dataset`.
+    """A split of a dataset on the Hub, downloaded once: a `datasets.Dataset`.
 
     Raises ValueError unless `revision` is a commit; the message gives the newest one.
     """
@@ -276,7 +276,7 @@ def _unknown_commit(name: str, revision: str) -> ValueError:
         text = "is neither here nor on the Hub, or the Hub cannot be reached"
         return ValueError(f"task.data: {name} {text}: {one_line(error)}")
     text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
-    return ValueError(f"task.data_revision: data sets on the Hub change; {text}")
+    return ValueError(f"task.data_revision: datasets on the Hub change; {text}")
 
 
 def read_dataset(dataset: Dataset, columns: Columns | None, data: str, field: str) -> Iterator[Row]:

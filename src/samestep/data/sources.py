@@ -22,7 +22,7 @@ from samestep.base.fields import (
 )
 from samestep.base.workers import count_cores
 
-_OF_DATA = HUB, HELD_OUT, OWN = "a data set of the Hub", "rows that are held out", "your own data"
+_OF_DATA = HUB, HELD_OUT, OWN = "a dataset of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
 # tasks that have its fields.
 _READ_BY = (
@@ -59,21 +59,21 @@ class DataConfig:
 
     # Data
     data: str = ""
-    """Training rows: a file, a folder, or the name of a data set on the Hub."""
+    """Training rows: a file, a folder, or the name of a dataset on the Hub."""
     data_config: str = ""
-    """Data set on the Hub: its configuration, also called subset."""
+    """Dataset on the Hub: its configuration, also called subset."""
     data_split: str = "train"
-    """Data set on the Hub: the training split."""
+    """Dataset on the Hub: the training split."""
     data_revision: str = ""
-    """Data set on the Hub: the commit, 40 hex digits, because names and branches move on."""
+    """Dataset on the Hub: the commit, 40 hex digits, because names and branches move on."""
     validation_data: str = ""
     """Validation rows: a file or a folder; empty: the files of `data` that are named validation,
     valid, val or dev, or without these a fraction of the training rows, which is held out."""
     validation_split: str = ""
-    """Data set on the Hub: the validation split; empty: as for validation_data."""
+    """Dataset on the Hub: the validation split; empty: as for validation_data."""
     validation_fraction: Fraction = 0.1
     """Fraction of the training rows held out for evaluation, about. A hash of each row's content
-    decides: the choice is the same on every machine, equal rows stay on one side, and no row is
+    decides: the choice is the same everywhere, equal rows stay on one side, and no row is
     held out of more data that was trained on before."""
     validation_rows: _ValidationRows = 1000
     """Maximum number of rows that are held out: an evaluation of 1,000 rows takes about a tenth of
@@ -173,7 +173,7 @@ def _check_streaming(cfg: Any, bundled: Any) -> None:
     check_fields(cfg, rules)
     if cfg.data in bundled or is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
-        hint = f"of a data set on the Hub give the URL of its files, {example}"
+        hint = f"of a dataset on the Hub give the URL of its files, {example}"
         raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
 
 
@@ -181,7 +181,7 @@ def _check_streaming(cfg: Any, bundled: Any) -> None:
 
 
 def is_hub_name(data: str) -> bool:
-    """Whether this names a data set on the Hub: OWNER/NAME or NAME, and no local file or folder.
+    """Whether this names a dataset on the Hub: OWNER/NAME or NAME, and no local file or folder.
 
     A name that ends like a file (rows.csv) counts as a missing file.
     """

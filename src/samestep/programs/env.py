@@ -5,10 +5,10 @@
 
 `unset` for every ACCELERATE_*, FSDP_* and PARALLELISM_CONFIG_* that is set, then `export` for what
 `accelerate launch` would set, made by accelerate's own functions. Options of `accelerate launch`
-may follow the YAML, such as --mixed_precision no. How many processes train, and where they meet,
-is up to the launcher: num_processes, num_machines, machine_rank and the port have no effect.
+may follow the YAML, such as --mixed_precision no. The number of processes and the rendezvous are
+up to the launcher: num_processes, num_machines, machine_rank and the port have no effect.
 
-For sh, dash, bash and zsh. If the YAML is wrong, eval fails, and train.py refuses to train.
+For sh, dash, bash and zsh. If the YAML is wrong, eval fails, and train.py does not train.
 Exit codes: 0 the lines are printed; 2 the input is wrong.
 """
 

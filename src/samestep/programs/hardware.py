@@ -7,7 +7,7 @@
 check names what makes training wrong or impossible. bench measures the devices and what connects
 them. smoke starts train.py on one device and on all, and compares what it logs. recommend says how
 much memory the model of a recipe needs, and which YAML trains it here. Flags of train.py (--config,
---learning_rate, ...) may follow the verb. The figures go to runs/hardware/hardware.json.
+--learning_rate, ...) may follow the subcommand. The figures go to runs/hardware/hardware.json.
 """
 
 import dataclasses

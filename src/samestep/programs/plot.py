@@ -20,7 +20,7 @@ def main() -> None:
     parser = make_parser("plot", __doc__)
     about = "folder of a run, such as runs/a"
     parser.add_argument("runs", nargs="+", type=Path, metavar="run", help=about)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the picture")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the figure")
     args = parser.parse_args()
     output = args.output or (args.runs[0] if len(args.runs) == 1 else Path()) / "curves.png"
     try:

@@ -7,7 +7,7 @@
     python -m samestep prepare --prune                   removes data that no run here names
 
 It takes the recipe and the flags of train.py, and calls the same function of task.py. It makes no
-run folder. Data that is there is only checked. After an interruption the same command goes on.
+run folder. Data that is there is only checked. Interrupted, it starts again.
 
 Exit codes: 0 the data is there; 2 the input is wrong; 75 stopped on request.
 """

@@ -135,5 +135,5 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if without:
         raise UserError(
             f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
-            "put it on a disk that all machines share, under the same path"
+            "put it on a disk that all nodes share, under the same path"
         )

@@ -231,7 +231,7 @@ def check_model(model: Any) -> torch.nn.Module:
     expect(isinstance(model, torch.nn.Module), "task.build_model returns", model, "an nn.Module")
     if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
         raise ValueError(
-            "task.build_model returns a quantised model, whose runs do not continue as they were"
+            "task.build_model returns a quantized model, whose runs would not resume as they were"
         )
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     if not trained:

@@ -299,6 +299,6 @@ def restart_store() -> dist.Store | None:
     if not alone and not store.check([entry]):
         raise UserError(
             "with the c10d rendezvous, several launchers and --max_restarts, first export "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node; samestep launch does it"
         )
     return None if restarts == "0" else dist.PrefixStore(f"restart-{restarts}", store)

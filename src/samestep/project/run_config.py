@@ -26,9 +26,9 @@ class RunConfig:
     output_dir: str = field(default="", metadata=NOTHING)
     """Folder of the run; empty: runs/ and the recipe's file name."""
     resume: str = field(default="auto", metadata=UNSAVED)
-    """auto: continue from the newest checkpoint in output_dir; or never; or a checkpoint's path."""
+    """auto: resume from the newest checkpoint in output_dir; or never; or a checkpoint's path."""
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
-    """Continue from a checkpoint although data or settings that affect the result have changed."""
+    """Resume from a checkpoint although data or settings that affect the result have changed."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
     """Check everything that needs no model, show a row, a batch and the result, and stop."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
@@ -88,4 +88,4 @@ class RunConfig:
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""
     deterministic: bool = False
-    """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
+    """On a GPU: slower kernels; a resumed run is then bitwise identical to an uninterrupted one."""
