@@ -1,4 +1,4 @@
-"""What can be checked of the words: in pages, in --help, in errors; docstrings; the version."""
+"""What can be checked of the words: in pages, in --help, in errors; docstrings."""
 
 import ast
 import inspect
@@ -95,16 +95,3 @@ def test_public_names_have_docstrings():
                     doc = each.__doc__ or ""  # a dataclass without one gets its signature
                     bare += [member] if not doc or doc.startswith(f"{member}(") else []
     assert not bare
-
-
-def test_the_version_is_one():
-    number, _, ending = samestep.__version__.partition(".dev")
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    (heading,) = re.findall(r"^## (.+)$", changes, flags=re.M)[:1]
-    assert heading == (f"{number} (not released)" if ending else heading)
-    assert heading.split()[0] == number
-    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
-    assert f"The tag v{number} is of the version {number}." in workflow
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (f"Version {number} is not released yet" in readme) == bool(ending)
-    assert changes.count("\n") <= 80
