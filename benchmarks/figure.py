@@ -199,6 +199,7 @@ def main() -> None:
         if "--audit" in sys.argv:
             words = ["--steps", "0:20", "--processes", "2", "--anyway"]
             sys.exit(ask(project, "audit", str(RECEIPT), *words))
+        plain = {} if "--receipt" in sys.argv else train_plain(project)
         runs = {"1 process": train(project, 1)}
         if "--receipt" in sys.argv:
             known = json.loads((DOCS / "reproducible.json").read_text())["runs"]["1 process"]
@@ -209,7 +210,6 @@ def main() -> None:
         runs |= {f"{number} processes": train(project, number) for number in (2, 4)}
         runs[f"2 processes, killed {KILLS} times"] = train(project, 2, KILLS)
         chain = write_receipt(project)
-        plain = train_plain(project)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps = range(1, STEPS + 1)
