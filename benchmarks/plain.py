@@ -37,7 +37,7 @@ def main(folder: str) -> None:
     if accelerator.is_main_process:
         with open(f"{folder}/losses-{accelerator.num_processes}.json", "w") as file:
             json.dump(losses, file)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     make demo
     .venv/bin/python docs/record.py demo/my_training
 
-Lines and their times are those of the runs; pauses longer than a second are shortened to one.
+Lines and their times are those of the runs; pauses longer than a second are shortened to one. The
+data is prepared before. All lines are shown first, so that a reader without animation sees them.
 """
 
 import html
@@ -18,7 +19,7 @@ from pathlib import Path
 TRAIN = 'make train RECIPE=smoke ARGS="--output_dir runs/{}"'
 SUMS = "sha256sum runs/killed/model/model.safetensors runs/whole/model/model.safetensors"
 COLORS = {"$": "#7dd3fc", "K": "#fca5a5", "#": "#9ca3af"}  # by the first character of a line
-WIDTH, ROW, HOLD = 104, 18, 8
+WIDTH, ROW, HOLD = 104, 18, 8.0
 
 
 def run(command: str, project: Path, kill_at: str = "") -> list[tuple[float, str]]:
@@ -39,15 +40,16 @@ def run(command: str, project: Path, kill_at: str = "") -> list[tuple[float, str
 
 
 def draw(lines: list[tuple[float, str]]) -> str:
-    """The lines as an SVG, each of which appears at its time, again and again."""
-    total, clock, texts = sum(pause for pause, _ in lines) + HOLD, 0.0, []
+    """The lines as an SVG: all of them for a while, then each at its time, again and again."""
+    total, clock, texts = sum(pause for pause, _ in lines) + HOLD, HOLD, []
     for number, (pause, line) in enumerate(lines):
         clock += pause
         shown = html.escape(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
         color = COLORS.get(line[:1], "#e5e7eb")
         texts.append(
             f'<text x="12" y="{24 + ROW * number}" fill="{color}">{shown}'
-            f'<animate attributeName="opacity" values="0;1;1" keyTimes="0;{clock / total:.4f};1" '
+            f'<animate attributeName="opacity" values="1;0;1" '
+            f'keyTimes="0;{HOLD / total:.4f};{clock / total:.4f}" '
             f'calcMode="discrete" dur="{total:.1f}s" repeatCount="indefinite"/></text>'
         )
     height = 24 + ROW * len(lines)
@@ -65,6 +67,7 @@ def main() -> None:
     project = Path(sys.argv[1])
     for name in ("killed", "whole"):
         shutil.rmtree(project / "runs" / name, ignore_errors=True)
+    run("make prepare RECIPE=smoke", project)
     lines = run(TRAIN.format("killed"), project, kill_at="step 30/")
     lines += run(TRAIN.format("killed"), project)
     whole = run(TRAIN.format("whole"), project)
