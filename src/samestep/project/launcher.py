@@ -21,7 +21,7 @@ _SECTIONS = {
 # How accelerate begins the names of a section's keys, where they lack it.
 _KEY_PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
 # Keys with which accelerate would fail in other words.
-_KINDS = dict.fromkeys(("num_processes", "num_machines", "machine_rank"), int)
+_KINDS: dict[str, Any] = dict.fromkeys(("num_processes", "num_machines", "machine_rank"), int)
 _KINDS |= dict.fromkeys(("mixed_precision", "gpu_ids"), str | None)
 
 
