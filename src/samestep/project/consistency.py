@@ -54,8 +54,11 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
 def _loaded_modules(project: Path) -> dict[str, Path]:
     """The files of modules below the project's folder, by their names there; no environment's."""
     found, root = {}, project.resolve()
-    # Thousands of modules lie in few folders.
-    inside = functools.cache(lambda folder: Path(folder).resolve().is_relative_to(root))
+
+    @functools.cache  # thousands of modules lie in few folders
+    def inside(folder: str) -> bool:
+        return "site-packages" not in folder and Path(folder).resolve().is_relative_to(root)
+
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None) or ""
         if not (file.endswith(".py") and inside(os.path.dirname(file)) and os.path.isfile(file)):
