@@ -89,14 +89,6 @@ def test_one_process_that_torchrun_starts(tiny, tmp_path):
     check_same(alone, tmp_path / "launched")
 
 
-def test_three_processes_without_exact_share_a_batch_that_three_does_not_divide(tiny, tmp_path):
-    """Measured: losses to 5e-8."""
-    flags = [*DROPOUT, "--micro_batch_size", 1, "--output_dir"]
-    tiny.train(1, *flags, tmp_path / "1")
-    assert "8 samples = (3 + 3 + 2) x 1 (" in tiny.train(3, *flags, tmp_path / "3")
-    check_same_curve(tmp_path / "1", tmp_path / "3", rel=1e-6)
-
-
 def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path):
     flags = ["--task.poisoned", 5, "--task.poison", "nan", "--max_skipped_steps", 0]
     outputs = train_all(tiny, tmp_path, [(1,), (3,)], *flags)

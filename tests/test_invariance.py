@@ -108,17 +108,6 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp
     assert [line["rows"] for line in lines(tmp_path / "3", "eval_loss")] == [11] * 4
 
 
-@pytest.mark.parametrize("size, batch", [(3, 8), (7, 6)])
-def test_data_smaller_than_a_step_or_not_divided_by_it(tiny, tmp_path, size, batch):
-    """Epochs run on within a step: no ragged tail, and each sample as often as the others."""
-    flags = ["--task.samples", size, "--global_batch_size", batch, "--max_steps", 7]
-    for processes in (1, 2):
-        tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)
-    check_same_curve(tmp_path / "1", tmp_path / "2", rel=1e-6)
-    last = lines(tmp_path / "1", "loss")[-1]
-    assert last["samples"] == 7 * batch and last["epoch"] == 7 * batch / size
-
-
 def test_a_far_step_is_reached_without_reading_what_lies_before(tiny, tmp_path):
     """From step 10**6 on: the samples are those that the order gives, and nothing else is read."""
     output, flags = tmp_path / "run", ["--max_steps", 1_000_002, "--save_every", 0]

@@ -81,15 +81,6 @@ def test_changes_of_settings(tmp_path):
         checkpoints.check_settings(tmp_path, stream, {"config": {"seed": 1}}, {}, True, {})
 
 
-def test_weights_of_another_shape_are_refused_although_changes_are_accepted(tiny, whole, tmp_path):
-    flags = ["--output_dir", copy_until(whole, 3, tmp_path / "run"), *FLAGS, "--task.width", 16]
-    printed = tiny.train(1, *flags, codes=[2])
-    assert "task.width: 32 -> 16" in printed and printed.count("\n") == 1
-    printed = tiny.train(1, *flags, "--accept_changes", codes=[2])
-    assert "step-00000003 does not fit the model: " in printed
-    assert "is (32,) in the checkpoint and (16,) in the model; give the settings" in printed
-
-
 # ---- In the background ---------------------------------------------------------------------------
 
 # Runs a piece of Python before each file is written: it sees `write`, `calls` and `folder`.

@@ -88,7 +88,7 @@ NAMED = "extra had no gradient, and on several processes DDP waits"
 @pytest.mark.parametrize(
     ("use", "processes"),
     [
-        ("never", 2), ("nine rows in ten", 2), ("layerdrop", 3),
+        ("never", 2), ("nine rows in ten", 2), pytest.param("layerdrop", 3, marks=pytest.mark.slow),
         pytest.param("other rows", 2, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
