@@ -16,9 +16,6 @@ def main():
     for path in [*project.glob("configs/train/*.yaml"), *project.glob("cluster/*")]:
         if path.is_file() and not path.read_bytes().strip():  # rendered for another answer
             path.unlink()
-    record = project / ".cruft.json"
-    if '"commit": null' in record.read_text(encoding="utf-8"):  # the template is in no repository
-        record.unlink()
     with contextlib.suppress(OSError):  # something is in it, or it is not there
         (project / "cluster").rmdir()
     sys.path.insert(0, os.fsdecode(bytes.fromhex("{{ template_root }}")))

@@ -70,13 +70,15 @@ def quoted(text):
 def project_record(answers):
     """Return the file of cruft: the template's URL or null, its commit, and the answers.
 
-    `cruft update` brings what is new in the template, also to a project of cookiecutter.
+    `cruft update` brings what is new in the template, also to a project of cookiecutter. Where the
+    template is in no repository, it fails.
     """
     record = {"template": None, "commit": None, "checkout": None, "directory": None}
     if answers.get("_repo_dir") != answers["_template"]:  # else a folder: no path of this machine
         record["template"] = public_url(git("config", "--get", "remote.origin.url"))
     if git("rev-parse", "--show-prefix") == "":  # else a folder in somebody's repository
         record["commit"] = git("rev-parse", "--verify", "HEAD")
+    record["commit"] = record["commit"] or "unknown"  # null would pass for the newest one
     record["context"] = {"cookiecutter": {name: answers[name] for name in QUESTIONS}}
     return json.dumps(record, indent=4, ensure_ascii=False)
 

@@ -22,11 +22,11 @@ def run(tmp_path):
                 (("NAME", "Test"), ("EMAIL", "test@example.org"))}  # fmt: skip
     env = os.environ | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"} | identity
 
-    def run(folder, *command):
+    def run(folder, *command, code=0):
         if command[0] != "git":
             command = (str(Path(sys.executable).with_name(command[0])), *command[1:])
         result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        assert result.returncode == code, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout
 
     return run
@@ -133,11 +133,12 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run, maker):
 
 def test_a_url_is_recorded_without_credentials(tmp_path, run):
     """git is told that the address leads to a folder here. A folder that is in no repository has no
-    commit, and so no record."""
+    commit, and is never taken for up to date."""
     template = copy_template(tmp_path / "template")
     run(tmp_path, "cookiecutter", template, "--no-input", "--output-dir", "before")
-    assert not [*tmp_path.glob("before/*/.cruft.json")]
     commit(run, template)
+    (before,) = (tmp_path / "before").iterdir()
+    run(before, "cruft", "update", "--skip-apply-ask", "--template-path", template, code=1)
     url, public = (f"https://{user}example.org/template.git" for user in ("me:secret@", ""))
     run(tmp_path, "git", "config", "--global", f"url.{template}.insteadOf", url)
     project = generate(run, "cookiecutter", url, tmp_path / "by_url")
