@@ -309,6 +309,7 @@ class SampleDataset(torch.utils.data.Dataset):
         return np.asarray(positions)[order].tolist()
 
     def __getitems__(self, positions: list[int]) -> list[tuple]:
+        ids: Any
         with as_user_error():
             if self.is_stream:
                 ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)

@@ -110,7 +110,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     tools. Sets cfg.rows, if it is auto. Raises ValueError for rows of more than one format.
     """
     functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
-    bundled = {"manual": demo_data.manual_rows, "docstrings": functions}
+    bundled: dict[str, Any] = {"manual": demo_data.manual_rows, "docstrings": functions}
     inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
     kinds = {}
     for each in inputs:
