@@ -34,7 +34,8 @@ if "frozen" in mistake:
     model[0].requires_grad_(False)
     if mistake == "unequal_frozen":
         model[0].weight.data.mul_(1.5)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+kind = torch.optim.LBFGS if mistake == "lbfgs" else torch.optim.AdamW
+optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 scheduler = None
 if mistake == "scheduler":
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

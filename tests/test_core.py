@@ -20,6 +20,7 @@ import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, newest, preloaded, status
 from samestep.base.errors import UserError
 from samestep.core import script as own_script
+from samestep.core import stop
 
 MISTAKES_SCRIPT, MASKED = (ROOT / "tests" / f"own_{name}.py" for name in ("mistakes", "masked"))
 EXAMPLE = ROOT / "examples" / "own_script.py"
@@ -73,6 +74,7 @@ MISTAKES = {
     "collate_own_generator": (1, "a generator of its own; draw from torch, np.random or random"),
     "scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
     "late_scheduler": (1, "no checkpoint would hold the learning rate scheduler of this optimizer"),
+    "lbfgs": (1, "LBFGS computes the loss itself, several times a step: give an optimizer whose"),
     "unprepared": (1, "Training takes what accelerator.prepare(model, optimizer) returns"),
     "compiled": (1, "torch.compile has wrapped the model: call model.compile() before"),
     "no_rows": (1, "rows are empty; give at least one"),
@@ -134,6 +136,9 @@ def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
     saved = {path.name for path in tmp_path.glob("checkpoints/*")}
     late = {"exception", "break_inside", "main_alone"}  # after the save of step 2, or before it
     assert saved <= ({"step-00000002"} if mistake in late else set())
+    if (tmp_path / "status.json").exists():
+        about = status(tmp_path)
+        assert (about["state"], about["exit_code"]) == ("failed", ended[0][0])
 
 
 # Arguments of Training, and words of the line.
@@ -240,7 +245,7 @@ def test_evaluate_counts_each_row_once(tmp_path, processes):
 
 def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(plain, tmp_path):
     words_of(script(1, "break", tmp_path))
-    assert newest(tmp_path).name == "step-00000002"
+    assert newest(tmp_path).name == "step-00000002" and status(tmp_path)["state"] == "stopped"
     words_of(script(1, "save_and_break", tmp_path))
     assert newest(tmp_path).name == "step-00000003"
     assert "continues from" in words_of(script(1, "nothing", tmp_path))
@@ -325,12 +330,21 @@ def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes
     assert digest(newest(tmp_path)) == digest(newest(folder))
 
 
-def test_fsdp2_in_bf16_as_accelerate_sets_it_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "FSDP2 in half precision takes bf16"),
+        (
+            {"FSDP_IGNORED_MODULES": "classifier", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
+            "FSDP ignores classifier.weight, classifier.bias, and would not reduce their gradients",
+        ),
+    ],
+)
+def test_fsdp2_that_would_train_otherwise_is_refused(tmp_path, more, said):
+    """accelerate's own bf16, and weights that each process would train alone."""
     program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
-    bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
-    ended = script(2, *FLAGS[1:], tmp_path, program=program, **bf16)
-    assert [code for code, *_ in ended] == [2, 2]
-    assert "FSDP2 in half precision takes bf16" in str(ended)
+    ended = script(2, *FLAGS[1:], tmp_path, program=program, **FSDP2 | more)
+    assert [code for code, *_ in ended] == [2, 2] and said in str(ended)
 
 
 def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
@@ -398,6 +412,15 @@ def test_a_signal_saves_the_step_and_exits_with_75(plain, tmp_path):
 
 
 # ---- Launchers -----------------------------------------------------------------------------------
+
+
+def test_a_variable_that_somebody_exports_is_no_launcher(monkeypatch):
+    """Else the run would stop where its shell ends."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert stop.launcher_process() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "id")
+    assert stop.launcher_process() == os.getppid()
+
 
 NOTEBOOK = """
 import runpy, sys

@@ -68,6 +68,7 @@ def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
 import torch
 from torch._dynamo.utils import counters
 from samestep.project import device
+from accelerate.utils import compile_regions
 from samestep.core import weights
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
@@ -98,6 +99,7 @@ with weights.eager(model):
     model(torch.ones(7, 4))
 assert counters["stats"]["unique_graphs"] == 1
 plain = weights.TaskModule(torch.nn.Linear(4, 4))
+assert not weights.is_compiled(plain) and weights.is_compiled(compile_regions(Model()))
 device.compile_blocks(plain)
 plain(lambda model, batch: model(batch), rows)
 assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2

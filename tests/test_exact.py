@@ -18,6 +18,7 @@ from conftest import (
     read_weights,
     with_ddp,
 )
+from test_continuing import KILL
 from test_invariance import DROPOUT, check_same_curve, timeless
 
 EXACT = ["--exact", "true", *DROPOUT]
@@ -216,6 +217,26 @@ def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path):
     printed = project.train(2, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
     said = "exact: the model changes its buffer 1.running_mean while it trains"
     assert printed.count(said) == printed.count("train.py: ") == 1 and "Traceback" not in printed
+
+
+NOISY = """
+import torch
+class Noisy(torch.optim.AdamW):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(torch.randn_like(p), alpha=1e-3)
+torch.optim.AdamW = Noisy
+"""
+
+
+def test_an_optimizer_that_draws_is_seeded_by_the_step(tiny, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    tiny.train(1, *EXACT, "--output_dir", whole, before=NOISY)
+    tiny.train(1, *EXACT, "--output_dir", run, before=NOISY + KILL.format(7), codes=[-9])
+    tiny.train(3, *EXACT, "--output_dir", run, before=NOISY)
+    check_same_end(run, whole)
 
 
 def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):

@@ -156,9 +156,9 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     old = state_of(Odd(0), optimizer)
     train(old, 2)
     manifest = save(old, tmp_path)
-    new = state_of(Odd(1), optimizer)
-    draws, scratch = torch.get_rng_state(), new.module.model.scratch
-    scratch.fill_(7)
+    model = Odd(1)
+    draws, scratch = torch.get_rng_state(), model.scratch.fill_(7)
+    new = state_of(model, optimizer)
     new.load(tmp_path, manifest, manifest)
     assert torch.equal(torch.get_rng_state(), draws) and scratch.tolist() == [7, 7]
     assert plain(new.module.state_dict()) == plain(old.module.state_dict())
@@ -170,6 +170,9 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     save(old, again), save(new, tmp_path / "new")
     name = "rank-00000.safetensors"
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+    scratch.add_(1)  # no checkpoint would hold it
+    with pytest.raises(ValueError, match="training changes the buffer scratch, which no checkpoint"):
+        new.collect()
 
 
 def test_settings_that_the_optimizer_has_restored_are_those_of_now(tmp_path):

@@ -135,7 +135,8 @@ def lr_at(step: int, cfg: Config, max_steps: int) -> float:
     if cfg.lr_schedule == "wsd":
         decay_start = max(decay_start, round(max_steps * (1 - cfg.decay_fraction)))
     decay_steps = max(max_steps - decay_start, 1)
-    left = min(1 - (step - 1 - decay_start) / decay_steps, 1)  # of the decay: 1 down to 0
+    # The part of the decay that is left: from 1 down to 0.
+    left = min(1 - (step - 1 - decay_start) / decay_steps, 1)
     if cfg.lr_schedule == "constant":
         left = 1
     elif cfg.lr_schedule == "cosine":
@@ -156,7 +157,7 @@ def due(step: int, every: int | str, last: bool, run: Run) -> bool:
 @torch.no_grad()
 def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
     """The scores of all rows, each counted once, and their sums; None, None if asked to stop."""
-    for batch in loader.batches(model):  # as many on every rank: FSDP
+    for batch in loader.batches(model):  # as many on every rank, as FSDP needs it
         loader.add_sums(model(run.task.eval_sums, batch))
         loader.keep_outputs(model, batch)  # if task.py has eval_outputs
     return loader.score()
@@ -168,7 +169,7 @@ def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
 def compute_step(
     run: Run, model: torch.nn.Module, gradients: StepGradients, step: int, batches: list, items: int
 ) -> list[torch.Tensor]:
-    """Adds up the gradients of sum(losses) / items, on any number of processes; the losses."""
+    """Adds up the gradients of sum(losses) / items over all processes; the losses of this one."""
     gradients.start_step(run.plan)
     accelerator, losses, scale = run.accelerator, [], gradients.divisor / max(items, 1)
     for number, batch in batches:
@@ -222,8 +223,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     model.train()
     run.meter.start()
     train_loader.prefetch()
+    last = step == run.last_step
     while True:
-        last = step == run.last_step
         to_evaluate = step > 0 and not (scores or stopped) and due(step, cfg.eval_every, last, run)
 
         # Save, then evaluate: a stop loses nothing. The best model is one of those that were saved.
@@ -259,6 +260,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         gradients.reduce()
         norm = gradients.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm, num_items)
+        seed_micro_batch(cfg.seed, step)  # an optimizer that draws
         optimizer.step()
         optimizer.zero_grad()
 

@@ -181,6 +181,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             answer |= question.describe(losses, items)
         norm = gradients.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm, items)
+        batches.seed_micro_batch(cfg.seed, step)
         optimizer.step()
         optimizer.zero_grad()
         means.add(step, items, run.plan.run(), losses, norm)

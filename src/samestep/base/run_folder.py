@@ -88,14 +88,16 @@ def _describe_process() -> dict:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
-def write_status(output: Path, state: str, **more: Any) -> None:
+def write_status(output: Path, state: str | None = None, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries.
 
-    `saved`, the step of the newest checkpoint, stays what it is unless it is given.
+    The state, and `saved`, the step of the newest checkpoint, stay what they are unless they are
+    given.
     """
     path = output / "status.json"
-    saved = read_json_object(path).get("saved", 0)
-    text = json.dumps({"state": state, "saved": saved, **_describe_process(), **more}) + "\n"
+    before = read_json_object(path)
+    kept = {"state": state or before.get("state"), "saved": before.get("saved", 0)}
+    text = json.dumps({**kept, **_describe_process(), **more}) + "\n"
     try:
         replace_text(path, text)
     except OSError:

@@ -165,9 +165,10 @@ def plan_step(
 # ---- Random numbers ------------------------------------------------------------------------------
 
 
-def seed_micro_batch(seed: int, step: int, number: int) -> None:
+def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
     """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
-    step, counted from 1, and not by its rank."""
+    step, counted from 1, and not by its rank. Without a number: what comes after the micro-batches
+    of the step, such as an optimizer that draws."""
     seed = hash_integers(seed, step - 1, number)
     seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.

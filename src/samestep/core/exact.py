@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -80,30 +80,20 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
     `runs` are those of the processes of the group, which call it together.
     """
     rank, count = dist.get_rank(group), len(runs)
-    places = total.tensor_split(count)  # the part of each process
+    sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
     cut = [node.tensor_split(count) for node in nodes]
-    others = [peer for peer in range(count) if peer != rank]
-    parts = [[torch.empty_like(places[rank]) for _ in nodes_of(run)] for run in runs]
-    parts[rank] = [each[rank] for each in cut]
-
-    def send(given: Sequence[tuple[Callable, int, torch.Tensor]]) -> None:
-        pairs = [each for each in given if len(each[2])]
-        ops = [dist.P2POp(f, t, group=group, group_peer=peer) for f, peer, t in pairs]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
-
-    send(
-        [(dist.isend, peer, each[peer]) for peer in others for each in cut]
-        + [(dist.irecv, peer, each) for peer in others for each in parts[peer]]
-    )
+    sent = torch.cat([total[:0], *(each[peer] for peer in range(count) for each in cut)])
+    numbers = [len(nodes_of(run)) for run in runs]
+    received = sent.new_empty(sum(numbers), sizes[rank])
+    dist.all_to_all_single(
+        received.view(-1), sent, [n * sizes[rank] for n in numbers],
+        [len(nodes) * size for size in sizes], group,
+    )  # fmt: skip
     tree = TreeSum()
-    for (first, size), part in zip(chain(*map(nodes_of, runs)), chain(*parts), strict=True):
+    for (first, size), part in zip(chain(*map(nodes_of, runs)), received, strict=True):
         tree.add(first, [part], size)
-    places[rank].copy_(tree.total()[0])
-    send(
-        [(dist.isend, peer, places[rank]) for peer in others]
-        + [(dist.irecv, peer, places[peer]) for peer in others]
-    )
+    own = tree.total()[0]
+    dist.all_to_all_single(total, own.repeat(count), sizes, [sizes[rank]] * count, group)
 
 
 def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:

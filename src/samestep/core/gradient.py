@@ -29,6 +29,8 @@ class StepGradients:
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.checking = True  # the first step
         self.guarded, self.compared = False, False
+        if ranks.layout.fsdp:
+            sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         checks.say_kinds(ranks, model)
         # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
         more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}

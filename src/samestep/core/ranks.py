@@ -72,7 +72,10 @@ class Ranks:
 
     def from_main(self, value: Any) -> Any:
         """The main process's value, on every process."""
-        return self.gather(value)[0]
+        values = [value]
+        if self.group:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:

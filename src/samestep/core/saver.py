@@ -100,4 +100,4 @@ class Saver:
     def note_saved(self, step: int) -> None:
         """Writes into the status that a checkpoint of this step is there."""
         if self.main:
-            run_folder.write_status(self.output, "running", saved=step)
+            run_folder.write_status(self.output, saved=step)

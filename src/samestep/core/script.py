@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 # ---- Before training -----------------------------------------------------------------------------
 
 
-def end_in_one_line() -> None:
+def end_in_one_line(run: "Training") -> None:
     """What ends the script is one line, if it is a UserError or of another process; the exit code
-    is that of train.py."""
+    is that of train.py. The status of the run tells it, too."""
     others = sys.excepthook
 
     def say(kind: type, error: BaseException, trace: Any) -> None:
+        code = 2 if isinstance(error, UserError) else 1
+        with contextlib.suppress(OSError):
+            run.write_state("failed", exit_code=code)
         if not isinstance(error, UserError | Failed):
             return others(kind, error, trace)
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        sys.exit(code)
 
     sys.excepthook = say
 
@@ -96,7 +99,7 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
 def compute_exactly(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
     """Makes torch deterministic; raises UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
-    modules, plugin = [*model.modules()], getattr(accelerator.state, "fsdp_plugin", None)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     on_cpu = accelerator.device.type == "cpu"
     # Under FSDP on CPUs a fused optimizer rounds the last values of a shard in another way.
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -106,7 +109,7 @@ def compute_exactly(accelerator: Accelerator, model: Any, optimizer: Accelerated
         "offload": is_fsdp and hasattr(plugin.cpu_offload, "pin_memory"),  # a CPUOffloadPolicy
         "fused=True under FSDP2 on CPUs": on_cpu and is_fsdp and is_fused,
         "an Apple GPU": accelerator.device.type == "mps",
-        "torch.compile": any(m._compiled_call_impl or hasattr(m, "_orig_mod") for m in modules),
+        "torch.compile": weights.is_compiled(model),
     }
     for name, is_there in excluded.items():
         if is_there:
@@ -177,9 +180,9 @@ def check_same(run: "Training", config: dict, data: dict, drawn: str) -> None:
     checks.check_same(run.ranks, facts)
 
 
-def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Raises UserError for a scheduler that no checkpoint would hold. A prepared one makes a step
-    when it is told to, not one for each process."""
+def adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Lets a prepared scheduler make one step when it is told to, not one for each process. Raises
+    UserError for a scheduler that no checkpoint would hold."""
     for scheduler in accelerator._schedulers:
         scheduler.split_batches = True
     steps = (optimizer.step, optimizer.optimizer.step)
@@ -280,16 +283,12 @@ def check_order(step: "Step", wanted: str, what: str) -> None:
 def watch_optimizer(run: "Training") -> None:
     """Lets the optimizer make one step where it is due, and no other."""
 
-    def before(*_: Any) -> None:
+    def use(*_: Any) -> None:
         if run.current:
             check_order(run.current, "clipped", "optimizer.step()")
-
-    def after(*_: Any) -> None:
-        if run.current:
             run.current.gradient = "used"
 
-    run.optimizer.optimizer.register_step_pre_hook(before)
-    run.optimizer.optimizer.register_step_post_hook(after)
+    run.optimizer.optimizer.register_step_pre_hook(use)
 
 
 def check_complete(step: "Step") -> None:

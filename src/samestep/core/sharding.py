@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.core.inputs import IGNORE_INDEX
 from samestep.core.mesh import Layout
 
@@ -114,6 +114,16 @@ def check_weights(model: torch.nn.Module, layout: Layout) -> None:
         raise UserError(
             f"FSDP needs real weights, and {complex_ones[0]} is not; change it in build_model, or "
             "use another YAML"
+        )
+
+
+def check_none_ignored(trained: dict[str, torch.Tensor]) -> None:
+    """Raises UserError for weights that FSDP ignores: each process would train its own."""
+    names = [name for name, parameter in trained.items() if not is_dtensor(parameter)]
+    if names:
+        raise UserError(
+            f"FSDP ignores {some(names, 3)}, and would not reduce their gradients: leave them out "
+            "of fsdp_ignored_modules, or freeze them"
         )
 
 

@@ -50,8 +50,8 @@ class Step:
                 yield from self.compute(each, batch)
         self.loader.prefetch()  # while the device computes
         run.gradients.reduce()
-        # What the script draws from here on is the same on all processes, too.
-        seed_micro_batch(run.seed, self.number, run.plan.count)
+        # What the optimizer and the script draw from here on is the same on all processes.
+        seed_micro_batch(run.seed, self.number)
         self.gradient = "added up"
         if self.number % run.log_every == 0:
             (total,), _ = monitor.read_steps(

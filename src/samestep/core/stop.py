@@ -1,8 +1,10 @@
 """A signal that asks a run to stop is a flag while the run trains."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import signal
 import threading
 import time
@@ -60,7 +62,26 @@ def _kill_workers() -> None:
             worker.kill()
 
 
-def launcher_by_environment() -> int | None:
-    """The process id of the launcher, where it has set its variables."""
-    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    return os.getppid() if launched else None
+def launcher_process() -> int | None:
+    """The process id of torchelastic or of accelerate's launcher, if it has started this one."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else find_launcher()[0]
+
+
+def find_launcher() -> tuple[int | None, list[str]]:
+    """The process id of `accelerate launch`, or of samestep's, if it is the parent, and the words
+    that follow.
+
+    With one process it forwards no signal: it dies, and leaves that process behind. The death of
+    other parents means nothing: `nohup python train.py &` outlives its shell.
+    """
+    import psutil  # not needed to import the core
+
+    words = []
+    with contextlib.suppress(psutil.Error):  # no such process, or no permission
+        words = psutil.Process(os.getppid()).cmdline()
+    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
+    found = [number for number, word in enumerate(words[:3]) if re.search(launcher, word)]
+    if not found:
+        return None, []
+    words = words[found[-1] + 1 :]
+    return os.getppid(), words[words[:1] == ["launch"] :]

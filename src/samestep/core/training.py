@@ -33,7 +33,7 @@ from samestep.core.mesh import layout_of_accelerator
 from samestep.core.ranks import Ranks
 from samestep.core.saver import Saver
 from samestep.core.step import Step
-from samestep.core.stop import StopRequest, launcher_by_environment
+from samestep.core.stop import StopRequest, launcher_process
 from samestep.core.sums import EvaluationSums
 from samestep.core.weights import TrainingState, bare_model, settings_as_text
 
@@ -65,7 +65,8 @@ class Training:
         keep_checkpoints: int = 3, num_workers: int = 0, log_every: int = 1,
         rows_depend: bool = False, accept_changes: bool = False,
     ):  # fmt: skip
-        script.end_in_one_line()
+        self.saver: Saver | None = None
+        script.end_in_one_line(self)
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         script.check_whole(1, **sizes, log_every=log_every)
         numbers = {"seed": seed, "keep_checkpoints": keep_checkpoints, "num_workers": num_workers}
@@ -94,7 +95,6 @@ class Training:
         self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
         self.step = 0  # steps that are done
         self.not_finite = 0  # losses in a row
-        self.saver: Saver | None = None
         self.gradients: StepGradients | None = None
         self.current: Step | None = None
         script.watch_optimizer(self)
@@ -104,13 +104,13 @@ class Training:
 
         Prepare or register schedulers, and what else has a state, before.
         """
-        script.check_schedulers(self.accelerator, self.optimizer)
+        script.adopt_schedulers(self.accelerator, self.optimizer)
         if self.saver:
             return self.step
         found: Any = (None, None, {}, [])
         with self.ranks.fail_together():
             if self.accelerator.is_main_process:  # one process: verifying reads all bytes
-                found = self.find_checkpoint()
+                found = self.lock_and_find()
         lock, found = found[0], found[1:]
         path, saved, lines = self.ranks.from_main(found)
         with self.ranks.fail_together():
@@ -131,9 +131,9 @@ class Training:
         self.manifest["history"] = history
         return self.step
 
-    def find_checkpoint(self) -> tuple:
-        """The lock of the folder, the newest valid checkpoint in it, its manifest, and lines to
-        print."""
+    def lock_and_find(self) -> tuple:
+        """Locks the folder, and finds the newest valid checkpoint in it: the lock, the path, its
+        manifest, and lines to print."""
         lock, folder = run_folder.RunLock(self.folder), self.folder / "checkpoints"
         path, saved, passed_over = checkpoints.find_checkpoint(folder, "auto")
         lines = [f"passed over: {reason}" for reason in passed_over]
@@ -157,38 +157,43 @@ class Training:
         script.check_whole(0, max_steps=max_steps, save_every=save_every)
         self.resume()
         with self.ranks.fail_together():
-            if self.saver.lock and self.saver.lock.file.closed:  # after the steps of another call
-                self.saver.lock = run_folder.RunLock(self.folder)
+            if self.saver.lock:
+                if self.saver.lock.file.closed:  # after the steps of another call
+                    self.saver.lock = run_folder.RunLock(self.folder)
                 run_folder.write_status(self.folder, "running")
-        begin, workers, device = self.complete(), self.num_workers, self.accelerator.device
+        begin = self.complete()
         left = max(max_steps - begin, 0)
-        with StopRequest(launcher_by_environment()) as stop:  # from here on signals are flags
-            first = self.saver.samples(begin)
+        with StopRequest(launcher_process()) as stop:  # from here on signals are flags
+            first, device = self.saver.samples(begin), self.accelerator.device
             loader = StepLoader(
-                self.rows, self.task, self.plan, self.ranks, stop.requested, first, left, workers,
-                device,
+                self.rows, self.task, self.plan, self.ranks, stop.requested, first, left,
+                self.num_workers, device,
             )  # fmt: skip
             loader.prefetch()
             if not bare_model(self.accelerator, self.model).training:
                 self.model.train()
             for number in range(begin + 1, begin + left + 1):
                 self.current = Step(self, number, loader)
-                yield self.current
+                try:
+                    yield self.current
+                except GeneratorExit:  # a break; an error writes its own state
+                    self.write_state("stopped")
+                    raise
                 step, stopped = self.complete(), loader.should_stop()
                 if stopped or step == max_steps or (save_every and step % save_every == 0):
                     self.save()
                 if stopped:
-                    self.end("stopped", STOPPED)
+                    self.write_state("stopped", exit_code=STOPPED)
                     print_on_main(f"stopped after step {step}; the same command continues")
                     raise SystemExit(STOPPED)
-        self.end("finished", 0)
+        self.write_state("finished", exit_code=0)
+        if self.saver.lock:
+            self.saver.lock.file.close()  # lets others use the folder
 
-    def end(self, state: str, exit_code: int) -> None:
-        """Writes the state of the run, and lets others use its folder."""
-        lock = self.saver.lock
-        if lock:
-            run_folder.write_status(self.folder, state, exit_code=exit_code)
-            lock.file.close()
+    def write_state(self, state: str, **more: Any) -> None:
+        """Writes the state of the run into its status, once the run has its folder."""
+        if self.saver and self.saver.lock:
+            run_folder.write_status(self.folder, state, **more)
 
     def complete(self) -> int:
         """The steps that are done; raises UserError in the middle of one."""
@@ -216,6 +221,6 @@ class Training:
                     inputs.check_sums(sums)
                 totals.add(sums)
         # What the script draws from here on is the same on all processes.
-        seed_micro_batch(self.seed, self.step + 1, self.plan.count)
+        seed_micro_batch(self.seed, self.step + 1)
         found: list[dict[str, Any]] = totals.total(self.ranks)
         return {name: sum(each[name] for each in found) for name in found[0]}

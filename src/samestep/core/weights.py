@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -119,11 +120,17 @@ def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from _frozen_modules(child)
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a part of the model is compiled: by Module.compile, or by torch.compile, which wraps
+    it, as accelerate's compile_regions does."""
+    return any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
+
+
 def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
     """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
-    if all(module._compiled_call_impl is None for module in model.modules()):
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    if is_compiled(model):
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
@@ -213,7 +220,7 @@ def sync_batch_norms(
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
 
-    Raises UserError for what is no optimizer.
+    Raises UserError for what is no optimizer, or cannot be used in a loop.
     """
     hooks = "_optimizer_step_post_hooks"  # that only Optimizer.__init__ makes
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, hooks):
@@ -222,9 +229,15 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
             f"build_optimizer returns a {kind}; give one torch.optim.Optimizer, whose __init__ was "
             "called"
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} computes the loss itself, several times a step: give an "
+            "optimizer whose step() needs no closure"
+        )
     kind = {"class": type(optimizer).__name__}
     groups = [group for group, *_ in full_groups(optimizer.param_groups)]
-    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
+    return [kind | {n: v for n, v in group.items() if n not in _NAMES} for group in groups]
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
@@ -247,9 +260,10 @@ def _exact_repr(value: Any) -> str:
 #   registered.INDEX.NAME    of an object that accelerator.register_for_checkpointing was given
 #   scheduler.INDEX.NAME     of a prepared scheduler of the learning rate
 #   scaler.NAME              of fp16's loss scaler
-#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
+#   group.INDEX.KEY          a setting of a parameter group, since some optimizers keep state there
 # Random numbers are functions of the step.
 
+_NAMES = ("params", "param_names")  # of a parameter group; what else it has are settings
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -259,7 +273,7 @@ def _bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights that are trained, and the buffers; tied weights once, by their first name.
 
     Frozen weights come with the pretrained model: a manifest holds their digest alone.
@@ -323,6 +337,7 @@ class TrainingState:
             names = {parameter: name for name, parameter in self.parameters().items()}
             check_weights(self.bare_optimizer(), names)
             self.pack_others()  # raises for what no checkpoint can hold
+            self.left_out = _sums_of_buffers_left_out(self.model())
 
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -341,25 +356,13 @@ class TrainingState:
             objects["scaler"] = self.accelerator.scaler
         return objects
 
-    def changed_settings(self) -> dict[str, dict]:
-        """Settings of the optimizer that have changed since it was built, by `group.INDEX`."""
-        changed = {}
-        groups = zip(full_groups(self.optimizer.param_groups), self.settings, strict=True)
-        for i, ((group, *_), built) in enumerate(groups):
-            left_out = {"params", "lr"} if self.sets_lr else {"params"}
-            names = [n for n in group if n not in left_out]
-            found = {
-                n: group[n] for n in names if _exact_repr(group[n]) != _exact_repr(built.get(n))
-            }
-            if found:
-                changed[f"group.{i}"] = found
-        return changed
-
     def pack_others(self) -> tuple[dict, packing.Tensors]:
-        """The states of `others` and the changed settings for a manifest, and their tensors."""
+        """The states of `others` and the optimizer's settings for a manifest, and their tensors."""
         states = {name: each.state_dict() for name, each in self.others().items()}
+        for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
+            states[f"group.{i}"] = {n: v for n, v in group.items() if n not in _NAMES}
         packed, tensors = {}, {}
-        for name, state in {**states, **self.changed_settings()}.items():
+        for name, state in states.items():
             packed[name], found = packing.pack(state, name)
             tensors |= found
         return packed, tensors
@@ -380,10 +383,16 @@ class TrainingState:
         other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
-        of the main process to the others.
+        of the main process to the others. Raises UserError for a buffer that it would not have.
         """
+        for name, sums in _sums_of_buffers_left_out(self.model()).items():
+            if sums != self.left_out.get(name):
+                raise UserError(
+                    f"training changes the buffer {name}, which no checkpoint would hold: register "
+                    "it without persistent=False"
+                )
         tensors = {}
-        for name, values in trained_weights(self.model()).items():
+        for name, values in saved_tensors(self.model()).items():
             is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
@@ -471,7 +480,7 @@ class TrainingState:
                 f"this program of {', '.join(now) or 'nothing'}; prepare and register the same "
                 "objects in the same order, or give another folder"
             )
-        tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
+        tensors = {f"model.{name}": values for name, values in saved_tensors(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
         _check_shapes(tensors | elsewhere, reader, path)
         _check_frozen(path, saved, manifest)
@@ -529,6 +538,18 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
             f"{path} was trained with other pretrained weights; give those weights, or another "
             "folder"
         )
+
+
+def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
+    """Bit sums of the buffers that a model leaves out of its state_dict, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if "longrope" in str(getattr(module, "rope_type", "")):  # sets its own in each forward pass
+            continue
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] in module._non_persistent_buffers_set:
+                found[_bare_name(name)] = bit_sums(buffer).tolist()
+    return found
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import sys
@@ -36,29 +35,11 @@ from samestep.base.launching import STOPPED, write_exit_code
 from samestep.base.signals import ignore_signals
 from samestep.core.ranks import SAVE_THREAD
 from samestep.core.stop import StopRequest as SignalFlags
+from samestep.core.stop import find_launcher
 from samestep.project import rendezvous
 
-
-def _find_launcher() -> tuple[int | None, list[str]]:
-    """The process id of `accelerate launch`, or of samestep's, if it is the parent, and the words
-    that follow.
-
-    With one process it forwards no signal: it dies, and leaves that process behind. The death of
-    other parents means nothing: `nohup python train.py &` outlives its shell.
-    """
-    words = []
-    with contextlib.suppress(psutil.Error):  # no such process, or no permission
-        words = psutil.Process(os.getppid()).cmdline()
-    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
-    found = [number for number, word in enumerate(words[:3]) if re.search(launcher, word)]
-    if not found:
-        return None, []
-    words = words[found[-1] + 1 :]
-    return os.getppid(), words[words[:1] == ["launch"] :]
-
-
 # Now, since the launcher may die before training begins.
-_LAUNCHER_PID, LAUNCHER_WORDS = _find_launcher()
+_LAUNCHER_PID, LAUNCHER_WORDS = find_launcher()
 
 
 class StopRequest(SignalFlags):
