@@ -171,7 +171,7 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     name = "rank-00000.safetensors"
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
     scratch.add_(1)  # no checkpoint would hold it
-    with pytest.raises(ValueError, match="training changes the buffer scratch, which no checkpoint"):
+    with pytest.raises(ValueError, match="training changes the buffer scratch, which"):
         new.collect()
 
 

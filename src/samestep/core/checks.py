@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import UserError, some
 from samestep.core.ranks import Ranks
-from samestep.core.weights import bit_sums
+from samestep.core.weights import bit_sums, keep_modes
 
 SMALLEST = 0.01  # sums below it are compared as if they were so large
 LOADED = "module "  # begins the name of a fact that some processes may lack
@@ -30,10 +30,10 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
     """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
-    training, states = model.training, _random_states(device)
-    model.train()
-    yield
-    model.train(training)
+    states = _random_states(device)
+    with keep_modes(model):
+        model.train()
+        yield
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, values in buffers:

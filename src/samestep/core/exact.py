@@ -15,7 +15,6 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,10 +24,10 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError
+from samestep.core import sharding
 from samestep.core.batches import Batch, StepPlan
 from samestep.core.checks import own_name, without_exchange
 from samestep.core.gradient import StepGradients
-from samestep.core.mesh import Layout
 from samestep.core.ranks import Ranks
 from samestep.core.sharding import Tensors, is_dtensor, local
 
@@ -144,17 +143,18 @@ class ExactGradients(StepGradients):
 
     def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
         super().__init__(accelerator, ranks, model)
-        self.sharded, self.tree, self.turn = ranks.layout.sharded, TreeSum(), Turn(StepPlan(1, 1))
+        self.sharded, self.tree = ranks.layout.sharded, TreeSum()
+        self.plan, self.number = StepPlan(1, 1), 0  # of the step, of the micro-batch in it
         self.blocks: list[_TreeReduceScatter] = []
         if self.sharded:
-            self.blocks = _reduce_in_tree(model, accelerator, ranks.layout, self.turn)
+            self.blocks = self.reduce_in_tree()
         elif isinstance(model, DistributedDataParallel):
             model.broadcast_buffers = False  # they do not change; sending them would look like that
 
     def start_step(self, plan: StepPlan) -> None:
         """Starts a step with this plan: nothing divides its losses."""
         super().start_step(plan)
-        self.turn.plan = plan
+        self.plan = plan
         self.accelerator.gradient_accumulation_steps = self.divisor = 1
         # A buffer's version counts its changes. In the first step its values are compared, too:
         # torch.nn.functional.batch_norm changes them without a new version.
@@ -166,7 +166,7 @@ class ExactGradients(StepGradients):
     @contextlib.contextmanager
     def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
         """Computes the gradient of micro-batch `number` of the step in its body."""
-        self.turn.number = number
+        self.number = number
         alone: Any = contextlib.nullcontext()
         if not self.sharded:
             # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
@@ -211,8 +211,7 @@ class ExactGradients(StepGradients):
         self.checking = False
         assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
         if not self.sharded:
-            plan = self.turn.plan
-            runs = [plan.run(rank) for rank in range(len(plan.shares))]
+            runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
             if len(runs) == 1:
                 totals = self.tree.total()
             else:
@@ -221,6 +220,18 @@ class ExactGradients(StepGradients):
             for parameter, total in zip(self.parameters, totals, strict=True):
                 parameter.grad = total
         self.drop_unused(used)
+
+    def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
+        """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
+        across, found = None, []
+        if self.ranks.layout.dp_replicate > 1:
+            across = self.accelerator.torch_device_mesh["dp_replicate"].get_group()
+        for _, module in sharding.fsdp_modules(self.model):
+            found.append(_TreeReduceScatter(self, across))
+            module.set_custom_reduce_scatter(found[-1])
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return found
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """As StepGradients.clip; the squares are added in an order that no process decides."""
@@ -244,31 +255,18 @@ def step_gradients(
 # ---- Under FSDP ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Turn:
-    """The micro-batch that this process computes now."""
-
-    plan: StepPlan
-    number: int = 0
-
-    @property
-    def last(self) -> bool:
-        """Whether it is the last one of this process in its step."""
-        return self.number == self.plan.run()[-1]
-
-
 class _TreeReduceScatter:
     """FSDP's reduce-scatter of one block: this process adds up its shard of all gradients.
 
     The processes of its group compute neighboring micro-batches at the same time. It keeps their
-    sums, and gives them to FSDP in the last turn. FSDP adds each output to what it has: before, it
-    gets -0.0, since x + -0.0 is x bit for bit, and x + 0.0 is not for x = -0.0.
-    Then the copies of an HSDP model, in the group `across`, exchange theirs. A turn needs twice the
+    sums, and gives them to FSDP with its last micro-batch. FSDP adds each output to what it has:
+    before, it gets -0.0, since x + -0.0 is x bit for bit, and x + 0.0 is not for x = -0.0.
+    Then the copies of an HSDP model, in the group `across`, exchange theirs. It takes twice the
     memory of the gradients of a block, and computation waits for it.
     """
 
-    def __init__(self, turn: Turn, across: dist.ProcessGroup | None):
-        self.turn, self.across, self.tree = turn, across, TreeSum()
+    def __init__(self, gradients: ExactGradients, across: dist.ProcessGroup | None):
+        self.gradients, self.across, self.tree = gradients, across, TreeSum()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for FSDP."""
@@ -277,14 +275,14 @@ class _TreeReduceScatter:
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        received, tree, plan = torch.empty_like(input_tensor), TreeSum(), self.turn.plan
+        received, tree, plan = torch.empty_like(input_tensor), TreeSum(), self.gradients.plan
         dist.all_to_all_single(received, input_tensor, group=group)
         for i, part in enumerate(received.chunk(group.size())):
-            tree.add(self.turn.number - group.rank() + i, [part])
+            tree.add(self.gradients.number - group.rank() + i, [part])
         for first, size, (part,) in tree.nodes:
             self.tree.add(first, [part.clone()], size)  # the memory of the others becomes free
         output_tensor.fill_(-0.0)
-        if not self.turn.last:
+        if self.gradients.number != plan.run()[-1]:
             return
         if self.across:
             nodes, self.tree.nodes = [part for _, _, (part,) in self.tree.nodes], []
@@ -296,24 +294,6 @@ class _TreeReduceScatter:
             (total,) = self.tree.total()
         if not (self.across and self.across.rank()):  # FSDP will add the copies' outputs
             output_tensor.copy_(total)
-
-
-def _reduce_in_tree(
-    model: torch.nn.Module, accelerator: Accelerator, layout: Layout, turn: Turn
-) -> list[_TreeReduceScatter]:
-    """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
-    from torch.distributed.fsdp import FSDPModule
-
-    across, found = None, []
-    if layout.dp_replicate > 1:
-        across = accelerator.torch_device_mesh["dp_replicate"].get_group()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            found.append(_TreeReduceScatter(turn, across))
-            module.set_custom_reduce_scatter(found[-1])  # type: ignore[arg-type]
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return found
 
 
 class _WaitForAllGradients(torch.autograd.Function):

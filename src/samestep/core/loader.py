@@ -12,7 +12,7 @@ from samestep.base.errors import catch
 from samestep.core import batches, sharding
 from samestep.core.batches import EvaluationSampler, SampleDataset, StepBatchSampler, StepPlan
 from samestep.core.ranks import PendingSum, Ranks
-from samestep.core.weights import eager
+from samestep.core.weights import eager, keep_modes
 
 
 class MicroBatch(NamedTuple):
@@ -109,20 +109,20 @@ class EvalLoader:
         It ends, with `stopped` set, as soon as `requested()` is 1 on any process. The model
         computes in eval mode, without its compiled code.
         """
-        iterator, was_training = batches.iterate(self.loader), model.training
-        model.eval()
-        sharding.share_buffers(model, self.ranks.layout.fsdp)
-        for _ in range(len(self.loader)):
-            fetched, problem = catch(next, iterator)
-            problem = problem or self.problem
-            (stop,) = self.ranks.sum_over_ranks(requested(), problem=problem)
-            self.stopped = bool(stop)
-            if stop:
-                break
-            batch, (_, ids_hash), self.ids = fetched
-            batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
-            # A model that draws noise: by the rows of the batch, whoever evaluates them.
-            batches.seed_micro_batch(0, 1, ids_hash)
-            with eager(model), sharding.split_rows(self.accelerator, batch):
-                yield batch
-        model.train(was_training)
+        iterator = batches.iterate(self.loader)
+        with keep_modes(model), eager(model):
+            model.eval()
+            sharding.share_buffers(model, self.ranks.layout.fsdp)
+            for _ in range(len(self.loader)):
+                fetched, problem = catch(next, iterator)
+                problem = problem or self.problem
+                (stop,) = self.ranks.sum_over_ranks(requested(), problem=problem)
+                self.stopped = bool(stop)
+                if stop:
+                    break
+                batch, (_, ids_hash), self.ids = fetched
+                batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+                # A model that draws noise: by the rows of the batch, whoever evaluates them.
+                batches.seed_micro_batch(0, 1, ids_hash)
+                with sharding.split_rows(self.accelerator, batch):
+                    yield batch

@@ -208,7 +208,7 @@ def try_loop(step: "Step") -> Iterator[Any]:
     run = step.training
     rows = [run.few[0], run.few[-1]]
     print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
-    with keep_modes(run.model), weights.eager(run.model):
+    with weights.keep_modes(run.model), weights.eager(run.model):
         for _ in checks.backward_passes(run.ranks, run.model):
             yield from try_batch(step, rows)
         run.model.eval()
@@ -229,17 +229,6 @@ def try_loop(step: "Step") -> Iterator[Any]:
             "(reduction='sum', or mean=True with the count of that mean); if rows depend on each "
             "other by intent, give rows_depend=True"
         )
-
-
-@contextlib.contextmanager
-def keep_modes(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back which parts of the model are in train mode, and which in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def try_batch(

@@ -127,16 +127,19 @@ def check_none_ignored(trained: dict[str, torch.Tensor]) -> None:
         )
 
 
+def fsdp_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The modules that FSDP shards by themselves, by name."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [each for each in model.named_modules() if isinstance(each[1], FSDPModule)]
+
+
 def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
     """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process,
     and take zeros where a weight has none. All processes must call it together."""
-    from torch.distributed.fsdp import FSDPModule
-
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     places = {name: i for i, name in enumerate(trained)}
-    for prefix, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for prefix, module in fsdp_modules(model):
         module.unshard()  # its own weights are no DTensors now, but those that autograd sees
         for name, weight in module.named_parameters(prefix):  # type: ignore[attr-defined]
             if name in places and not is_dtensor(weight):

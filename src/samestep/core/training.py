@@ -214,12 +214,11 @@ class Training:
         self.resume()
         loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
         totals = EvaluationSums(loader.sampler, self.accelerator.device)
-        with script.keep_modes(self.model):
-            for batch in loader.batches(self.model):
-                sums = eval_sums(self.model, batch)
-                with as_user_error():
-                    inputs.check_sums(sums)
-                totals.add(sums)
+        for batch in loader.batches(self.model):
+            sums = eval_sums(self.model, batch)
+            with as_user_error():
+                inputs.check_sums(sums)
+            totals.add(sums)
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1)
         found: list[dict[str, Any]] = totals.total(self.ranks)

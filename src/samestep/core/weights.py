@@ -133,6 +133,17 @@ def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def keep_modes(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back which parts of the model are in train mode, and which in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
     """The model inside a prepared module, and inside its TaskModule if it has one."""
     model = accelerator.unwrap_model(module, keep_torch_compile=False)
