@@ -159,7 +159,7 @@ class ExactGradients(StepGradients):
         # A buffer's version counts its changes. In the first step its values are compared, too:
         # torch.nn.functional.batch_norm changes them without a new version.
         self.buffers = {
-            name: (buffer, buffer._version, buffer.clone() if self.checking else None)
+            name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
             for name, buffer in self.model.named_buffers()
         }
 
@@ -192,7 +192,7 @@ class ExactGradients(StepGradients):
         for name, buffer in self.model.named_buffers():
             old, version, values = self.buffers.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
-            if same and self.checking:  # waits for the device
+            if same and self.steps == 1:  # waits for the device
                 same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
             if not same:
                 return UserError(
@@ -208,7 +208,6 @@ class ExactGradients(StepGradients):
         if self.ranks.layout.fsdp:
             self.check_used()
         used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
-        self.checking = False
         assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
         if not self.sharded:
             runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]

@@ -27,8 +27,8 @@ class StepGradients:
         self.parameters, self.names = [*trained.values()], [*map(checks.own_name, trained)]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
-        self.checking = True  # the first step
-        self.guarded, self.compared = False, False
+        self.steps = 0  # that were started
+        self.is_checked = False  # whether check_loss has seen a loss
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         checks.say_kinds(ranks, model)
@@ -42,10 +42,10 @@ class StepGradients:
         """Starts a step with this plan. `divisor` then is the number by which it is divided:
         accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
         the gradients over the processes."""
-        if self.checking and self.ranks.layout.fsdp:
+        self.steps += 1
+        if self.steps == 1 and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
-        if not (self.checking or self.compared):
-            self.compared = True
+        if self.steps == 2:
             checks.check_alike(self.ranks, self.model, "after the first step")
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
         turns = len(plan.run())
@@ -54,8 +54,8 @@ class StepGradients:
 
     def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
-        if self.checking and not self.guarded:
-            self.guarded = True
+        if not self.is_checked:
+            self.is_checked = True
             with self.ranks.fail_together():
                 inputs.check_loss(loss)
         # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
@@ -76,7 +76,6 @@ class StepGradients:
         if self.ranks.layout.fsdp:
             self.check_used()
             self.drop_unused(self.used)
-        self.checking = False
 
     def drop_unused(self, used: list[int]) -> None:
         """A weight that no micro-batch has used gets no gradient: it would decay."""
@@ -89,7 +88,7 @@ class StepGradients:
         """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
         the zeros that stand for other gradients would change weights that no process uses."""
         used = [count > 0 for count in self.used]
-        if self.checking:
+        if self.steps == 1:
             counts = self.ranks.sum_over_ranks(*map(int, used))
             agree = [count in (0, self.accelerator.num_processes) for count in counts]
             self.expected = used

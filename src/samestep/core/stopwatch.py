@@ -1,4 +1,4 @@
-"""Times of the device: events in its work, read once the device has come so far. Nothing waits."""
+"""Times of the device: events in its work, read where somebody waits for it anyway."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Stopwatch:
-    """Measures how long this process computes its micro-batches; never waits for the device.
+    """Measures how long this process computes its micro-batches. Only `take` waits for the device.
 
     DDP waits for other processes after the last micro-batch, which must not count. So the backward
     pass itself ends the time of a step, before DDP waits.
@@ -16,9 +16,7 @@ class Stopwatch:
     def __init__(self, device: torch.device):
         # Reading the events of an Apple GPU waits for all its work: there, the host's time counts.
         self.device = torch.device("cpu") if device.type == "mps" else device
-        # [begin, end] of steps that the device may not have computed yet
-        self.running: list[list] = []
-        self.seconds: list[float] = []  # of the steps before these, since `take`
+        self.steps: list[list] = []  # begin and end of each since `take`
 
     def watch(self, model: torch.nn.Module) -> None:
         """Lets the backward passes of a prepared model end the time of a step."""
@@ -39,34 +37,24 @@ class Stopwatch:
     def start(self) -> None:
         """Before the first micro-batch of a step."""
         self.end()
-        self.collect()
-        self.running.append([self.mark(), None])
+        self.steps.append([self.mark(), None])
 
     def stop(self) -> None:
         """When the gradients of a micro-batch are there; those of the last one end the step."""
-        if self.running:  # an evaluation may compute gradients, too
-            self.running[-1][1] = self.mark()
+        if self.steps:  # an evaluation may compute gradients, too
+            self.steps[-1][1] = self.mark()
 
     def end(self) -> None:
         """Ends a step that has not used the watched weight."""
-        if self.running and self.running[-1][1] is None:
+        if self.steps and self.steps[-1][1] is None:
             self.stop()
-
-    def collect(self) -> None:
-        """Reads the steps that the device has computed."""
-        while self.running:
-            begin, end = self.running[0]
-            if end is None or not (isinstance(end, int) or end.query()):
-                break
-            taken = end - begin if isinstance(end, int) else 1e6 * begin.elapsed_time(end)
-            self.seconds.append(taken / 1e9)
-            del self.running[0]
 
     def take(self) -> list[float]:
         """Seconds of each step since the last call; waits until the device has computed them."""
         self.end()
-        if self.running and self.device.type != "cpu":
-            self.running[-1][1].synchronize()
-        self.collect()
-        seconds, self.seconds = self.seconds, []
-        return seconds
+        steps, self.steps = self.steps, []
+        if self.device.type == "cpu":
+            return [(end - begin) / 1e9 for begin, end in steps]
+        if steps:
+            steps[-1][1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in steps]
