@@ -298,6 +298,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         train_loader.prefetch()
         norm = pipeline.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm, num_items)
+        train.seed_micro_batch(cfg.seed, step)
         optimizer.step()
         optimizer.zero_grad()
         log.add(num_items, losses, norm, lr)
