@@ -65,7 +65,7 @@ class Training:
         keep_checkpoints: int = 3, num_workers: int = 0, log_every: int = 1,
         rows_depend: bool = False, accept_changes: bool = False,
     ):  # fmt: skip
-        self.saver: Saver | None = None
+        self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
         script.end_in_one_line(self)
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         script.check_whole(1, **sizes, log_every=log_every)
@@ -95,6 +95,7 @@ class Training:
         self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
         self.step = 0  # steps that are done
         self.not_finite = 0  # losses in a row
+        self.saver: Saver | None = None
         self.gradients: StepGradients | None = None
         self.current: Step | None = None
         script.watch_optimizer(self)
@@ -111,14 +112,14 @@ class Training:
         with self.ranks.fail_together():
             if self.accelerator.is_main_process:  # one process: verifying reads all bytes
                 found = self.lock_and_find()
-        lock, found = found[0], found[1:]
+        self.lock, found = found[0], found[1:]
         path, saved, lines = self.ranks.from_main(found)
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
             state = TrainingState(*prepared, self.ranks.layout, sets_lr=False)
         self.manifest["optimizer"] = settings_as_text(state.settings)  # with those of schedulers
         self.saver = Saver(
-            self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, lock
+            self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, self.lock
         )
         print_on_main(f"{self.folder}: a step of {self.plan.describe()}")
         for line in lines:
@@ -157,10 +158,9 @@ class Training:
         script.check_whole(0, max_steps=max_steps, save_every=save_every)
         self.resume()
         with self.ranks.fail_together():
-            if self.saver.lock:
-                if self.saver.lock.file.closed:  # after the steps of another call
-                    self.saver.lock = run_folder.RunLock(self.folder)
-                run_folder.write_status(self.folder, "running")
+            if self.lock and self.lock.file.closed:  # after the steps of another call
+                self.lock = self.saver.lock = run_folder.RunLock(self.folder)
+            self.write_state("running")
         begin = self.complete()
         left = max(max_steps - begin, 0)
         with StopRequest(launcher_process()) as stop:  # from here on signals are flags
@@ -187,12 +187,12 @@ class Training:
                     print_on_main(f"stopped after step {step}; the same command continues")
                     raise SystemExit(STOPPED)
         self.write_state("finished", exit_code=0)
-        if self.saver.lock:
-            self.saver.lock.file.close()  # lets others use the folder
+        if self.lock:
+            self.lock.file.close()  # lets others use the folder
 
     def write_state(self, state: str, **more: Any) -> None:
         """Writes the state of the run into its status, once the run has its folder."""
-        if self.saver and self.saver.lock:
+        if self.lock:
             run_folder.write_status(self.folder, state, **more)
 
     def complete(self) -> int:
