@@ -191,8 +191,8 @@ class Training:
             self.lock.file.close()  # lets others use the folder
 
     def write_state(self, state: str, **more: Any) -> None:
-        """Writes the state of the run into its status, once the run has its folder."""
-        if self.lock:
+        """Writes the state of the run into its status, while the run has its folder."""
+        if self.lock and not self.lock.file.closed:
             run_folder.write_status(self.folder, state, **more)
 
     def complete(self) -> int:
