@@ -123,36 +123,39 @@ def find_inputs(
                     rows = readers.load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
-            chosen = _list_data(data, "data", endings, in_classes)
+            wanted = SPLITS[:1] if cfg.validation_data else SPLITS
+            chosen = _list_data(data, "data", wanted, endings, in_classes)
             inputs.append(Input("data", data, name, chosen["train"]))
             if not chosen["train"]:
                 text = f"{one_line(data, 100)} has no file to train on, by the names"
                 raise ValueError(f"task.data: {text}; name the right one")
-            if chosen["validation"] and not cfg.validation_data:
+            if chosen["validation"]:
                 given.append(Input("validation_data", data, name, chosen["validation"]))
     if data := cfg.validation_data:
-        chosen = _list_data(data, "validation_data", endings, in_classes)
+        chosen = _list_data(data, "validation_data", SPLITS[1:], endings, in_classes)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
         given.append(Input("validation_data", data, name, chosen["validation"]))
     return [*inputs, *given]
 
 
 def _list_data(
-    data: str, field: str, endings: tuple[str, ...], in_classes: bool
+    data: str, field: str, wanted: tuple[str, ...], endings: tuple[str, ...], in_classes: bool
 ) -> dict[str, list[File]]:
-    """The files of a path to train and to evaluate on. Prints how many there are."""
+    """The files of a path, of each split that is wanted. Prints how many there are."""
     found, others = files.list_files(data, field, endings)
     if in_classes:
         files.check_class_folders(found, field)
-    default = "train" if field == "data" else "validation"
-    train, held = (files.choose(found, each, in_classes, default) for each in SPLITS)
-    chosen = {*train, *held}
-    others += [each for each in found if each not in chosen]
-    if len(train) + len(held) + len(others) > 1:
-        text = f"{len(train):,} files to train on, {len(held):,} to evaluate on, "
+    chosen: dict[str, list[File]] = {split: [] for split in SPLITS}
+    for split in wanted:
+        chosen[split] = files.choose(found, split, in_classes, wanted[0])
+    read = {*chosen["train"], *chosen["validation"]}
+    others += [each for each in found if each not in read]
+    if len(read) + len(others) > 1:
+        train, held = (len(chosen[split]) for split in SPLITS)
+        text = f"{train:,} files to train on, {held:,} to evaluate on, "
         text += f"{len(others):,} not read{_first(others)}"
         print(f"Preparing data: {one_line(data, 100)} has {text}", flush=True)
-    return {"train": train, "validation": held}
+    return chosen
 
 
 def _first(found: list[File]) -> str:
