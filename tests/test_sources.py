@@ -266,16 +266,13 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
 
 
 def test_a_file_that_other_validation_data_replaces_is_said_not_to_be_read(tmp_path, capsys):
-    for name in ("train", "val", "other"):
+    (tmp_path / "own").mkdir()
+    for name in ("own/train", "own/val", "other"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "other.jsonl").rename(tmp_path.parent / "other.jsonl")
-    other = str(tmp_path.parent / "other.jsonl")
-    cfg = sources.DataConfig(data=str(tmp_path), validation_data=other)
-    found = rows.find_inputs(cfg, {}, files.TABLES)
-    assert [[each.name for each in one.files] for one in found] == [
-        ["train.jsonl"],
-        ["other.jsonl"],
-    ]
+    other = str(tmp_path / "other.jsonl")
+    cfg = sources.DataConfig(data=str(tmp_path / "own"), validation_data=other)
+    found = [file.name for each in rows.find_inputs(cfg, {}, files.TABLES) for file in each.files]
+    assert found == ["train.jsonl", "other.jsonl"]
     said = "1 files to train on, 0 to evaluate on, 1 not read (the first: val.jsonl)\n"
     assert said in capsys.readouterr().out
 
