@@ -312,6 +312,17 @@ def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pac
         assert found and all(wanted in learnt for _, learnt in found)
 
 
+@pytest.mark.parametrize("file", ["jsonl", "parquet"])
+def test_a_message_without_content_is_an_incomplete_row(prepare, kit, tmp_path, capsys, file):
+    rows = [chat(f"{i}?", f"{i}!") for i in range(40)]
+    rows[3]["messages"][1]["content"] = None
+    data = kit.write(tmp_path, rows, file)
+    with pytest.raises(ValueError, match=" 4: message 2 has no content; --task.incomplete_rows"):
+        prepare(data)
+    prepare(data, incomplete_rows="skip")
+    assert "; 1 left out (the first: " in capsys.readouterr().out
+
+
 def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
     """They are on one side: to be trained on, or to be evaluated on."""
     rows = [chat(f"{i % 20}?", f"{i % 20}!") for i in range(200)]

@@ -126,6 +126,8 @@ def read_messages(messages: list) -> list[dict]:
             result["weight"] = result.pop("train")
         calls = _parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
         for name, there in (("role", "role" in result), ("content", "content" in message or calls)):
+            if not there and name == "content" and {*result} <= {*_WORDS}:
+                raise IncompleteRow(f"{where} has no content")  # in a table it was null
             if not there:
                 only = one_line(", ".join(map(str, result)) or "nothing", 60)
                 raise ValueError(f"{where} has no {name}, only {only}; rename the key to {name}")
