@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT
+from samestep.data import views
 from samestep.text import formats, sequences
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
@@ -508,7 +509,9 @@ def test_rows_that_are_filtered_or_mixed_are_not_read_as_they_are_stored():
             view = sequences.Sequences(again, cfg)
             seen = Counter(np.concatenate([row["input_ids"] for row in view]).tolist())
             assert {n: seen[n] for n in seen if n} == wanted
-            assert [len(each) for each in again["input_ids"]] == view.sizes().tolist()
+            assert [len(each) for each in again["input_ids"]] == views.lengths_of(
+                again, "input_ids"
+            ).tolist()
     two = datasets.Dataset.from_dict({**found, "source": [n % 2 for n in range(30)]})
     with pytest.raises(ValueError, match="several sources are mixed"):
         sequences.Sequences(two, cfg)
