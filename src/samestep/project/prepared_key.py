@@ -196,12 +196,11 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     cache = cache_of(cfg).resolve()
     found: dict[str, str] = {}
     for name, path in roots.items():
-        root = Path(path).resolve()
-        below = cache.relative_to(root).parts if cache.is_relative_to(root) else (".",)
-        if not any(part.startswith(".") for part in below):
-            field = name.partition("/")[0]
-            raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
-        if name.partition("/")[0] not in listed:
+        field = name.partition("/")[0]
+        if os.path.isdir(path) and cache.is_relative_to(root := Path(path).resolve()):
+            if not any(part.startswith(".") for part in cache.relative_to(root).parts):
+                raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
+        if field not in listed:
             found |= {f"{name}/{below}": file for below, file in files_below(path)}
     if isinstance(cfg, pretrained.ModelConfig):
         found |= {f"model/{path.name}": str(path) for path in pretrained.used_files(cfg)}
