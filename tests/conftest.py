@@ -407,14 +407,20 @@ def bake(folder, pictures=True, **answers):
     return BakedProject(Path(path), pictures)
 
 
+def edit(file, *changes):
+    """Replaces texts that a file has once, given in pairs."""
+    text = file.read_text(encoding="utf-8")
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert text.count(old) == 1, f"{file}: {text.count(old)} x {old!r}"
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+
+
 def with_ddp(project, folder, arguments):
     """A copy of a project whose train.py gives DDP these arguments."""
     copied = type(project)(shutil.copytree(project.path, folder / "project"))
-    file = copied.path / "train.py"
-    text = file.read_text(encoding="utf-8")
-    assert text.count("accelerator_options(cfg)") == 1
-    text = text.replace("accelerator_options(cfg)", f"accelerator_options(cfg, {arguments})")
-    file.write_text(text, encoding="utf-8")
+    options = "accelerator_options(cfg"
+    edit(copied.path / "train.py", f"{options})", f"{options}, {arguments})")
     return copied
 
 

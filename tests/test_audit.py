@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, BakedProject, lines, make_tiny, reseal
+from conftest import ROOT, BakedProject, edit, lines, make_tiny, reseal
 from samestep.ask import made, receipt
 from samestep.core import state_hash
 
@@ -41,12 +41,6 @@ def project(tmp_path_factory):
     project.train(1, *EXACT, "--output_dir", "runs/one")
     assert "states of steps 4 to 12, exact" in project.ask("receipt", "runs/one")
     return project
-
-
-def edit(project, name, old, new):
-    file = project.path / name
-    assert file.read_text().count(old) == 1
-    file.write_text(file.read_text().replace(old, new))
 
 
 @pytest.fixture
@@ -125,7 +119,7 @@ def test_a_clone_audits_from_the_beginning_on_two_processes_and_from_a_checkpoin
 
 
 def test_an_edited_optimizer_is_refused_and_anyway_names_the_first_weight(clone):
-    edit(clone, *OPTIMIZER)
+    edit(clone.path / OPTIMIZER[0], *OPTIMIZER[1:])
     assert "made of: code of train.build_optimizer; --anyway" in refused(clone)
     printed = clone.ask("audit", "receipt.json", "--anyway", code=1)
     assert "differs, and must not: code of train.build_optimizer" in printed
@@ -201,8 +195,8 @@ def test_diff_names_the_first_difference_and_its_cause(
     project, clone, flags, processes, edits, code, texts
 ):
     shutil.copytree(project.path / ".cache", clone.path / ".cache")
-    for each in edits:
-        edit(clone, *each)
+    for name, *change in edits:
+        edit(clone.path / name, *change)
     clone.train(processes, *EXACT, *flags, "--output_dir", "runs/b")
     printed = clone.ask("diff", project.path / "runs" / "one", "runs/b", code=code)
     assert all(text in printed for text in texts), printed

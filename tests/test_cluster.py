@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import slurm as slurm_daemons
-from conftest import bake, digest, make_tiny, status, trained
+from conftest import bake, digest, make_tiny, newest, status, trained
 from slurm import free_ports
 
 ALL = ["kubernetes.yaml", "skypilot.yaml", "slurm.sbatch"]
@@ -26,10 +26,6 @@ def clustered(tmp_path_factory):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return project
-
-
-def newest(output):
-    return max(output.glob("checkpoints/step-*"))
 
 
 @pytest.mark.parametrize("cluster", FILES)

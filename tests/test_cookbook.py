@@ -1,7 +1,6 @@
 """The recipes of docs/cookbook.md: each applies, does what it says, and survives a break."""
 
 import functools
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,9 +13,13 @@ from conftest import (
     ROOT,
     SOURCE,
     BakedProject,
+    checkpoint,
+    copy_until,
     digest,
     lines,
+    load_module,
     make_tiny,
+    newest,
     read_checkpoint,
     read_weights,
     status,
@@ -116,23 +119,18 @@ def cooked(base, tmp_path_factory):
     return cooked
 
 
-def checkpoint(output, step):
-    return output / "checkpoints" / f"step-{step:08d}"
-
-
 def weights(output, step):
     return read_weights(checkpoint(output, step))
 
 
 def final(output):
     """SHA-256 of the last checkpoint's tensors, and the bytes of the exported weights."""
-    last = max((output / "checkpoints").iterdir())
-    return digest(last), (output / "model" / "weights.pt").read_bytes()
+    return digest(newest(output)), (output / "model" / "weights.pt").read_bytes()
 
 
 def continued(whole, step, output):
     """The run `whole` as it was when it died some time after the checkpoint of this step."""
-    shutil.copytree(checkpoint(whole, step), checkpoint(output, step))
+    copy_until(whole, step, output)
     shutil.copy(whole / "metrics.jsonl", output)
     return output
 
@@ -158,17 +156,9 @@ def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp
         assert all(b[key] == pytest.approx(a[key], rel=rel) for a, b in pairs)
 
 
-def task_of(project):
-    """The project's task.py as a module."""
-    spec = importlib.util.spec_from_file_location("tiny_task", project.path / "task.py")
-    sys.modules["tiny_task"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def eval_loss(project, state):
     """The loss of these weights on the validation rows."""
-    task = task_of(project)
+    task = load_module("tiny_task", project.path / "task.py")
     model = task.build_model(task.TaskConfig())
     model.load_state_dict(state)
     dataset = task.views(task.TaskConfig())[1]

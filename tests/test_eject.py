@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from conftest import bake
+from conftest import bake, edit
 
 SAMESTEP = ("python", "-m", "samestep")
 
@@ -19,10 +19,7 @@ def ejected(tmp_path_factory):
     assert said.startswith("samestep/ has the library's ") and said.count("\n") == 1
     assert not (project.path / "samestep" / "old").exists()
     console = project.path / "samestep" / "base" / "console.py"
-    text = console.read_text()
-    line = "tqdm.write(escaped(text"
-    assert text.count(line) == 1
-    console.write_text(text.replace(line, "tqdm.write('mine: ' + escaped(text"))
+    edit(console, "tqdm.write(escaped(text", "tqdm.write('mine: ' + escaped(text")
     return project
 
 

@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE
+from conftest import ROOT, SOURCE, edit
 from samestep.core import mesh as layout
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
@@ -516,12 +516,10 @@ FAULTS = {  # code for task.py, or a change of train.py: what is said
 }
 
 
-def copied(tiny, folder, old, new):
+def copied(tiny, folder, *change):
     """A copy of the project with a change of train.py."""
     project = with_task(tiny, folder, "")
-    text = (project.path / "train.py").read_text()
-    assert text.count(old) == 1
-    (project.path / "train.py").write_text(text.replace(old, new))
+    edit(project.path / "train.py", *change)
     return project
 
 

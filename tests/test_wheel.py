@@ -13,7 +13,7 @@ from packaging.metadata import Metadata
 from packaging.version import Version
 
 import samestep
-from conftest import ROOT, SOURCE, copy_template
+from conftest import ROOT, SOURCE, copy_template, edit
 
 # Imports that have another name than the package.
 PACKAGES = {"PIL": "pillow", "pydantic_core": "pydantic", "sklearn": "scikit-learn"}
@@ -50,9 +50,7 @@ def test_the_version_of_the_wheel_names_its_content(tmp_path):
         ("src/samestep/base/files.py", "import os\n", "import os\n# Mine.\n"),
         (f"{SOURCE}/pyproject.toml", '"psutil>=7.0"', '"psutil>=7.1"'),
     ):
-        file = template / name
-        assert file.read_text().count(old) == 1
-        file.write_text(file.read_text().replace(old, new))
+        edit(template / name, old, new)
         wheel = write_wheel(template)
         assert os.listdir(template / "out") == [wheel.name]
         found.append((wheel.name, wheel.read_bytes()))
