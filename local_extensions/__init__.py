@@ -41,8 +41,8 @@ def check_answers(answers):
     params = command.params if command else {}
     if params.get("skip_if_file_exists"):
         refuse("Options", "-s", "does not keep an edited train.py. Use `make update`")
-    given = params.get("extra_context")  # under cruft a text
-    for question in given if isinstance(given, dict) else ():  # cookiecutter ignores unknown ones
+    given = params.get("extra_context")  # under cruft a text; cookiecutter ignores unknown ones
+    for question in given if isinstance(given, dict) else ():
         if question not in QUESTIONS:
             refuse("Answers", question, f"is none of {', '.join(QUESTIONS)}")
     for question in [name for name in QUESTIONS if name in answers]:
@@ -68,17 +68,13 @@ def quoted(text):
 
 
 def project_record(answers):
-    """Return the file of cruft: the template's URL or null, its commit, and the answers.
-
-    `cruft update` brings what is new in the template, also to a project of cookiecutter. Where the
-    template is in no repository, it fails.
-    """
-    record = {"template": None, "commit": None, "checkout": None, "directory": None}
+    """Return the file of `cruft update`: the template's URL or null, its commit, the answers."""
+    # Without a commit an update fails; null would pass for the newest one.
+    record = {"template": None, "commit": "unknown", "checkout": None, "directory": None}
     if answers.get("_repo_dir") != answers["_template"]:  # else a folder: no path of this machine
         record["template"] = public_url(git("config", "--get", "remote.origin.url"))
     if git("rev-parse", "--show-prefix") == "":  # else a folder in somebody's repository
-        record["commit"] = git("rev-parse", "--verify", "HEAD")
-    record["commit"] = record["commit"] or "unknown"  # null would pass for the newest one
+        record["commit"] = git("rev-parse", "--verify", "HEAD") or record["commit"]
     record["context"] = {"cookiecutter": {name: answers[name] for name in QUESTIONS}}
     return json.dumps(record, indent=4, ensure_ascii=False)
 
