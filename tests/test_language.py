@@ -1,4 +1,4 @@
-"""What can be checked of the words: in pages, in --help, in errors; docstrings."""
+"""What can be checked of the words: in pages, in --help, in errors; docstrings; the version."""
 
 import ast
 import inspect
@@ -95,3 +95,15 @@ def test_public_names_have_docstrings():
                     doc = each.__doc__ or ""  # a dataclass without one gets its signature
                     bare += [member] if not doc or doc.startswith(f"{member}(") else []
     assert not bare
+
+
+def test_the_version_is_one():
+    number, _, ending = samestep.__version__.partition(".dev")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heading, *lines = re.split(r"^## ", changes, flags=re.M)[1].splitlines()
+    assert heading.split()[0] == number and len(lines) <= 80
+    assert heading.endswith("(not released)") == bool(ending)
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    assert f"The tag v{number} is of the version {number}." in workflow
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (f"Version {number} is not released yet" in readme) == bool(ending)
