@@ -8,7 +8,7 @@ gets the project's micro-batches, in its order. Losses, rewards and gradient nor
 """
 
 import argparse
-import contextlib
+import atexit
 import json
 import os
 import runpy
@@ -45,15 +45,17 @@ def run_ours(loss: str, file: Path) -> None:
     task.pair_losses, output = recorded, file.with_suffix("")
     where = ["--task.loss_type", loss, "--output_dir", str(output)]
     sys.argv = ["train.py", *OURS.split(), *NONE, *where]
-    with contextlib.suppress(SystemExit):
-        runpy.run_path("train.py", run_name="__main__")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    found = {
-        name: [each[name] for each in lines if "loss" in each] for name in ("loss", "grad_norm")
-    }
-    batches = batches[-STEPS * PAIRS // MICRO :]  # before the first step one is tried
-    means = torch.tensor(rewards[-len(batches) :]).view(STEPS, -1, 2).mean(1).tolist()
-    torch.save({**found, "rewards": means, "batches": batches}, file)
+
+    @atexit.register  # train.py ends the process
+    def save():
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if "loss" in line]
+        last = batches[-STEPS * PAIRS // MICRO :]  # before the first step one is tried
+        means = torch.tensor(rewards[-len(last) :]).view(STEPS, -1, 2).mean(1).tolist()
+        found = {name: [line[name] for line in lines] for name in ("loss", "grad_norm")}
+        torch.save({**found, "rewards": means, "batches": last}, file)
+
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def rows_of(batch: dict) -> list[dict]:
