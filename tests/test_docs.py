@@ -83,6 +83,9 @@ def baked(tmp_path_factory):
 def test_first_pages_are_short_and_that_of_the_template_shows_the_loop(baked):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(page.split()) <= 1200
+    said = re.search(r"a library of ([\d,]+) lines", page)[1].replace(",", "")
+    real = [path.read_text("utf-8").count("\n") for path in ROOT.glob("src/samestep/**/*.py")]
+    assert abs(int(said) - sum(real)) <= 500
     trainer = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
     assert len(trainer.split()) <= 700
     own, shown = (code for language, code in FENCE.findall(page) if language == "python")
