@@ -71,7 +71,7 @@ def test_rows_that_differ_are_said(tiny, killed, tmp_path):
     text = (output / "metrics.jsonl").read_text()
     line = lines(output, "loss")[5]
     (output / "metrics.jsonl").write_text(text.replace(line["batch_hash"], "0" * 16))
-    printed = tiny.ask("rows", output, code=1)
+    printed = tiny.ask("rows", output, "--verify", code=1)
     assert "11 of 12 lines" in printed and "NOT those of steps 6 to 6" in printed
     assert "0 of 1 lines" in tiny.ask("rows", output, "--step", 6, code=1)
 
@@ -81,11 +81,11 @@ def test_a_step_of_a_run_that_was_killed_is_computed_again(tiny, killed):
     tiny.check_asked(killed, 7)
     first = int(tiny.ask("rows", killed, "--step", 7).splitlines()[1].split()[0])
     assert re.search(r"until step 12: (\d+, )*7\b", tiny.ask("when", killed, first))
-    printed = tiny.ask("replay", killed, "--step", 7, "--without", first)
+    printed = tiny.ask("replay", killed, "--step", 7, "--without", first, "--gradients")
     loss, items = re.search(r"step 7 alone: loss (\S+),.* (\d+) items", printed).groups()
-    alone, own = re.search(rf"^ +(\S+) +(\d+) +{first} ", printed, re.M).groups()
+    alone, norm, own = re.search(rf"^ +(\S+) norm (\S+) +(\d+) +{first} ", printed, re.M).groups()
     left = float(re.findall(r"^ +loss +\S+ +(\S+)", printed, re.M)[-1])
-    assert f"and without {first}\n" in printed
+    assert f"and without {first}\n" in printed and float(norm) > 0
     wanted = float(loss) * int(items) - float(alone) * int(own)
     assert left * (int(items) - int(own)) == pytest.approx(wanted, rel=1e-3)
     two = tiny.ask("replay", killed, "--step", 7, "--processes", 2)

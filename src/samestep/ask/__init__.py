@@ -38,11 +38,13 @@ VERBS: dict[str, dict[str, Any]] = {
         "--step": {"type": positive, "metavar": "N", "help": "default: names steps to look at"},
         "--without": {"type": int, "nargs": "+", "metavar": "ROW", "help": "rows to leave out"},
         "--top": {"type": positive, "default": 8, "metavar": "K", "help": "rows to print: 8"},
+        "--gradients": {"action": "store_true", "help": "the norm of each row's gradient, too"},
         "--processes": PROCESSES,
     },
     "rows": {
         "run": RUN,
         "--step": {"type": positive, "metavar": "N", "help": "default: compares all lines"},
+        "--verify": {"action": "store_true", "help": "compares all lines, also with --step"},
     },
     "when": {
         "run": RUN,

@@ -126,6 +126,8 @@ def ask(question: _Question, asked: dict, part: Part) -> dict[str, Any]:
     answer["rows"] = question.rows_alone(part)
     if without:
         answer["without"] = question.compute(lambda row: row not in without)
+    for each in answer["rows"] if asked["gradients"] else ():
+        each["norm"] = question.compute(lambda row: row == each["row"])["norm"]  # noqa: B023
     return answer
 
 

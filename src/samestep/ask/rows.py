@@ -1,7 +1,7 @@
 """The rows that a step has trained on: computed, since a line of metrics holds only their hash.
 
     python -m samestep rows runs/mine --step 67          number, source, place and text of each
-    python -m samestep rows runs/mine                    compares all lines of metrics.jsonl
+    python -m samestep rows runs/mine --verify           compares all lines of metrics.jsonl
 
 Exit codes: 0; 1 the rows computed are not those that were trained on; 2 the input is wrong.
 """
@@ -17,6 +17,7 @@ def answer(args: Namespace) -> int:
     lines = [each for each in record.intervals if each.last <= record.last]
     if step:
         positions = record.positions(step)
+    if step and not args.verify:
         lines = [each for each in lines if each.first <= step <= each.last]
     from samestep.ask.data import RunData  # torch: 4 s
 
