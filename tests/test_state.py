@@ -152,7 +152,7 @@ def plain(value):
 
 
 @pytest.mark.parametrize("optimizer", KINDS)
-def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
+def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer, capsys):
     old = state_of(Odd(0), optimizer)
     train(old, 2)
     manifest = save(old, tmp_path)
@@ -171,8 +171,8 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     name = "rank-00000.safetensors"
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
     scratch.add_(1)  # no checkpoint would hold it
-    with pytest.raises(ValueError, match="training changes the buffer scratch, which"):
-        new.collect()
+    new.collect(), new.collect()
+    assert capsys.readouterr().out.count("training changes the buffer scratch, which") == 1
 
 
 def test_settings_that_the_optimizer_has_restored_are_those_of_now(tmp_path):

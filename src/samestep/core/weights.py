@@ -394,13 +394,15 @@ class TrainingState:
         other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
-        of the main process to the others. Raises UserError for a buffer that it would not have.
+        of the main process to the others. A buffer that changes and is in no checkpoint is named,
+        once: it may be a cache, and a run is not to end for it.
         """
         for name, sums in _sums_of_buffers_left_out(self.model()).items():
-            if sums != self.left_out.get(name):
-                raise UserError(
-                    f"training changes the buffer {name}, which no checkpoint would hold: register "
-                    "it without persistent=False"
+            if sums != self.left_out.get(name, sums):
+                del self.left_out[name]
+                print_on_main(
+                    f"warning: training changes the buffer {name}, which no checkpoint holds; a "
+                    "resumed run begins with its first values: register it without persistent=False"
                 )
         tensors = {}
         for name, values in saved_tensors(self.model()).items():
