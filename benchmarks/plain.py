@@ -3,26 +3,39 @@
     accelerate launch --config_file CPU_YAML --num_processes 2 plain.py FOLDER
 
 FOLDER has model/ and rows.pt, which figure.py writes; losses-2.json is written into it: the mean
-loss of each step. The batch size is that of a process, so that two processes take half the steps.
+loss of each step. Optimizer, schedule and rows, one epoch, are those of train.py. The batch size is
+that of a process, so that two processes take half the steps.
 """
 
 import json
+import math
 import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM
+
+WARMUP = 10
 
 
 def main(folder: str) -> None:
-    set_seed(0)
     accelerator = Accelerator()
-    loader = DataLoader(torch.load(f"{folder}/rows.pt"), batch_size=8, shuffle=True)
+    loader = DataLoader(torch.load(f"{folder}/rows.pt"), batch_size=8)  # they are shuffled
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 10, len(loader))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), fused=True)
+    steps = len(loader) - WARMUP
+
+    def schedule(step: int) -> float:
+        if step < WARMUP:
+            return (step + 1) / WARMUP
+        return (1 + math.cos(math.pi * (step - WARMUP) / steps)) / 2
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     model, optimizer, loader, scheduler = prepared
     losses = []
