@@ -175,7 +175,7 @@ def draw(report: dict, file: Path) -> None:
     )
     titles = (
         "train.py, exact: true",
-        "plain Accelerate script: an epoch, batch size 8 per process",
+        "plain Accelerate script, 8 rows per process (split_batches=False)",
     )
     shown = zip(axes.T, titles, (ours, report["plain"]), (14, 2), strict=True)
     for (upper, lower), title, curves, width in shown:
@@ -188,7 +188,7 @@ def draw(report: dict, file: Path) -> None:
         upper.set_title(title, fontsize=12)
         upper.legend(fontsize=10, edgecolor="none", framealpha=1, loc="upper right")
         lower.set(xlabel="step", xlim=(0, STEPS + 1))
-        text = f"largest difference from 1 process: {max(apart):.3g}"
+        text = f"largest difference from the same step on 1 process: {max(apart):.3g}"
         lower.set_title(text, fontsize=10, loc="right")
     upper, lower = axes[:, 0]
     for step in [step for run in report["runs"].values() for step in run["killed_after_steps"]]:

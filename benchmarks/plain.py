@@ -4,7 +4,8 @@
 
 FOLDER has model/ and rows.pt, which figure.py writes; losses-2.json is written into it: the mean
 loss of each step. Optimizer, schedule and rows, one epoch, are those of train.py. The batch size is
-that of a process, so that two processes take half the steps.
+that of a process, as in accelerate's examples, so that two processes take half the steps. With
+`split_batches=True` they would not; padded rows or dropout would still change the losses.
 """
 
 import json
