@@ -206,7 +206,7 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
 
 def test_ten_losses_that_are_not_finite_end_the_run(tmp_path):
     ((code, _, errors),) = script(1, "always_nan", tmp_path, 20)
-    assert code == 2 and "step.loss was not finite 10 times in a row, up to step 10" in errors
+    assert code == 2 and "was not finite 10 times in a row, up to step 10" in errors
     assert newest(tmp_path).name == "step-00000008"
 
 

@@ -124,7 +124,7 @@ def test_a_run_that_resumes_is_warned_and_not_ended(project, tmp_path):
     train(project, tmp_path / "run", "", flags=flags)
     half = copy_until(tmp_path / "run", 1, tmp_path / "half")
     told = "from samestep.base import run_folder as r; write = r.write_status; "
-    told += "r.write_status = lambda o, s, **k: [print('state', s), write(o, s, **k)]"
+    told += "r.write_status = lambda o, *s, **k: [print('state', *s), write(o, *s, **k)]"
     printed = train(project, half, MEAN, flags=flags, before=told)
     assert "state running" in printed and "state finished" in printed
     assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed), printed

@@ -421,7 +421,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
 
 def test_what_does_not_go_with_a_stream(streamed, tmp_path):
     for more, said in (
-        (["--eval_every", "epoch"], "eval_every is epoch; a stream has no end that is known"),
+        (["--eval_every", "epoch"], "a stream has no end that is known: give max_steps"),
         (["--task.cache_dir", "texts/cache"], "lies in task.data: give another"),
     ):
         flags = [*FLAGS, "--task.data", "texts", *more, "--output_dir", tmp_path / "x"]

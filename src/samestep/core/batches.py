@@ -5,7 +5,8 @@ samples of the global batch at the positions from (s - 1) * G up to s * G, whate
 size and the number of processes. Epochs may end in the middle of a step: no sample is left over.
 
 A step is cut into V near-equal micro-batches, V = ceil(G / micro_batch_size) rounded up to a
-multiple of the processes. Micro-batch v has the samples from v * G // V up to (v + 1) * G // V.
+multiple of the processes, but at most G (count_micro_batches has the cases of exact and of unequal
+shares). Micro-batch v has the samples from v * G // V up to (v + 1) * G // V.
 """
 
 import functools
@@ -166,9 +167,9 @@ def plan_step(
 
 
 def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
-    """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
-    step, counted from 1, and not by its rank. Without a number: what comes after the micro-batches
-    of the step, such as an optimizer that draws."""
+    """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch, counted
+    from 0, in its step, counted from 1, and not by its rank. Without a number: what comes after the
+    micro-batches of the step, such as an optimizer that draws."""
     seed = hash_integers(seed, step - 1, number)
     seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.

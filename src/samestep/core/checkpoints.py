@@ -31,6 +31,7 @@ from samestep.base.files import (
     replace_folder,
     replace_text,
 )
+from samestep.base.workers import cores_per_process
 
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
@@ -185,8 +186,7 @@ def _file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
 
 def hashing_threads() -> ThreadPoolExecutor:
     """Threads for this process's share of the cores: hashlib releases the GIL."""
-    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return ThreadPoolExecutor(max(1, min(8, threads)))
+    return ThreadPoolExecutor(min(8, cores_per_process()))
 
 
 def read_bytes(path: Path, start: int, size: int) -> Iterator[bytes]:

@@ -31,18 +31,20 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     states = _random_states(device)
-    with keep_modes(model):
-        model.train()
-        yield
-    model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, values in buffers:
-            buffer.copy_(values)
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    for state in states[3:]:
-        torch.get_device_module(device).set_rng_state(state)
+    try:
+        with keep_modes(model):
+            model.train()
+            yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for state in states[3:]:
+            torch.get_device_module(device).set_rng_state(state)
 
 
 def _random_states(device: torch.device) -> list:

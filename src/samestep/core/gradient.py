@@ -39,9 +39,9 @@ class StepGradients:
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def start_step(self, plan: StepPlan) -> None:
-        """Starts a step with this plan. `divisor` then is the number by which it is divided:
-        accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
-        the gradients over the processes."""
+        """Starts a step with this plan, without gradients of before. Each loss is to be multiplied
+        by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
+        DDP or FSDP by the processes, over which they average."""
         self.steps += 1
         if self.steps == 1 and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
@@ -51,6 +51,8 @@ class StepGradients:
         turns = len(plan.run())
         self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
         self.divisor = turns * self.ranks.layout.averaged
+        for parameter in self.parameters:  # also of those that the optimizer does not have
+            parameter.grad = None
 
     def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
@@ -68,10 +70,7 @@ class StepGradients:
             yield
 
     def reduce(self) -> None:
-        """Brings the gradient of the whole step to the weights of each process.
-
-        If a process has a problem, all raise it.
-        """
+        """Brings the gradient of the whole step to the weights of each process."""
         checks.check_reduced(self.model)
         if self.ranks.layout.fsdp:
             self.check_used()

@@ -37,9 +37,9 @@ def skip_unless_finite(
     elif optimizer.scaler is None:
         inner.found_inf = (~norm.isfinite()).float()
     else:
-        if not hasattr(inner, "norm"):
+        if not hasattr(inner, "_samestep_norm"):
             inner.register_step_pre_hook(_add_overflow)
-        inner.norm = norm
+        inner._samestep_norm = norm
 
 
 def _add_overflow(inner: Any, *_: Any) -> None:
@@ -47,7 +47,7 @@ def _add_overflow(inner: Any, *_: Any) -> None:
 
     The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
     """
-    inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
+    inner.found_inf = torch.maximum(inner.found_inf, (~inner._samestep_norm.isfinite()).float())
 
 
 def read_steps(

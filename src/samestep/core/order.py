@@ -206,7 +206,7 @@ class SampleOrder:
         pairs = [divmod(int(each) - int(self.first), self.block) for each in positions]
         return np.array([self.compute(number)[place] for number, place in pairs], np.int64)
 
-    @functools.lru_cache(2)  # noqa: B019  a run has one order
+    @functools.lru_cache(64)  # noqa: B019  a run has one order; 64 kB a block
     def compute(self, number: int) -> np.ndarray:
         """The ids of a block; blocks count from the beginning of the mixture."""
         positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)

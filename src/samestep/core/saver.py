@@ -51,6 +51,7 @@ class Saver:
         """Saves this step, unless it is saved already."""
         if step != self.step:
             self.write(self.ranks, *self.collect(step))
+            self.step = step
             self.note_saved(step)
 
     def collect(self, step: int) -> tuple[tensor_files.Share | None, dict]:
@@ -61,7 +62,6 @@ class Saver:
             with self.ranks.fail_together():
                 tensors, manifest["others"] = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
-        self.step = step
         return share, manifest
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:

@@ -146,7 +146,7 @@ def describe(run: "Training", settings: dict) -> dict:
             samples = batches.read_samples(run.rows.dataset, run.task, 1 + number, training=True)
             found.append(batches.hash_batch(run.rows.dataset, run.task, samples))
         batches.check_repeated(*found)
-        batches.seed_everything(0)
+        batches.seed_everything(run.seed)
         run.few = batches.choose_probes(samples, run.task)
     data = {"samples": len(run.rows), "fingerprint": found[0]}
     check_same(run, config, data, drawn)

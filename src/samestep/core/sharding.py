@@ -195,9 +195,11 @@ def full_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[
                     hidden.append((owner._non_persistent_buffers_set, name))
     for names, name in hidden:
         names.add(name)
-    yield
-    for names, name in hidden:
-        names.discard(name)
+    try:
+        yield
+    finally:
+        for names, name in hidden:
+            names.discard(name)
 
 
 # ---- Rows that processes share -------------------------------------------------------------------

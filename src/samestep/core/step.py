@@ -41,7 +41,6 @@ class Step:
             if run.exact:
                 exact.sum_inside_blocks(bare_model(run.accelerator, run.model))
             run.gradients = exact.step_gradients(run.accelerator, run.ranks, run.model, run.exact)
-        run.optimizer.optimizer.zero_grad()  # for those who forget it
         run.gradients.start_step(run.plan)
         for each in self.window:
             batch = send_to_device(each.batch, run.accelerator.device, non_blocking=True)
@@ -54,15 +53,18 @@ class Step:
         seed_micro_batch(run.seed, self.number)
         self.gradient = "added up"
         if self.number % run.log_every == 0:
-            (total,), _ = monitor.read_steps(
-                run.ranks, run.plan.count, [run.plan.run()], [self.losses]
+            (total,), norms = monitor.read_steps(
+                run.ranks, run.plan.count, [run.plan.run()], [self.losses], run.norms
             )
             self.loss = total / self.items if self.items else math.nan
-            run.not_finite = 0 if math.isfinite(self.loss) else run.not_finite + 1
+            run.not_finite += 1
+            if all(map(math.isfinite, [self.loss, *norms])):
+                run.not_finite = 0
             if run.not_finite == 10:
                 raise UserError(
-                    f"step.loss was not finite 10 times in a row, up to step {self.number}; they "
-                    "did not change the weights: check the data, or give a lower learning rate"
+                    "the loss or the gradient was not finite 10 times in a row, up to step "
+                    f"{self.number}; such steps do not change the weights: check the data, or give "
+                    "a lower learning rate"
                 )
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
@@ -74,7 +76,11 @@ class Step:
         script.check_backward(len(self.losses) - before, run.accelerator.step - passes)
 
     def backward(self, loss: torch.Tensor, mean: bool = False) -> None:
-        """Adds the gradient of a batch: of the sum of the losses of its items, or of their mean."""
+        """Adds the gradient of a batch: of the sum of the losses of its items, or of their mean.
+
+        A mean of one's own divides by 0 where no item is in the loss, and its gradient is NaN: give
+        the sum. F.cross_entropy's mean may be given.
+        """
         if mean:
             # Where no item is in the loss, its mean is 0 / 0.
             loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
@@ -94,5 +100,7 @@ class Step:
         script.check_order(self, "added up", "step.clip")
         norm = self.training.gradients.clip(max_norm)
         monitor.skip_unless_finite(self.training.optimizer, norm, self.items)
+        if not self.training.accelerator.scaler:  # which tries scales until the norm is finite
+            self.training.norms = [norm]
         self.gradient = "clipped"
         return norm

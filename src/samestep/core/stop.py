@@ -34,7 +34,8 @@ class StopRequest:
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            # None: of a handler that was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.before = {}
 
     def handle(self, number: int, _: Any) -> None:

@@ -66,7 +66,7 @@ class Training:
         rows_depend: bool = False, accept_changes: bool = False,
     ):  # fmt: skip
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
-        script.end_in_one_line(self)
+        script.end_in_one_line(self)  # first: it tells errors in status.json, too
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         script.check_whole(1, **sizes, log_every=log_every)
         numbers = {"seed": seed, "keep_checkpoints": keep_checkpoints, "num_workers": num_workers}
@@ -94,7 +94,8 @@ class Training:
             fixed["micro_batch_size"] = micro_batch_size
         self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
         self.step = 0  # steps that are done
-        self.not_finite = 0  # losses in a row
+        self.not_finite = 0  # losses or gradients in a row
+        self.norms: list[torch.Tensor] = []  # of the gradient of the newest step that was clipped
         self.saver: Saver | None = None
         self.gradients: StepGradients | None = None
         self.current: Step | None = None
@@ -171,6 +172,7 @@ class Training:
             )  # fmt: skip
             loader.prefetch()
             if not bare_model(self.accelerator, self.model).training:
+                print_on_main("the model was in eval mode; now all of it is in train mode")
                 self.model.train()
             for number in range(begin + 1, begin + left + 1):
                 self.current = Step(self, number, loader)

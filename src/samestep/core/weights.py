@@ -169,6 +169,11 @@ def gather_model(
         state = accelerator.get_state_dict(module) or {}
     else:
         state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
+    shapes = {_bare_name(name).removeprefix("model."): v.shape for name, v in state.items()}
+    with ranks.fail_together():  # before what all processes do together
+        for name, shape in shapes.items() if model is not None else ():
+            if name not in built or built[name].shape != shape:
+                raise ValueError(f"the model that is built anew has no {name} of {[*shape]}")
     with ranks.fail_together():
         for name, values in state.items():
             if is_dtensor(values):  # under offload it is on the CPU, where NCCL is not

@@ -105,6 +105,7 @@ class Saver(saver.Saver):
         """Copies a step to host memory, and lets a thread write it. Its error is `run.problem`;
         `wait` and the next save raise it."""
         share, manifest = self.collect(step)
+        self.step = step
         with self.ranks.fail_together():
             self.host = share.parts = _host_copies(share.parts, self.host)
         self.thread = threading.Thread(
