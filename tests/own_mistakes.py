@@ -35,7 +35,8 @@ if "frozen" in mistake:
     if mistake == "unequal_frozen":
         model[0].weight.data.mul_(1.5)
 kind = torch.optim.LBFGS if mistake == "lbfgs" else torch.optim.AdamW
-optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+trained = model[1] if mistake == "head_alone" else model
+optimizer = kind([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
 scheduler = None
 if mistake == "scheduler":
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -102,6 +103,8 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
     for micro_batch in step.window:
         accelerator.print("ids", *micro_batch.ids)
     for batch in step:
+        if mistake == "head_alone" and training.gradients and not step.losses:
+            assert part.weight.grad is None
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
         reduction = {"mean": "mean", "count": "mean", "vector": "none"}.get(mistake, "sum")
@@ -109,6 +112,8 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
         loss = F.mse_loss(net(x.to(dtype)), y.to(dtype), reduction=reduction).float()
         if mistake == "always_nan" or (mistake == "nan" and step.number == 3):
             loss = loss * float("nan")
+        if mistake == "nan_gradient":
+            loss = loss + (part.weight * 0).square().sqrt().sum()
         inside = (
             accelerator.accumulate(model) if mistake == "accumulate" else contextlib.nullcontext()
         )
@@ -139,6 +144,13 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
         assert all(map(torch.equal, before, model.parameters()))
     if mistake == "main_alone" and step.number == 3 and rank == 0:
         next(model.parameters()).data.add_(1)
+    if mistake == "full_disk" and step.number == 3:
+        write, training.saver.write = training.saver.write, None
+        with contextlib.suppress(TypeError):
+            training.save()
+        training.saver.write = write
+        training.save()
+        assert Path(folder, "checkpoints/step-00000003").exists()
     if mistake == "two_steps":
         optimizer.step()
     if scheduler:

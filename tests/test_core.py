@@ -204,10 +204,18 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
         own_script.compute_exactly(accelerator, model, optimizer)
 
 
-def test_ten_losses_that_are_not_finite_end_the_run(tmp_path):
-    ((code, _, errors),) = script(1, "always_nan", tmp_path, 20)
-    assert code == 2 and "was not finite 10 times in a row, up to step 10" in errors
-    assert newest(tmp_path).name == "step-00000008"
+def test_ten_steps_that_are_not_finite_end_the_run(tmp_path):
+    for mistake, step in (("always_nan", 10), ("nan_gradient", 11)):  # a norm is read a step later
+        ((code, _, errors),) = script(1, mistake, tmp_path / mistake, 20)
+        assert code == 2 and f"was not finite 10 times in a row, up to step {step}" in errors
+    assert newest(tmp_path / "always_nan").name == "step-00000008"
+
+
+@pytest.mark.parametrize("mistake", ["head_alone", "full_disk"])
+def test_what_is_left_over_is_nothing(tmp_path, mistake):
+    """Gradients of weights that the optimizer does not have; a save that failed."""
+    ((code, _, errors),) = script(1, mistake, tmp_path)
+    assert code == 0, errors
 
 
 def test_a_warm_up_that_begins_after_training_is_made_goes_on(tmp_path):

@@ -43,7 +43,7 @@ class Training:
 
     rows: a dataset with len() and [i].
     folder: of the run. `checkpoints` and `status.json` lie in it.
-    seed: of the order of the rows, and of what is drawn in a step.
+    seed: of the order of the rows, of what is drawn in a step, and of the generators from here on.
     global_batch_size: rows of a step, over all processes; micro_batch_size: of a batch, at most.
     collate(list of rows): a batch.
     count(batch): its items in the loss, from its labels alone; without it the number of its rows.
