@@ -201,7 +201,7 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
     with pytest.raises(UserError, match=re.escape(said)):
         own_script.check_prepared(accelerator, model, optimizer)
         assert exact
-        own_script.compute_exactly(accelerator, model, optimizer)
+        own_script.prepare_exact(accelerator, model, optimizer)
 
 
 def test_ten_steps_that_are_not_finite_end_the_run(tmp_path):

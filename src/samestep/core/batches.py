@@ -37,7 +37,8 @@ FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not 
 class StepPlan:
     """A step as a list of micro-batches, and who computes them: rank r computes `shares[r]` of
     them, from where the run of rank r - 1 ends. Of `in_turn` neighbors, which have equal shares,
-    each computes every `in_turn`-th micro-batch of their runs."""
+    each computes every `in_turn`-th micro-batch of their runs: with exact under FSDP, which adds
+    those that neighbors compute at the same time."""
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # maximum of samples that a device takes at once

@@ -65,8 +65,8 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
     step of a start: `for _ in backward_passes(...): loss().backward()`.
 
     Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
-    remarks it. Then DDP chooses its buckets, as it does after its first backward pass. In the steps
-    after that sums round in another way: a run that resumes would differ from an uninterrupted one.
+    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass,
+    and rounds in another way with others: a run that resumes has those of an uninterrupted one.
     """
     if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
         return

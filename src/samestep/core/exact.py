@@ -74,13 +74,15 @@ def nodes_of(run: range) -> list[tuple[int, int]]:
 
 def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
     """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
-    this process's run; the last of these may be `total` itself.
+    this process's run; the last of these may be `total` itself, which is overwritten last.
 
-    `runs` are those of the processes of the group, which call it together.
+    A reduce-scatter that adds in the order of the tree, then an all-gather. `runs` are those of the
+    processes of the group, which call it together.
     """
     rank, count = dist.get_rank(group), len(runs)
     sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
     cut = [node.tensor_split(count) for node in nodes]
+    # total[:0]: a process may have no node.
     sent = torch.cat([total[:0], *(each[peer] for peer in range(count) for each in cut)])
     numbers = [len(nodes_of(run)) for run in runs]
     received = sent.new_empty(sum(numbers), sizes[rank])
@@ -149,7 +151,7 @@ class ExactGradients(StepGradients):
         if self.sharded:
             self.blocks = self.reduce_in_tree()
         elif isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = False  # they do not change; sending them would look like that
+            model.broadcast_buffers = False  # changed_buffer would take DDP's copies for changes
 
     def start_step(self, plan: StepPlan) -> None:
         """Starts a step with this plan: nothing divides its losses."""

@@ -32,7 +32,8 @@ class StepGradients:
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         checks.say_kinds(ranks, model)
-        # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+        # Under no_sync FSDP keeps whole gradients, which takes the memory that it saves. The end of
+        # a loader of the script ends no accumulation.
         more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
         accelerator.gradient_state.plugin_kwargs.update(more)
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):

@@ -82,7 +82,7 @@ class StepLoader:
 
     def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.pending and _StepFacts(*self.pending.peek()).stop)
+        return bool(self.pending and _StepFacts(*self.pending.wait()).stop)
 
 
 class EvalLoader:

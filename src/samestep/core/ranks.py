@@ -119,7 +119,7 @@ class PendingSum:
         if ranks.group:
             self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
 
-    def peek(self) -> list[int]:
+    def wait(self) -> list[int]:
         """The sums, even if a process has a problem; waits for all processes."""
         if self.work:
             self.work.wait()
@@ -128,7 +128,7 @@ class PendingSum:
 
     def result(self) -> list[int]:
         """The sums. If a process has a problem, all of them raise it."""
-        sums = self.peek()
+        sums = self.wait()
         if self.numbers[-1]:
             self.ranks.raise_everywhere(self.problem)
         return sums

@@ -96,8 +96,8 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
         )
 
 
-def compute_exactly(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
-    """Makes torch deterministic; raises UserError for what is not."""
+def prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
+    """Makes torch deterministic, on CPUs with one thread; raises UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     on_cpu = accelerator.device.type == "cpu"

@@ -164,16 +164,16 @@ def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def share_buffers(module: torch.nn.Module, fsdp: bool) -> None:
-    """Gives all processes the main one's buffers: DDP does so, FSDP does not, nor does DDP without
-    broadcast_buffers: then those of evaluations are shared, since checkpoints hold them. All call
-    it before a step and before an evaluation."""
+    """Gives all processes the main one's buffers, before a step and before an evaluation: under
+    FSDP always; under DDP, which does so itself in training, before an evaluation where its
+    broadcast_buffers is off. Checkpoints hold those of the main process."""
     kept = not module.training and not getattr(module, "broadcast_buffers", True)
     for buffer in kept_buffers(module) if kept or fsdp else ():
         dist.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager
-def full_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+def hide_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Lets accelerate prepare a model with buffers for FSDP in its body.
 
     With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and

@@ -74,7 +74,7 @@ class Training:
         script.check_rows(rows)
         script.check_prepared(accelerator, model, optimizer)
         if exact:
-            script.compute_exactly(accelerator, model, optimizer)
+            script.prepare_exact(accelerator, model, optimizer)
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.seed, self.exact = Path(folder), seed, exact
         self.keep_checkpoints, self.accept_changes = keep_checkpoints, accept_changes

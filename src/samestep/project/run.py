@@ -206,7 +206,7 @@ class Run:
                 deepspeed.hand_over(module, optimizer, self.accelerator)
             if self.cfg.compile:
                 device.compile_blocks(module)
-            with sharding.full_buffers(module, self.accelerator):
+            with sharding.hide_buffers(module, self.accelerator):
                 yield module
 
 
