@@ -208,9 +208,6 @@ class StepBatchSampler:
     def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
         self.plan, self.first, self.last, self.sort = plan, first, last, sort
 
-    def __len__(self):
-        return (self.last - self.first) // self.plan.samples * len(self.plan.run())
-
     def __iter__(self):
         for begin in range(self.first, self.last, self.plan.samples):
             positions = self.sort(range(begin, begin + self.plan.samples))

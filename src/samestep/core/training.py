@@ -85,7 +85,7 @@ class Training:
             global_batch_size, micro_batch_size, layout.replicas, exact,
             rank=layout.replica, in_step=layout.in_step,
         )  # fmt: skip
-        given = {"collate": collate or default_collate, "count": count, "augment": augment}
+        given = {"collate": collate, "count": count, "augment": augment}
         self.task = SimpleNamespace(**{name: f for name, f in given.items() if f})
         self.rows = SampleDataset(rows, self.task, seed)
         self.few: list[tuple] = []  # rows to try the loop on: the shortest first, the longest last
