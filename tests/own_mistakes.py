@@ -36,10 +36,13 @@ if "frozen" in mistake:
         model[0].weight.data.mul_(1.5)
 kind = torch.optim.LBFGS if mistake == "lbfgs" else torch.optim.AdamW
 trained = model[1] if mistake == "head_alone" else model
-optimizer = kind([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
+rate = float(os.environ.get("RATE", 1e-2))
+optimizer = kind([p for p in trained.parameters() if p.requires_grad], lr=rate)
 scheduler = None
-if mistake == "scheduler":
+if mistake in ("scheduler", "scheduler_inside", "kept_rate"):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if mistake != "scheduler":
+        accelerator.register_for_checkpointing(scheduler)
 if mistake != "unprepared":
     model, optimizer = accelerator.prepare(model, optimizer)
 part = accelerator.unwrap_model(model)[0]
@@ -103,6 +106,10 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
     for micro_batch in step.window:
         accelerator.print("ids", *micro_batch.ids)
     for batch in step:
+        if mistake == "zero_grad_inside":
+            optimizer.zero_grad()
+        if mistake == "scheduler_inside":
+            scheduler.step()
         if mistake == "head_alone" and training.gradients and not step.losses:
             assert part.weight.grad is None
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch

@@ -67,6 +67,8 @@ MISTAKES = {
     "plain_backward": (1, "step.backward was called 0 times for a batch; call it once"),
     "accumulate": (1, "the loop calls accelerator.accumulate; leave it out"),
     "step_inside": (1, "optimizer.step() in step 1, whose gradient is not added up: first"),
+    "zero_grad_inside": (1, "optimizer.zero_grad() in the loop over the batches deletes the"),
+    "scheduler_inside": (1, "the loop over the batches changes a scheduler, or what is registered"),
     "two_steps": (1, "optimizer.step() in step 1, whose gradient is used: first"),
     "no_step": (1, "the end of the loop's body in step 1, whose gradient is clipped: first"),
     "no_clip": (1, "optimizer.step() in step 1, whose gradient is added up: first"),
@@ -216,6 +218,13 @@ def test_what_is_left_over_is_nothing(tmp_path, mistake):
     """Gradients of weights that the optimizer does not have; a save that failed."""
     ((code, _, errors),) = script(1, mistake, tmp_path)
     assert code == 0, errors
+
+
+def test_another_learning_rate_under_the_scheduler_of_before_is_refused(tmp_path):
+    """Its state would bring the old one back."""
+    assert script(1, "kept_rate", tmp_path)[0][0] == 0
+    ((code, _, errors),) = script(1, "kept_rate", tmp_path, 6, RATE="0.02")
+    assert code == 2 and "a scheduler with the learning rate 0.01, which it keeps" in errors
 
 
 def test_a_warm_up_that_begins_after_training_is_made_goes_on(tmp_path):

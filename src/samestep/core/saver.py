@@ -1,10 +1,12 @@
 """Commits checkpoints of a run."""
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 from samestep.base import run_folder
+from samestep.base.errors import attempt
 from samestep.base.run_folder import RunLock
 from samestep.core import checkpoints, checks, deepspeed, state_hash, tensor_files
 from samestep.core.ranks import Ranks
@@ -80,7 +82,7 @@ class Saver:
                     tensor_files.write_share(share, partial)
                 else:
                     self.state.accelerator.save_state(partial, exclude_frozen_parameters=True)
-            with ranks.fail_together():
+            with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
             files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
@@ -91,7 +93,8 @@ class Saver:
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)
                     best = manifest.get("best") or [None]
-                    checkpoints.prune(committed, self.keep, best[0], self.keep_every)
+                    kept = self.keep, best[0], self.keep_every
+                    attempt("older checkpoints stay", checkpoints.prune, committed, *kept)
             self.previous = state_hash.chain_hash(manifest)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint
@@ -100,4 +103,5 @@ class Saver:
     def note_saved(self, step: int) -> None:
         """Writes into the status that a checkpoint of this step is there."""
         if self.main:
-            run_folder.write_status(self.output, saved=step)
+            failure = "status.json does not have the newest checkpoint"
+            attempt(failure, functools.partial(run_folder.write_status, self.output, saved=step))

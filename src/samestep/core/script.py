@@ -208,6 +208,7 @@ def try_loop(step: "Step") -> Iterator[Any]:
     run = step.training
     rows = [run.few[0], run.few[-1]]
     print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
+    before = _states_of_others(run)
     with weights.keep_modes(run.model), weights.eager(run.model):
         for _ in checks.backward_passes(run.ranks, run.model):
             yield from try_batch(step, rows)
@@ -220,6 +221,11 @@ def try_loop(step: "Step") -> Iterator[Any]:
         for number, row in enumerate(() if run.rows_depend else rows):
             alone.append((yield from try_batch(step, [row], number)))
     step.losses = []
+    if _states_of_others(run) != before:
+        raise UserError(
+            "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
+            "it runs once for each batch, and before the first step; do that after the loop"
+        )
     is_half = any(parameter.element_size() < 4 for parameter in run.model.parameters())
     limit = 5e-2 if is_half or run.accelerator.mixed_precision != "no" else 1e-4
     problem = alone and checks.differ("the loss", together, alone, limit)
@@ -229,6 +235,13 @@ def try_loop(step: "Step") -> Iterator[Any]:
             "(reduction='sum', or mean=True with the count of that mean); if rows depend on each "
             "other by intent, give rows_depend=True"
         )
+
+
+def _states_of_others(run: "Training") -> tuple[dict, dict]:
+    """What tells whether schedulers and registered objects are as before."""
+    packed, tensors = run.saver.state.pack_others()
+    states = {name: str(each) for name, each in packed.items() if not name.startswith("group.")}
+    return states, {name: weights.bit_sums(each).tolist() for name, each in tensors.items()}
 
 
 def try_batch(
@@ -270,14 +283,24 @@ def check_order(step: "Step", wanted: str, what: str) -> None:
 
 
 def watch_optimizer(run: "Training") -> None:
-    """Lets the optimizer make one step where it is due, and no other."""
+    """Lets the optimizer make one step where it is due, and no other, and clear no part of it."""
 
     def use(*_: Any) -> None:
         if run.current:
             check_order(run.current, "clipped", "optimizer.step()")
             run.current.gradient = "used"
 
-    run.optimizer.optimizer.register_step_pre_hook(use)
+    def clear(*args: Any, **named: Any) -> None:
+        if run.current and run.current.gradient == "not added up":
+            raise UserError(
+                "optimizer.zero_grad() in the loop over the batches deletes the gradients of those "
+                "before; leave it out: each step begins without gradients"
+            )
+        zero_grad(*args, **named)
+
+    inner = run.optimizer.optimizer
+    inner.register_step_pre_hook(use)
+    zero_grad, inner.zero_grad = inner.zero_grad, clear
 
 
 def check_complete(step: "Step") -> None:

@@ -30,12 +30,13 @@ class Step:
         self.window, facts = loader.next_step()
         self.items, self.loss = facts.num_items, None
         self.losses: list[torch.Tensor] = []  # of the batches so far, each a sum
-        self.gradient = "not added up"  # then "added up", "clipped", "used"
+        self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
         self.num_items = 0  # in the loss of the newest batch
 
     def __iter__(self) -> Iterator[Any]:
         run = self.training
-        script.check_order(self, "not added up", "another loop over the batches")
+        script.check_order(self, "not begun", "another loop over the batches")
+        self.gradient = "not added up"
         if not run.gradients:
             yield from script.try_loop(self)
             if run.exact:

@@ -119,18 +119,19 @@ class Training:
             prepared = self.accelerator, self.model, self.optimizer
             state = TrainingState(*prepared, self.ranks.layout, sets_lr=False)
         self.manifest["optimizer"] = settings_as_text(state.settings)  # with those of schedulers
-        self.saver = Saver(
+        saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, self.lock
         )
         print_on_main(f"{self.folder}: a step of {self.plan.describe()}")
         for line in lines:
             print_on_main(f"{self.folder}: {line}")
         if path:
-            self.saver.restore(path, saved)
-            self.step = self.saver.step
-        samples = self.saver.samples(self.step)
+            saver.restore(path, saved)
+            self.step = saver.step
+        samples = saver.samples(self.step)
         history = provenance.extend_history(saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
+        self.saver = saver  # not before: what fails half restored is restored again
         return self.step
 
     def lock_and_find(self) -> tuple:
@@ -205,7 +206,10 @@ class Training:
         return self.step
 
     def save(self) -> None:
-        """Saves a checkpoint of the newest step: before a `break`, for instance."""
+        """Saves a checkpoint of the newest step: before a `break`, for instance.
+
+        What follows it in the body, such as scheduler.step(), is not in the checkpoint.
+        """
         self.resume()
         self.saver.save_step(self.complete())
 

@@ -415,7 +415,9 @@ class TrainingState:
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
         others, found = self.pack_others()
-        tensors |= found
+        # Their numbers are those of the main process, too.
+        is_main = self.accelerator.is_main_process
+        tensors |= {name: each for name, each in found.items() if is_main or is_dtensor(each)}
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
@@ -454,6 +456,12 @@ class TrainingState:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
+            )
+        rates = [{group.get("initial_lr") for group in each} for each in (before, now)]
+        if not self.sets_lr and {None} not in rates and rates[0] != rates[1]:
+            raise ValueError(
+                f"{path} has a scheduler with the learning rate {rates[0].pop()}, which it keeps, "
+                f"and this program gives {rates[1].pop()}; give that one, or another folder"
             )
         self.load_weights(path, saved, manifest)
         if self.layout.deepspeed:  # it has restored all settings
