@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import TensorDataset
 
 from samestep import Training
+from samestep.core.weights import TrainingState
 
 mistake, folder = sys.argv[1:3]
 exact = mistake in ("batchnorm", "frozen", "unequal_frozen")
@@ -96,6 +97,12 @@ training = Training(
 if mistake == "warm_up":
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
     accelerator.register_for_checkpointing(scheduler)
+if mistake == "full_disk" and Path(folder, "checkpoints").exists():
+    load, TrainingState.load = TrainingState.load, None
+    with contextlib.suppress(TypeError):
+        training.resume()
+    TrainingState.load = load
+    assert training.resume() == 4
 if mistake == "no_rows":
     training.evaluate([], len)
 if mistake == "late_scheduler":

@@ -308,7 +308,7 @@ def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pac
             for i in range(30)
         ]
         found = texts_and_learnt(*pack(rows, file, context_length=200))
-        kept = '"city": null, ' * (file == "jsonl" or isinstance(given, str))
+        kept = '"city": null, ' if file == "jsonl" or isinstance(given, str) else ""
         wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
         assert found and all(wanted in learnt for _, learnt in found)
 

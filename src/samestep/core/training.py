@@ -137,7 +137,7 @@ class Training:
     def lock_and_find(self) -> tuple:
         """Locks the folder, and finds the newest valid checkpoint in it: the lock, the path, its
         manifest, and lines to print."""
-        lock, folder = run_folder.RunLock(self.folder), self.folder / "checkpoints"
+        lock, folder = self.lock or run_folder.RunLock(self.folder), self.folder / "checkpoints"
         path, saved, passed_over = checkpoints.find_checkpoint(folder, "auto")
         lines = [f"passed over: {reason}" for reason in passed_over]
         if path:
