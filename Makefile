@@ -2,7 +2,7 @@
 
 # What an environment is made with; one that exists keeps its Python.
 PYTHON ?= python3
-# With BOUNDS=lowest the lowest versions that pyproject.toml allows, in an environment of their own.
+# With BOUNDS=lowest the lowest versions that a project's pyproject.toml allows, in an environment of their own.
 BOUNDS ?=
 VENV = .venv$(if $(filter lowest,$(BOUNDS)),/lowest)
 ifeq ($(BOUNDS),lowest)

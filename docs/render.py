@@ -16,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = "{{cookiecutter.project_slug}}"
+WRITTEN = f"<!-- Written by docs/render.py from {TEMPLATE}: edit it there. -->\n\n"
 LINK = re.compile(r"\[([^\]\n]+)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -35,7 +36,7 @@ def render(project: Path) -> dict[str, str]:
             place = place.replace("{", "%7B").replace("}", "%7D")
             return f"[{match[1]}]({place})"
 
-        found[name] = LINK.sub(moved, page.read_text(encoding="utf-8"))
+        found[name] = WRITTEN + LINK.sub(moved, page.read_text(encoding="utf-8"))
     return found
 
 

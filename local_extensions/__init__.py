@@ -1,4 +1,5 @@
-"""What the template needs beyond Jinja: checked answers, quoted text, a task's source as it is."""
+"""What the template needs beyond Jinja: checked answers, quoted text, a task's source as it is.
+wheel.py makes the wheel of the library."""
 
 import contextlib
 import json

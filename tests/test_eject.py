@@ -24,7 +24,7 @@ def ejected(tmp_path_factory):
 
 
 def test_words_that_are_no_verb_are_refused_and_eject_overwrites_nothing(ejected):
-    for verb, said in (("trian", "'trian' is not a verb; give one of audit, "), ("eject", "")):
+    for verb, said in (("trian", "'trian' is not a command; give one of audit, "), ("eject", "")):
         result = ejected.run(*SAMESTEP, verb, check=False)
         assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
         assert result.stderr.startswith("samestep") and said in result.stderr

@@ -1,4 +1,4 @@
-"""The programs of samestep: python -m samestep VERB, with --help for each.
+"""The programs of samestep: python -m samestep COMMAND, with --help for each.
 
 launch     trains: becomes train.py, or checks the input and starts accelerate launch
 env        lines for a shell, by which any launcher starts what an accelerate YAML means
@@ -35,7 +35,7 @@ def main() -> int | None:
         print((__doc__ or "\n".join(VERBS)).strip())  # PYTHONOPTIMIZE=2 strips docstrings
         return 0
     if verb not in VERBS:
-        sys.stderr.write(f"samestep: {verb!r} is not a verb; give one of {', '.join(VERBS)}\n")
+        sys.stderr.write(f"samestep: {verb!r} is not a command; give one of {', '.join(VERBS)}\n")
         return 2
     sys.argv[:2] = [f"samestep {verb}"]
     if verb in ask.VERBS:

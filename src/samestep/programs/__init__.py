@@ -6,7 +6,7 @@ from samestep.base.console import one_line
 
 
 def make_parser(verb: str, about: str | None) -> argparse.ArgumentParser:
-    """A parser for `samestep VERB`, whose errors are one line and exit code 2."""
+    """A parser for `samestep COMMAND`, whose errors are one line and exit code 2."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         f"samestep {verb}", description=about, formatter_class=form, allow_abbrev=False
