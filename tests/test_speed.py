@@ -13,31 +13,22 @@ from conftest import lines
 from samestep.core import mesh as layout
 from samestep.report import speed
 
-CPU = torch.device("cpu")
 
-
-class Others:
-    """The Ranks of process 0 among several, and what the others add to its arrays."""
-
-    fail_together = contextlib.nullcontext
-
-    def __init__(self, processes=1, arrays=()):
-        self.layout, self.arrays = layout.Layout(processes), list(arrays)
-        self.processes = processes
-
-    def gather(self, value):
-        return [value] * self.processes
-
-    def sum_arrays(self, array):
-        return array + self.arrays.pop(0) if self.arrays else array
-
-
-def make_meter(processes=1, arrays=()):
-    """A meter of process 0, and a model that its stopwatch watches."""
+def make_meter(processes=1, others=0.0):
+    """A meter of process 0, a model that its stopwatch watches; `others` is what they add."""
     accelerator = SimpleNamespace(
-        device=CPU, num_processes=processes, process_index=0, mixed_precision="no"
+        device=torch.device("cpu"),
+        num_processes=processes,
+        process_index=0,
+        mixed_precision="no",
     )
-    meter = speed.SpeedMeter(accelerator, Others(processes, arrays), "tokens")
+    ranks = SimpleNamespace(
+        layout=layout.Layout(processes),
+        fail_together=contextlib.nullcontext,
+        gather=lambda value: [value] * processes,
+        sum_arrays=lambda array: array + others,
+    )
+    meter = speed.SpeedMeter(accelerator, ranks, "tokens")
     model = torch.nn.Linear(1, 1)
     meter.stopwatch.watch(model)
     return meter, model
@@ -90,7 +81,7 @@ def test_the_process_that_others_wait_for_is_named(clock):
     """Process 2 computes 0.2 s more than the 1 s of the others, in each of 10 steps."""
     slow = np.zeros((3, 22))
     slow[1], slow[2] = [1.0] * 10 + [0.0] * 12, [1.2] * 10 + [0.0] * 12
-    meter, model = make_meter(3, [slow])
+    meter, model = make_meter(3, slow)
     meter.start()
     for _ in range(10):
         take_step(clock, meter, model, compute=1.0, fetch=0.0)
@@ -99,43 +90,39 @@ def test_the_process_that_others_wait_for_is_named(clock):
     assert line["peer_wait"] == pytest.approx(1.2 - np.mean([1.0, 1.0, 1.2]))
 
 
-@pytest.mark.parametrize("tf32, peak, share_trained", [(False, 67, 1.0), (True, 495, 0.25)])
-def test_mfu_by_hand(clock, monkeypatch, tf32, peak, share_trained):
+def test_mfu_by_hand(clock, monkeypatch):
     """A matrix of 8 x 16 on 10 rows: 2 x 10 x 8 x 16 FLOPs forward, and as many twice backward."""
-    known = {"fp32": 67.0, "tf32": 495.0}
-    monkeypatch.setattr(speed, "peaks_of", lambda device: known)
+    monkeypatch.setattr(speed, "peaks_of", lambda device: {"fp32": 67.0, "tf32": 495.0})
     meter, watched = make_meter()
     model = torch.nn.Linear(8, 16, bias=False)
     task = SimpleNamespace(loss_sum=None, count=lambda batch: 5)
     model.forward = lambda function, batch: batch @ model.weight.T
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    meter.count_flops(model, task, torch.ones(10, 8), share_trained)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    meter.count_flops(model, task, torch.ones(10, 8), 0.25)
     torch.backends.cuda.matmul.allow_tf32 = before
-    assert model.training and meter.flops == (2 + share_trained) * 2 * 10 * 8 * 16 / 5
+    assert model.training and meter.flops == 2.25 * 2 * 10 * 8 * 16 / 5
     meter.start()
     take_step(clock, meter, watched, compute=0.5, fetch=0.0)
-    expected = meter.flops * 1000 / 0.5 / (peak * 1e12)
-    assert meter.read()["mfu"] == pytest.approx(expected)
+    assert meter.read()["mfu"] == pytest.approx(meter.flops * 1000 / 0.5 / 495e12)
 
 
 @pytest.mark.slow
 def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
-    for name, more in (("plain", []), ("profiled", ["--profile_steps", "[3, 5, 6]"])):
-        tiny.train(2, *more, "--output_dir", tmp_path / name)
-    kept = ("step", "loss", "grad_norm", "batch_hash")
-    plain, profiled = (
-        [[line[key] for key in kept] for line in lines(tmp_path / name, "loss")]
-        for name in ("plain", "profiled")
-    )
-    assert plain == profiled and len(plain) == 12
-    folders = sorted((tmp_path / "profiled" / "profile").iterdir())
+    tiny.train(2, "--output_dir", tmp_path / "plain")
+    tiny.train(2, "--output_dir", tmp_path / "run", "--profile_steps", "[3, 5, 6]")
+    found = [lines(tmp_path / name, "loss") for name in ("plain", "run")]
+    for plain, line in zip(*found, strict=True):
+        for key in ("step", "loss", "grad_norm", "batch_hash"):
+            assert plain[key] == line[key]
+    folders = sorted((tmp_path / "run" / "profile").iterdir())
     assert [folder.name for folder in folders] == ["steps-3-5", "steps-9-11"]
-    for folder in folders:
-        for rank in range(2):
-            trace = json.loads(gzip.open(folder / f"process-{rank}.pt.trace.json.gz").read())
-            names = [event.get("name") for event in trace["traceEvents"]]
-            assert names.count("Optimizer.step#AdamW.step") == 3
+    traces = [*tmp_path.glob("run/profile/*/process-[01].pt.trace.json.gz")]
+    assert len(traces) == 4
+    for path in traces:
+        events = json.loads(gzip.open(path).read())["traceEvents"]
+        names = [event.get("name") for event in events]
+        assert names.count("Optimizer.step#AdamW.step") == 3
 
 
 @pytest.mark.slow
