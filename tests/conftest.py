@@ -87,10 +87,8 @@ compileall.compile_dir(ROOT / "src", quiet=2, invalidation_mode=HASHED)
 def preloader():
     """The process of tests/preloaded.py, for the whole session."""
     command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-    env |= {**THREADS, "HF_HUB_OFFLINE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    server = subprocess.Popen(command, env=env, **pipes)
+    server = subprocess.Popen(command, env=BakedProject(ROOT).env(), **pipes)
     atexit.register(server.stdin.close)
     return server
 
@@ -173,17 +171,17 @@ class BakedProject:
 
     def launch(self, launcher, hardware, *flags, **env):
         """Start a launcher (accelerate or samestep launch) in a process group of its own."""
-        command = {
-            "accelerate": ["accelerate", "launch", "--quiet"],
-            "samestep": ["python", "-m", "samestep", "launch"],
-        }[launcher.split()[0]]
-        command += [*launcher.split()[1:], "--config_file", f"configs/accelerate/{hardware}.yaml"]
-        # What samestep launch sets where accelerate is called by itself.
-        signals = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+        name, *words = launcher.split()
+        command = ["python", "-m", "samestep", "launch"]
+        if name == "accelerate":
+            command = ["accelerate", "launch", "--quiet"]
+            # What samestep launch sets.
+            env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        command += [*words, "--config_file", f"configs/accelerate/{hardware}.yaml"]
         return subprocess.Popen(
             [*command, "train.py", *latest(flags)],
             cwd=self.path,
-            env=self.env(**({} if "samestep" in command else signals), **env),
+            env=self.env(**env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -449,13 +447,6 @@ def prepare_task(task, cfg):
     if hasattr(task, "check_config"):
         task.check_config(cfg)
     return prepared.prepare(task, cfg)
-
-
-def with_classes(names):
-    """Prepared data of images as far as build_model reads it: the names of the classes."""
-    from datasets import ClassLabel, Dataset, Features
-
-    return {"train": Dataset.from_dict({"label": [0]}, Features(label=ClassLabel(names=names)))}
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
+from datasets import ClassLabel, Dataset, Features
 
-from conftest import load_task, with_classes
+from conftest import load_task
 from samestep.models import pretrained
 
 OWN = ["cat", "Dog", "emu"]
@@ -28,7 +29,8 @@ def start(folder, names):
     task = load_task("image_classification")
     cfg = task.TaskConfig(data="x", model_name_or_path=str(folder))
     torch.manual_seed(1)
-    return task.build_model(cfg, with_classes(names))
+    features = Features(label=ClassLabel(names=names))
+    return task.build_model(cfg, {"train": Dataset.from_dict({"label": [0]}, features)})
 
 
 @pytest.mark.parametrize("own", [OWN, ["LABEL_0", "LABEL_1", "LABEL_2"]])
