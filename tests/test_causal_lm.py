@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import ROOT
+from conftest import ROOT, write_table
 from samestep.data import views
 from samestep.text import formats, sequences
 from samestep.text import tokenizing as text_module
@@ -66,32 +67,23 @@ def test_text_of_any_bytes_survives(kit, prepare):
     assert ends == len(rows)  # a document that spells the mark does not end there
 
 
-SEPARATORS = {
-    "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "metaspace, whole texts": pre_tokenizers.Metaspace("▁", "first", False),
-    "llama 2": None,  # writes spaces by its normaliser, and separates nowhere
-}
-
-
-@pytest.fixture(params=SEPARATORS)
+@pytest.fixture(params=["byte-level", "llama 2"])
 def separating(request):
-    """A BPE of English and of Chinese without spaces, and such a text."""
+    """A BPE of English and of Chinese without spaces, and such a text. That of Llama 2 writes
+    spaces by its normalizer, and separates nowhere."""
     draw, signs = random.Random(0), [chr(0x4E00 + i) for i in range(300)]
     chinese = "".join(draw.choices([*signs, "，", "。\n"], [*[1] * 300, 15, 2], k=20_000))
     english = (ROOT / "templates/causal_lm/task.py").read_text()[:12_000]
     whole = f"{chinese}{english}\n\n\n{'0123456789' * 300}{' ' * 3000}a\n\n{chinese[::-1]}"
-    separator = SEPARATORS[request.param]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pairs within words are learnt
-    if request.param.startswith("byte"):
-        tokenizer.pre_tokenizer = separator
+    if request.param == "byte-level":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     signs = [*pre_tokenizers.ByteLevel.alphabet(), "\n"]
     signs = {"initial_alphabet": signs, "special_tokens": ["</s>"]}
     trainer = trainers.BpeTrainer(vocab_size=2500, show_progress=False, **signs)
     tokenizer.train_from_iterator(f"{chinese}{english}".splitlines(), trainer)
-    if separator:
-        tokenizer.pre_tokenizer = separator
-    else:
+    if request.param == "llama 2":
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         tokenizer.normalizer = normalizers.Sequence(steps)
         facts = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
@@ -213,27 +205,6 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
         assert sum(counts) == sum(size - -(-size // 24) for size in sizes)
 
 
-OWN = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_path):
-    rows = [chat(f"{i} and 1?", f"that is {i + 1}") for i in range(60)]
-    text, learnt = texts_and_learnt(*pack(rows, template="\ufeff" + OWN))[0]
-    assert text.startswith("<user>") and learnt.startswith("that is ")
-    for template, said in (
-        ("{{ messages | length }}" + OWN, "does not begin with what the template gives"),
-        ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
-        ("{% for %}", "Expected"),
-    ):
-        text = refusal(kit, config(rows, **write_template(tmp_path, template)))
-        assert text.startswith("task.chat_template") and said in text
-    text = refusal(kit, config(rows, chat_template=str(tmp_path / "none.jinja")))
-    assert text.startswith("task.chat_template") and "no file" in text
-
-
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
 TOOLS = [
@@ -242,86 +213,64 @@ TOOLS = [
 ]
 
 
-def agents(text=False):
-    """Chats in which tools are called, once or in parallel; with arguments as JSON text or not."""
-
-    def call(name, **arguments):
-        arguments = json.dumps(arguments) if text else arguments
-        return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-    def chat(i):
-        tool = {"role": "tool", "tool_call_id": "c"}
-        return [
-            {"role": "user", "content": f"Weather of {i}?"},
-            {"role": "assistant", "content": None, "tool_calls": [call("weather", city=str(i))]},
-            {**tool, "content": f"rain {i}"}, {"role": "assistant", "content": f"Rain in {i}."},
-            {"role": "user", "content": "And the tides, twice?"},
-            {
-                "role": "assistant", "content": "I look.",
-                "tool_calls": [call("tides", days=i, high=True), call("tides")],
-            },
-            {**tool, "content": "low"}, {**tool, "content": "high"},
-            {"role": "assistant", "content": "Low, then high."},
-        ]  # fmt: skip
-
-    return [{"messages": chat(i), "tools": TOOLS} for i in range(40)]
+def numbered(row):
+    """Rows of the numbers 0 to 29: each is this one with its number for #."""
+    return [json.loads(json.dumps(row).replace("#", str(i))) for i in range(30)]
 
 
-def learnt_by_number(tokenizer, batch):
-    """Each chat and what is learnt of it, by the number that its first question names."""
-    found = texts_and_learnt(tokenizer, batch)
-    return {int(text.split("Weather of ")[1].split("?")[0]): (text, said) for text, said in found}
+def call(name, **arguments):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-@pytest.mark.parametrize("kind", ["dicts", "structs", "csv"])
+AGENT = [  # calls tools, once and in parallel
+    {"role": "user", "content": "Weather of #?"},
+    {"role": "assistant", "content": None, "tool_calls": [call("weather", city="#")]},
+    {"role": "tool", "tool_call_id": "c", "content": "rain #"},
+    {"role": "assistant", "content": "Rain in #."},
+    {"role": "user", "content": "And the tides, twice?"},
+    {"role": "assistant", "content": "I look.",
+     "tool_calls": [call("tides", days=7, high=True), call("tides")]},
+    {"role": "tool", "tool_call_id": "c", "content": "low"},
+    {"role": "tool", "tool_call_id": "c", "content": "high"},
+    {"role": "assistant", "content": "Low, then high."},
+]  # fmt: skip
+ANSWERS = [
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "#"}}\n</tool_call>',
+    "Rain in #.",
+    'I look.\n<tool_call>\n{"name": "tides", "arguments": {"days": 7, "high": true}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "tides", "arguments": {}}\n</tool_call>',
+    "Low, then high.",
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
-    # A struct has the keys of all messages and calls, null where one has none.
-    rows = agents(text=kind == "csv")
+    """A struct of Parquet has the keys of all messages and calls, null where one has none."""
+    rows = numbered({"messages": AGENT, "tools": TOOLS})
     if kind == "csv":
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
-    file = {"dicts": "jsonl", "structs": "parquet"}.get(kind, kind)
-    found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
+    found = texts_and_learnt(*pack(rows, kind, context_length=700, vocab_size=400))
     assert "from messages, tools\n" in capsys.readouterr().out
-    assert len(found) == 38
+    assert len(found) > 20
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
-    for i, (text, learnt) in found.items():
-        asked = f"User: Weather of {i}?\nAssistant:"
+    for text, learnt in found:
+        number = learnt.split("Rain in ")[1].split(".")[0]
+        asked = f"User: Weather of {number}?\nAssistant:"
         assert text.startswith(f"Tools: <tools>\n{tools}</tools>\n{asked}")
-        assert f"\nTool: rain {i}\n" in text and "\nTool: low\nTool: high\n" in text
-        calls = [
-            f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-            for name, arguments in (
-                ("weather", {"city": str(i)}), ("tides", {"days": i, "high": True}), ("tides", {})
-            )
-        ]  # fmt: skip
-        answers = [calls[0], f"Rain in {i}.", "\n".join(["I look.", *calls[1:]]), "Low, then high."]
-        assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
+        assert f"\nTool: rain {number}\n" in text and "\nTool: low\nTool: high\n" in text
+        wanted = "".join(f" {answer}<|endoftext|>\n" for answer in ANSWERS)
+        assert learnt == wanted.replace("#", number)
 
 
 @pytest.mark.parametrize("file", ["jsonl", "parquet"])
 def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pack, file):
     for given in ({"city": None, "days": 2}, json.dumps({"city": None, "days": 2})):
-        call = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
-        answer = {"role": "assistant", "tool_calls": [call]}
-        rows = [
-            {"messages": [{"role": "user", "content": f"Rain {i}?", "name": None}, answer]}
-            for i in range(30)
-        ]
+        function = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
+        rows = numbered(chat("Rain #?", "", tool_calls=[function]))
         found = texts_and_learnt(*pack(rows, file, context_length=200))
         kept = '"city": null, ' if file == "jsonl" or isinstance(given, str) else ""
         wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
         assert found and all(wanted in learnt for _, learnt in found)
-
-
-@pytest.mark.parametrize("file", ["jsonl", "parquet"])
-def test_a_message_without_content_is_an_incomplete_row(prepare, kit, tmp_path, capsys, file):
-    rows = [chat(f"{i}?", f"{i}!") for i in range(40)]
-    rows[3]["messages"][1]["content"] = None
-    data = kit.write(tmp_path, rows, file)
-    with pytest.raises(ValueError, match=" 4: message 2 has no content; --task.incomplete_rows"):
-        prepare(data)
-    prepare(data, incomplete_rows="skip")
-    assert "; 1 left out (the first: " in capsys.readouterr().out
 
 
 def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
@@ -334,79 +283,52 @@ def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
     assert train and held and not train & held
 
 
-def twice(i, **marks):
-    """A chat of two answers, of which the first is context alone."""
-    row = chat(f"{i}?", "Bad.", "No?", f"{i}!")
-    row["messages"][1].update(marks)
-    return row
-
-
-TOOL = {"name": "f"}
-SHOWN = f"Tools: <tools>\n{json.dumps(TOOL)}\n</tools>\n"
-ANSWERED = "User: N?\nAssistant: Bad.<|endoftext|>\nUser: No?"
 # A row of the number N, settings, and its text up to the answer, which alone is learnt.
-FORMS = {
+# Two answers, of which the first is context alone.
+TWICE = chat("#?", "Bad.", "No?", "#!")["messages"]
+SHOWN = f"Tools: <tools>\n{json.dumps(TOOLS[0])}\n</tools>\n"
+CONTEXT = "User: #?\nAssistant: Bad.<|endoftext|>\nUser: No?"
+FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is learnt
     "ShareGPT": (
-        lambda i: {"id": i, "conversations": [
-            {"from": "system", "value": "Be brief."}, {"from": "human", "value": f"{i}?"},
-            {"from": "gpt", "value": f"{i}!"},
-        ]},
-        {}, "System: Be brief.\nUser: N?",
+        {"id": 1, "conversations": [{"from": "system", "value": "Brief."},
+                                    {"from": "human", "value": "#?"},
+                                    {"from": "gpt", "value": "#!"}]},
+        {}, "System: Brief.\nUser: #?",
     ),
-    "messages by another name": (
-        lambda i: {"talk": [{"role": "system", "content": "Brief."}, *twice(i)["messages"][2:]]},
-        {"messages_column": "talk"}, "System: Brief.\nUser: No?",
+    "other names": (
+        {"talk": [{"from": "human", "content": "#?"}, {"role": "model", "content": "#!"}]},
+        {"messages_column": "talk"}, "User: #?",
     ),
     "alpaca": (
-        lambda i: {"instruction": "Repeat.", "input": f"{i}?", "output": f"{i}!", "text": "x"},
-        {}, "User: Repeat.\n\nN?",
-    ),
-    "other names of roles": (
-        lambda i: {"messages": [{"role": "human", "content": f"{i}?"},
-                                {"role": "model", "content": f"{i}!"}]},
-        {}, "User: N?",
+        {"instruction": "Go.", "input": "#?", "output": "#!", "text": "x", "tools": TOOLS[:1]},
+        {}, f"{SHOWN}User: Go.\n\n#?",
     ),
     # As TRL has them.
     "prompt and completion": (
-        lambda i: {"prompt": twice(i)["messages"][:3], "completion": twice(i)["messages"][3:]},
-        {}, ANSWERED,
+        {"prompt": TWICE[:3], "completion": TWICE[3:], "given": json.dumps(TOOLS[:1])},
+        {"tools_column": "given"}, f"{SHOWN}{CONTEXT}",
     ),
-    "tools of alpaca": (
-        lambda i: {"instruction": f"{i}?", "output": f"{i}!", "tools": [TOOL]},
-        {}, f"{SHOWN}User: N?",
-    ),
-    "tools of a prompt": (
-        lambda i: {"prompt": chat(f"{i}?")["messages"], "given": json.dumps([TOOL]),
-                   "completion": chat("", f"{i}!")["messages"][1:]},
-        {"tools_column": "given"}, f"{SHOWN}User: N?",
-    ),
-    "names of Alpaca": (
-        lambda i: {"instruction": chat(f"{i}?")["messages"],
-                   "output": chat("", f"{i}!")["messages"][1:]},
-        {"prompt_column": "instruction", "completion_column": "output"}, "User: N?",
-    ),
-    "from and content": (
-        lambda i: {"messages": [{"from": "human", "content": f"{i}?"},
-                                {"from": "gpt", "content": f"{i}!"}]},
-        {}, "User: N?",
+    "prompt by another name": (
+        {"instruction": TWICE[:3], "output": TWICE[3:]},
+        {"prompt_column": "instruction", "completion_column": "output"}, CONTEXT,
     ),
     # As OpenAI and axolotl mark an answer that is context alone.
-    "weight": (lambda i: twice(i, weight=0), {}, ANSWERED),
-    "train": (lambda i: twice(i, train=False), {}, ANSWERED),
-    "the last": (twice, {"train_on": "last"}, ANSWERED),
+    "weight": ({"messages": [TWICE[0], {**TWICE[1], "weight": 0}, *TWICE[2:]]}, {}, CONTEXT),
+    "train": ({"messages": [TWICE[0], {**TWICE[1], "train": False}, *TWICE[2:]]}, {}, CONTEXT),
+    "the last": ({"messages": TWICE}, {"train_on": "last"}, CONTEXT),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_chats_and_answers_that_are_not_learnt(pack, form, capsys):
     row, fields, asked = FORMS[form]
-    found = texts_and_learnt(*pack([row(i) for i in range(30)], context_length=64, **fields))
-    assert (", input" in capsys.readouterr().out) == ("alpaca" in form)  # columns that are read
+    found = texts_and_learnt(*pack(numbered(row), context_length=128, **fields))
+    assert (", input" in capsys.readouterr().out) == (form == "alpaca")  # columns that are read
     assert len(found) > 20
     for text, learnt in found:
         number = learnt.strip().split("!")[0]
         assert learnt == f" {number}!<|endoftext|>\n"
-        assert text.startswith(f"{asked.replace('N?', f'{number}?')}\nAssistant: {number}!")
+        assert text.startswith(f"{asked}\nAssistant: #!".replace("#", number))
 
 
 PLAIN = (
@@ -416,32 +338,27 @@ PLAIN = (
 )
 CALLS = "m['tool_calls'] | tojson"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
-WHOLE = [{"messages": [SYSTEM, *agents()[7]["messages"][:4]], "tools": TOOLS}]
-PARALLEL = [{"messages": agents()[3]["messages"][4:]}]
+WHOLE = [{"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS}]
+PARALLEL = [{"messages": AGENT[4:]}]
 THOUGHT = chat("a", "b")["messages"]
 THOUGHT[1]["reasoning_content"] = "because"
-
-
 CONTENT = "m['content']"
 THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
-DROPS = [  # what a template has in place of what, chats, and what is said to be left out
+TEMPLATES = [  # what a template has in place of what, chats, and what is said
     ("", "", WHOLE, ""),
-    (
-        "OF",
-        "m['role'] != 'system'",
-        WHOLE,
-        "'Be brief.' of message 1 (system); give one that",
-    ),
-    ("if tools", "if no_tools", WHOLE, "the tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "a call of 'tides' of message 2 (assistant)"),
-    ("", "", [{"messages": THOUGHT}], "'because' of message 2 (assistant)"),
+    ("OF", "m['role'] != 'system'", WHOLE, "leaves out 'Be brief.' of message 1 (system); give"),
+    ("if tools", "if no_tools", WHOLE, "leaves out the tools; give"),
+    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "leaves out a call of 'tides' of message 2"),
+    ("", "", [{"messages": THOUGHT}], "leaves out 'because' of message 2 (assistant)"),
     # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "'why 7' of message 2 (ass"),
+    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "leaves out 'why 7' of message 2 (ass"),
     (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
+    ("", "{{ messages | length }}", [THINKS], "does not begin with what the template gives to ask"),
+    ("", "{{ raise_exception('no\n\x1b[31mroles') }}", [THINKS], "no \\x1b[31mroles"),
 ]
 
 
-@pytest.mark.parametrize("old, new, chats, said", DROPS)
+@pytest.mark.parametrize("old, new, chats, said", TEMPLATES)
 def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, chats, said):
     rows = [json.loads(json.dumps(row)) for row in [*chats, *chats]]
     for i, row in enumerate(rows):
@@ -450,9 +367,14 @@ def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, 
     cfg = config(rows, context_length=400, **given)
     if said:
         text = refusal(kit, cfg)
-        assert ": the template leaves out " in text and said in text
+        assert text.startswith("task.chat_template: ") and said in text
     else:
         assert kit.prepare_data(cfg).folder.is_dir()
+
+
+def test_a_template_that_is_not_there_is_one_line(kit, config):
+    said = refusal(kit, config(kit.rows, chat_template="none.jinja"))
+    assert said == "task.chat_template: there is no file none.jinja"
 
 
 THINKING = (  # as Qwen3's template, reasoning stays in the last turn alone
@@ -471,7 +393,8 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
         rows.append({"messages": messages})
         wanted[thoughts[0]] = messages[:2]
         wanted[thoughts[1]] = messages
-    tokenizer, batch = pack(rows, template=THINKING)
+    tokenizer, batch = pack(rows, template="\ufeff" + THINKING)
+    assert tokenizer.chat_template == THINKING
     found = [*segments(batch)]
     assert len(found) > 0.6 * len(wanted)
     for ids, labels in found:
@@ -521,9 +444,9 @@ def test_as_many_sequences_are_evaluated_as_asked_for(prepare, tmp_path):
     """Evenly spread over the held-out rows; what is prepared is what is trained on."""
     (tmp_path / "own").mkdir()
     for name, number in (("train", 300), ("dev", 40)):
-        table = "".join(json.dumps({"text": f"{'words ' * 40}{i}"}) + "\n" for i in range(number))
-        (tmp_path / "own" / f"{name}.jsonl").write_text(table)
-    cfg, data, (train, held) = prepare(tmp_path / "own", validation_rows=7)
+        rows = [{"text": f"{'words ' * 40}{i}"} for i in range(number)]
+        write_table(tmp_path / "own", rows, name=name)
+    _, data, (train, held) = prepare(tmp_path / "own", validation_rows=7)
     assert len(held) == len(data["validation"]) == 7
     for row, view in zip(data["train"], train, strict=True):
         size = len(row["input_ids"])
@@ -537,17 +460,15 @@ def test_a_sequence_keeps_the_place_of_its_first_document(kit, prepare, tmp_path
     (tmp_path / "own").mkdir()
     random.seed(0)
     for name in ("a", "b"):
-        texts = [f"{name} {i} " + "some words" * random.randint(1, 9) for i in range(60)]
-        table = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "own" / f"{name}.jsonl").write_text(table)
+        rows = [{"text": f"{name} {i} " + "a word" * random.randint(1, 9)} for i in range(60)]
+        write_table(tmp_path / "own", rows, name=name)
     cfg, data, _ = prepare(tmp_path / "own", packing=packing, context_length=40)
-    decode, found = kit.tokenizer(data).decode, []
+    decode, found = kit.tokenizer(data).decode, set()
     for split in data.values():
         for row in split:
-            path = split.features["file"].int2str(row["file"])
-            with open(path, encoding="utf-8") as file:
-                line = file.readlines()[row["line"] - 1]
+            path = Path(split.features["file"].int2str(row["file"]))
+            line = path.read_text().splitlines()[row["line"] - 1]
             text = decode(row["input_ids"]).split("<|endoftext|>")[packing == "best_fit"]
             assert text in json.loads(line)["text"] and (packing == "stream" or text[0] in "ab")
-            found.append((path, row["line"]))
-    assert len({path for path, _ in found}) == 2 and len({*found}) > 15
+            found.add((path, row["line"]))
+    assert len({path for path, _ in found}) == 2 and len(found) > 15
