@@ -9,6 +9,7 @@ import shutil
 import types
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ import transformers
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
-from conftest import digest, lines, prepare_task, write_table
+from conftest import digest, lines, write_table
 from samestep.core import batches
 from samestep.data import readers
 from samestep.images import image_rows, images
@@ -38,62 +39,49 @@ def table(root, kind, each=8):
     folders(root / "images", each)
     files = sorted((root / "images").rglob("*.png"))
     rows = [{"image": str(f.relative_to(root)), "label": f.parent.name} for f in files]
-    if kind == "parquet of bytes":
+    if kind == "parquet":
         for row, file in zip(rows, files, strict=True):
             row["image"] = {"bytes": file.read_bytes(), "path": file.name}
-    return write_table(root, rows, kind.split()[0])
+        shutil.rmtree(root / "images")
+    return write_table(root, rows, kind)
 
 
-def names_of(prepared):
-    return prepared["train"].features["label"].names
+def hub_rows(*_):
+    """Images and labels as `datasets` has them."""
+    images = [picture(color, i) for color in COLORS.values() for i in range(8)]
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
+    columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
+    return datasets.Dataset.from_dict(columns, datasets.Features(kinds))
 
 
-def check_colors(prepared, parts, count):
-    """Whether both parts together have all images, each with the color of its class."""
+@pytest.mark.parametrize("kind", ["folder", "csv", "parquet", "hub"])
+def test_images_lie_in_folders_tables_or_on_the_hub(prepare, tmp_path, monkeypatch, kind):
+    """A broken Exif block spoils none."""
+    monkeypatch.chdir(tmp_path)
+    fields = {}
+    if kind == "folder":
+        data = folders(Path("a"), 8, ("png", "jpg", "JPEG", "bmp", "webp"))
+        with Image.open(data / "red" / "0.png") as image:
+            image.save(data / "red" / "0.png", exif=b"Exif\0\0garbage!")
+        (data / ".ipynb_checkpoints").mkdir()
+        picture((0, 0, 0)).save(data / ".ipynb_checkpoints" / "1.png")
+    elif kind == "hub":
+        monkeypatch.setattr(readers, "load_split", hub_rows)
+        data, fields = "somebody/colors", {"data_revision": "0" * 40}
+    else:
+        data = table(tmp_path, kind)
+    _, prepared, parts = prepare(data, **fields)
     assert names_of(prepared) == sorted(COLORS)
-    assert sum(map(len, parts)) == count and min(map(len, parts)) >= 1
-    for part in parts:
+    assert sum(map(len, parts)) == 24 and min(map(len, parts)) >= 1
+    for part in pickle.loads(pickle.dumps(parts)):
         for i in range(len(part)):
             image, color = part[i]["image"], COLORS[sorted(COLORS)[part[i]["label"]]]
             assert image.shape == (12, 12, 3) and image.dtype == np.uint8
             assert np.abs(image.mean((0, 1)) - np.array(color) - 9.5).max() < 8
 
 
-def digests(parts):
-    return [part.digest() for part in parts]
-
-
-def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
-    """A broken Exif block spoils none."""
-    root = folders(tmp_path / "a", 10, ("png", "jpg", "JPEG", "bmp", "webp"))
-    with Image.open(root / "red" / "0.png") as image:
-        image.save(root / "red" / "0.png", exif=b"Exif\0\0garbage!")
-    (tmp_path / "a" / ".ipynb_checkpoints").mkdir()
-    picture((0, 0, 0)).save(tmp_path / "a" / ".ipynb_checkpoints" / "1.png")
-    monkeypatch.chdir(tmp_path)
-    _, *found = prepare("a")
-    check_colors(*found, 30)
-
-
-def test_a_folder_may_be_evaluated_on_a_table(prepare, tmp_path):
-    root = folders(tmp_path / "photos", 6)
-    (root / "notes.json").write_text("{}")
-    (tmp_path / "more").mkdir()
-    given = table(tmp_path / "more", "csv", 2)
-    _, known, parts = prepare(root, validation_data=str(given))
-    assert names_of(known) == sorted(COLORS) and [*map(len, parts)] == [18, 6]
-
-
-def test_a_dataset_of_the_hub(prepare, monkeypatch):
-    import datasets
-
-    images = [picture(color, i) for color in COLORS.values() for i in range(8)]
-    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
-    columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
-    rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    monkeypatch.setattr(readers, "load_split", lambda *_: rows)
-    _, *found = prepare("somebody/colors", data_revision="0" * 40)
-    check_colors(*found, 24)
+def names_of(prepared):
+    return prepared["train"].features["label"].names
 
 
 def test_the_middle_of_an_upright_image_is_what_is_seen():
@@ -149,19 +137,17 @@ def test_pixels_are_those_of_the_image_processor_of_the_model(task, tmp_path, ki
 def test_unreadable_images_are_refused_or_named_and_left_out(
     kit, config, prepare, tmp_path, capsys
 ):
-    root = folders(tmp_path / "a", 16)
+    root = folders(tmp_path / "a")
     (root / "red" / "0.png").write_bytes(b"no image")
-    halves = [root / "green" / f"{i}.png" for i in range(3, 9)]
-    for half in halves:
-        half.write_bytes(half.read_bytes()[:200])
+    half = root / "green" / "3.png"
+    half.write_bytes(half.read_bytes()[:200])
     _, _, parts = prepare(root, incomplete_rows="skip")
     printed = capsys.readouterr().out
     assert f"left out: {root}/red/0.png: its format is none of JPEG" in printed
-    assert all(f"Preparing data: left out: {half}: " in printed for half in halves)
-    assert sum(map(len, parts)) == 48 - 1 - 6
+    assert f"Preparing data: left out: {half}: " in printed and sum(map(len, parts)) == 24 - 2
     (root / "red" / "0.png").unlink()
     said = refusal(kit, config(root))
-    assert re.match(f"task.data: {root}/green/.*; --task.incomplete_rows skip leaves such", said)
+    assert re.match(f"task.data: {half}.*; --task.incomplete_rows skip leaves such", said)
 
 
 def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path):
@@ -174,11 +160,8 @@ def test_one_changed_image_of_many_is_another_digest(prepare, tmp_path):
     Image.fromarray(pixels).save(image)
     _, second, others = prepare(data)
     assert first.folder != second.folder
-    assert digests(parts) != digests(others)
+    assert [part.digest() for part in parts] != [part.digest() for part in others]
     assert prepare(data)[1].folder == second.folder
-    image.unlink()
-    with pytest.raises(ValueError, match="^task.data: .*, line .*No such.*red/17.png"):
-        prepare(data)
 
 
 def test_a_table_is_read_once_for_the_images_that_it_names(config, tmp_path, monkeypatch):
@@ -208,14 +191,6 @@ def test_a_run_that_resumes_keeps_its_classes(task, config, prepare, tmp_path):
     (root / "red").rename(root / "a new one")
     with pytest.raises(ValueError, match="class 'a new one' is not in the run that resumes, which"):
         prepared.prepare(task, config(root), kept)
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet of bytes"])
-def test_a_table_names_images_or_has_them(prepare, tmp_path, kind):
-    _, prepared, parts = prepare(table(tmp_path, kind, 12))
-    if kind == "parquet of bytes":
-        shutil.rmtree(tmp_path / "images")  # the table has them
-    check_colors(prepared, pickle.loads(pickle.dumps(parts)), 36)
 
 
 def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path):
@@ -297,38 +272,14 @@ def test_labels_are_smoothed_and_images_mixed(task, prepare):
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(baked):
-    """The folder of a run, and what it printed."""
-    flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
-    return baked.path / "runs/trained", baked.train(1, *flags, "--output_dir", "runs/trained")
-
-
 @pytest.mark.slow
-def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_path, monkeypatch):
-    from transformers import pipeline
-    from transformers.utils import logging
-
-    output, printed = trained
-    score = lines(output, "eval_loss")[-1]
+def test_the_digits_are_learnt(baked, tmp_path):
+    flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
+    printed = baked.train(1, *flags, "--output_dir", tmp_path)
+    score = lines(tmp_path, "eval_loss")[-1]
     assert score["accuracy"] > 0.93 and score["macro_f1"] > 0.93
     assert "precision" in printed and "BatchNorm" not in printed
-    for name in ("confusion.png",):
-        assert (output / name).stat().st_size > 10_000
-    logging.set_verbosity_error()
-    monkeypatch.chdir(baked.path)
-    cfg = task.TaskConfig()
-    bound = contract.bind(task, cfg, prepare_task(task, cfg))
-    rows = [bound.views()[1][i] for i in range(len(bound.views()[1]))]
-    files = [str(tmp_path / f"{i}.png") for i in range(len(rows))]
-    for file, row in zip(files, rows, strict=True):
-        Image.fromarray(row["image"]).save(file)
-    answer = pipeline("image-classification", str(output / "model"))
-    guesses = [found[0]["label"] for found in answer(files, batch_size=16)]
-    right = sum(guess == str(row["label"]) for guess, row in zip(guesses, rows, strict=True))
-    assert right / len(rows) == pytest.approx(score["accuracy"])
-    inputs = answer.image_processor([Image.open(files[0])], return_tensors="pt")["pixel_values"]
-    assert torch.allclose(inputs, bound.collate([rows[0]])["pixel_values"], atol=1e-5)
+    assert (tmp_path / "confusion.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -348,12 +299,3 @@ def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path)
     assert ends[0] == ends[1]
     batched = [*flags, tmp_path / "norms", "--task.architecture", "resnet_batchnorm"]
     assert "warning: the model has BatchNorm" in baked.train(1, *batched)
-
-
-@pytest.mark.slow
-def test_fine_tuning_goes_on_from_the_same_loss(baked, trained, tmp_path):
-    flags = ["--max_steps", 2, "--learning_rate", 0, "--task.model_name_or_path", "--output_dir"]
-    flags.insert(-1, trained[0] / "model")
-    assert "new weights" not in baked.train(1, *flags, tmp_path)
-    scores = [lines(output, "eval_loss")[-1]["eval_loss"] for output in (trained[0], tmp_path)]
-    assert scores[1] == pytest.approx(scores[0], rel=1e-6)
