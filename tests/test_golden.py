@@ -1,8 +1,8 @@
 """What each task makes of committed rows, compared with the files in tests/golden/.
 
-A case has the first and the last example of both splits as the loss sees them, with the decoded
-text; a digest of all examples of a split; losses and scores of three steps in one process with one
-thread. After a change that was meant: `UPDATE_GOLDEN=1`, and read the diff of the files.
+A case has the first and the last row of both splits as a batch, with the decoded text; a digest of
+all rows of a split; losses and scores of three steps in one process with one thread. After a change
+that was meant: `UPDATE_GOLDEN=1`, and read the diff of the files.
 """
 
 import contextlib
@@ -48,83 +48,47 @@ def record(project, name, case, folder):
         flags = [*flags, *HELD_OUT, "--task.data", FOLDER / rows]
     flags = [*flags, *STEPS, "--task.cache_dir", folder / "cache", "--output_dir", output]
     project.train(1, "--config", f"configs/train/{recipe}.yaml", *flags)
-    facts = {}
-    for part, examples in read_data(load_task(name), output).items():
-        facts[part] = {
-            "examples": len(examples),
-            "examples_sha256": digest(examples),
-            "first": examples[0],
-            "last": examples[-1],
-        }
+    facts = read_data(load_task(name), output)
     facts["losses"] = [line["loss"] for line in lines(output, "loss")]
     facts["scores"] = {k: v for k, v in lines(output, "eval_loss")[-1].items() if k != "step"}
     return facts
 
 
-def digest(value):
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def read_data(task, output):
-    """The examples of both splits, as the loss of this run sees them.
-
-    `targets` are the tokens to predict at each place of input_ids: where the loss shifts the
-    labels, they are moved here.
-    """
+    """The batches of both splits, a row each, and the names of the classes."""
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
         bound = contract.bind(task, cfg, prepared.prepare(task, cfg))
-        train, validation = bound.views()
-    names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
-    tokenizer = None
+        views = bound.views()
+    model = json.loads((output / "model" / "config.json").read_text("utf-8"))
+    facts, tokenizer = {"classes": model.get("id2label")}, None
     if (output / "model" / "tokenizer.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    found = {}
-    for part, rows in {"train": train, "validation": validation}.items():
+    for part, rows in zip(("train", "validation"), views, strict=True):
         batches = (bound.collate([rows[i]]) for i in range(len(rows)))
-        found[part] = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
+        found = [values_of(batch, tokenizer) for batch in batches]
+        facts[part] = {"examples": len(found), "examples_sha256": hash_of(found)}
+        facts[part] |= {"first": found[0], "last": found[-1]}
+    return facts
+
+
+def values_of(batch, tokenizer):
+    """The row of a batch in words and numbers: tokens also decoded, and of pixels their hash."""
+    found = {}
+    for name, (values,) in batch.items():
+        if name == "pixel_values":
+            pixels = (values * 1000).round().to(torch.int32).contiguous()
+            found["pixels_sha256"] = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+            continue
+        found[name] = values.tolist()
+        if name == "input_ids":
+            found["text"] = tokenizer.decode(values.tolist())
     return found
 
 
-def example_of(name, batch, tokenizer, names):
-    """A batch of one example in words and numbers that no format of files decides."""
-    labels = batch["labels"][0]
-    if name == "image_classification":
-        pixels = (batch["pixel_values"] * 1000).round().to(torch.int32).contiguous()
-        pixels = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
-        return {"pixels_sha256": pixels, "class": names[str(int(labels))]}
-    ids = batch["input_ids"][0]
-    if name == "text_classification":
-        label = {"class": names[str(int(labels))], "weight": float(batch["weight"])}
-        return {**label, **decoded("input_ids", ids, tokenizer)}
-    if name == "seq2seq":
-        return {**decoded("input_ids", ids, tokenizer), **decoded("labels", labels, tokenizer)}
-    if name == "preference":
-        pair = zip(("chosen", "rejected"), ids, labels, strict=True)
-        return {answer: shifted(*each, tokenizer) for answer, *each in pair}
-    example = shifted(ids, labels, tokenizer)
-    if "position_ids" in batch:
-        example["starts"] = starts_of(batch["position_ids"][0][: len(example["input_ids"])])
-    return example
-
-
-def decoded(name, ids, tokenizer):
-    return {f"{name}_text": tokenizer.decode(ids), name: ids.tolist()}
-
-
-def shifted(ids, targets, tokenizer):
-    """Tokens up to the last one from which another is predicted, without the padding after it."""
-    targets = torch.cat([targets[1:], torch.tensor([-100])])
-    end = int((targets >= 0).nonzero().max()) + 1
-    ids, targets = ids[:end], targets[:end]
-    counted = {"loss_text": tokenizer.decode(targets[targets >= 0])}
-    return {**decoded("input_ids", ids, tokenizer), **counted, "targets": targets.tolist()}
-
-
-def starts_of(positions):
-    """Where the documents of a packed sequence begin."""
-    return (positions == 0).nonzero()[:, 0].tolist()
+def hash_of(value):
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def store(file, facts):
