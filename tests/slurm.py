@@ -12,6 +12,8 @@ import socket
 import subprocess
 import time
 
+import pytest
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 ADVICE = "apt-get install munge slurmctld slurmd slurm-client"
 
@@ -40,15 +42,12 @@ JobRequeue=1
 SchedulerParameters=batch_sched_delay=1,sched_interval=5
 KillWait=15
 GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} {node}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} {node}
+NodeName=DEFAULT CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 GPUS = "NodeName=n1 Name=gpu File=/dev/null\nNodeName=n2 Name=gpu File=/dev/null\n"
-
-
-class NotHere(Exception):
-    """Slurm cannot be started on this machine."""
 
 
 class Slurm:
@@ -61,10 +60,8 @@ class Slurm:
     def run(self, *command, cwd=None, **env):
         """What a command of Slurm prints."""
         env = os.environ | self.env | env
-        words = [*map(str, command)]
-        return subprocess.run(
-            words, cwd=cwd, env=env, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        given = {"cwd": cwd, "env": env, "check": True, "capture_output": True, "text": True}
+        return subprocess.run([*map(str, command)], **given).stdout.strip()
 
     def job(self, number):
         """The fields of a job."""
@@ -83,28 +80,25 @@ def free_ports(number):
 
 @contextlib.contextmanager
 def started(folder):
-    """A Slurm in this folder; raises NotHere with the reason if there can be none."""
+    """A Slurm in this folder; skips the test if there can be none."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:
-        raise NotHere(f"no {', '.join(missing)}: {ADVICE}")
+        pytest.skip(f"no {', '.join(missing)}: {ADVICE}")
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)
     place = {"host": os.uname().nodename, "folder": folder, "user": getpass.getuser()}
-    node = "CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN"
-    config = CONFIG.format(ports=free_ports(3), node=node, **place)
-    (folder / "slurm.conf").write_text(config)
+    (folder / "slurm.conf").write_text(CONFIG.format(ports=free_ports(3), **place))
     (folder / "gres.conf").write_text(GPUS)
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o600)
-    slurm = Slurm(folder)
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o600)
+    slurm, daemons = Slurm(folder), []
     env = os.environ | slurm.env | {"PATH": path}
-    munge = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
-    munge |= {"log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
-    commands = [["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in munge.items())]]
-    commands += [["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    daemons = []
+    munge = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket"]
+    for kind in ("key", "pid", "log", "seed"):
+        munge.append(f"--{kind}-file={folder}/munge.{kind}")
+    commands = [munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"]]
+    commands.append(["slurmd", "-D", "-N", "n2"])
     try:
         for command in commands:
             streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
@@ -128,11 +122,11 @@ def ready(slurm):
 
 
 def wait_for(condition, folder, seconds=60):
-    """Waits for a part of Slurm; raises NotHere with the last words of the logs."""
+    """Waits for a part of Slurm; skips the test with the last words of the logs."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             logs = [*sorted(folder.glob("*.log")), *sorted(folder.glob("*.err"))]
             ends = [f"{log.name}: {log.read_text()[-200:].strip()}" for log in logs]
-            raise NotHere(f"Slurm does not start: {'; '.join(ends)}")
+            pytest.skip(f"Slurm does not start: {'; '.join(ends)}")
         time.sleep(0.2)
