@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import shutil
-from functools import partial
 
 import datasets
 import numpy as np
@@ -14,8 +12,6 @@ import transformers
 from sklearn.metrics import f1_score, r2_score
 from transformers import AutoTokenizer
 
-from conftest import lines
-from samestep.base.console import one_line
 from samestep.data import labels
 from samestep.project import contract
 from samestep.project import prepared as prepared_data
@@ -33,23 +29,57 @@ ROWS = [
 # ---- What is read --------------------------------------------------------------------------------
 
 
-CLASSES = [
-    ("parquet", [1.0, 2.0, float("nan")], ["1", "2"]),
-    ("csv", [2, 10, 1], ["1", "2", "10"]),
-    ("jsonl", [True, False], ["False", "True"]),
-    ("csv", ["a", "nan", None], ["a", "nan"]),
+SEVERAL = {"problem_type": "multi_label_classification"}
+NAMES = ["a", "it's b"]
+READ = [  # labels in turn, the names of the classes, and what each label is; None: left out
+    ("parquet", [1.0, 2.0, float("nan")], {}, ["1", "2"], [0, 1, None]),
+    ("csv", [2, 10, 1], {}, ["1", "2", "10"], [1, 2, 0]),
+    ("jsonl", [True, False], {}, ["False", "True"], [1, 0]),
+    ("csv", ["a", "nan", None], {}, ["a", "nan"], [0, 1, None]),
+    ("csv", ['["it\'s b", "a"]', "[]", '["a"]'], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
+    ("csv", ["it's b;a", "", "a"], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
 ]
 
 
-@pytest.mark.parametrize("kind, labels, names", CLASSES)
-def test_numbers_and_truths_are_classes_too(kit, prepare, tmp_path, kind, labels, names):
-    rows = [(f"text {i}", labels[i % len(labels)]) for i in range(30)]
-    cfg, prepared, parts = prepare(kit.write(tmp_path, rows, kind), incomplete_rows="skip")
-    assert [*kit.task.build_model(cfg, prepared).config.id2label.values()] == names
-    assert sum(map(len, parts)) == sum(row[1] in labels[: len(names)] for row in rows)
+@pytest.mark.parametrize("kind, values, fields, names, read", READ)
+def test_labels_of_any_kind_are_read(kit, prepare, tmp_path, kind, values, fields, names, read):
+    rows = [(text, values[i % len(values)]) for i, text in enumerate(TEXTS)]
+    _, prepared, parts = prepare(kit.write(tmp_path, rows, kind), incomplete_rows="skip", **fields)
+    assert labels.read(prepared.folder)["names"] == names
+    wanted = [read[i % len(read)] for i in range(len(rows))]
+    found = [row["labels"].tolist() for part in parts for row in part]
+    assert sorted(found) == sorted(each for each in wanted if each is not None)
 
 
-def test_texts_lie_in_the_folder_of_their_class(kit, prepare, tmp_path):
+REFUSED = [
+    ([[1, 0, 0]], SEVERAL, "line 1: the label [1, 0, 0] is a vector of 0 and 1; give the names of"),
+    ([["a"], [True, False]], SEVERAL, "line 2: the label [True, False] is a vector of 0 and 1"),
+    ([True, False, "true"], {}, "has the labels True and true: write one"),
+]
+
+
+@pytest.mark.parametrize("values, fields, said", REFUSED)
+def test_labels_that_are_not_what_they_seem_are_refused(kit, tmp_path, values, fields, said):
+    rows = [(text, values[i % len(values)]) for i, text in enumerate(TEXTS)]
+    assert said in refusal(kit, kit.config(tmp_path, rows, **fields))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_class_of_minus_1_is_none(prepare, tmp_path, several):
+    """As `datasets` says it, for example of SNLI."""
+    kind = datasets.ClassLabel(names=["no", "yes"])
+    values = [[i % 2, -1] if several else i % 3 - 1 for i in range(30)]
+    rows = datasets.Dataset.from_dict({"text": TEXTS[:30], "label": values})
+    rows = rows.cast_column("label", datasets.List(kind) if several else kind)
+    rows.to_parquet(tmp_path / "a.parquet")
+    fields = SEVERAL if several else {"incomplete_rows": "skip"}
+    _, prepared, parts = prepare(tmp_path / "a.parquet", **fields)
+    assert labels.read(prepared.folder)["names"] == ["no", "yes"]
+    assert sum(map(len, parts)) == (30 if several else 20)
+    assert not several or {row["labels"].sum() for part in parts for row in part} == {1}
+
+
+def test_texts_lie_in_the_folder_of_their_class(prepare, tmp_path):
     """Below that of a split, if there is one; its name may be Latin-1."""
     names = [os.fsdecode(name) for name in (b"caf\xe8", b"caf\xe9")]
     for i, split, name in itertools.product(range(3), ("train", "test"), names):
@@ -59,12 +89,6 @@ def test_texts_lie_in_the_folder_of_their_class(kit, prepare, tmp_path):
     assert labels.read(prepared.folder)["names"] == ["caf\\xe8", "caf\\xe9"]
     assert prepare(tmp_path / "a")[1].folder == prepared.folder
     assert sum(map(len, parts)) == 6
-    (tmp_path / "a" / "test").rename(tmp_path / "a" / "train" / names[0] / "part")
-    for path in [*(tmp_path / "a" / "train" / names[0] / "part").rglob("*.txt")]:
-        path.rename(path.with_suffix(".TXT"))
-    file = tmp_path / "a" / "train" / names[0] / "part" / names[0] / "0.TXT"
-    said = f"{one_line(file)} is not in the folder of its class; it should be CLASS/0.TXT or"
-    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")).startswith(f"task.data: {said}")
 
 
 def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):
@@ -82,161 +106,87 @@ def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):
     assert labels.read(prepared.folder)["names"] == names and sum(map(len, parts)) == 12
 
 
-def test_a_class_whose_only_row_is_held_out_is_a_class(prepare):
-    rows = [(f"text {i}", "ab"[i % 2]) for i in range(30)]
-    _, prepared, (_, validation) = prepare(rows, validation_fraction=0.3)
-    tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    held = decode(validation[0]["input_ids"])
+def test_a_class_whose_only_row_is_held_out_is_a_class(kit, prepare):
+    rows = [(text, "ab"[i % 2]) for i, text in enumerate(TEXTS)]
+    cfg, prepared, (_, validation) = prepare(rows, validation_fraction=0.3)
+    held = kit.keys(kit.task, cfg, prepared, validation)[0]
     rows = [(text, "c" if text == held else name) for text, name in rows]
-    _, prepared, (train, validation) = prepare(rows, validation_fraction=0.3)
+    _, prepared, parts = prepare(rows, validation_fraction=0.3)
     assert labels.read(prepared.folder)["names"] == ["a", "b", "c"]
-    assert 2 not in {int(row["labels"]) for row in train}
-    assert 2 in {int(row["labels"]) for row in validation}
+    assert [2 in {int(row["labels"]) for row in part} for part in parts] == [False, True]
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_class_of_minus_1_is_none(prepare, tmp_path, several):
-    """As `datasets` says it, for example of SNLI."""
-    kind = datasets.ClassLabel(names=["no", "yes"])
-    values = [[i % 2, -1] if several else i % 3 - 1 for i in range(30)]
-    rows = datasets.Dataset.from_dict({"text": TEXTS[:30], "label": values})
-    rows = rows.cast_column("label", datasets.List(kind) if several else kind)
-    rows.to_parquet(tmp_path / "a.parquet")
-    fields = {"problem_type": SEVERAL} if several else {"incomplete_rows": "skip"}
-    _, prepared, parts = prepare(tmp_path / "a.parquet", **fields)
-    assert labels.read(prepared.folder)["names"] == ["no", "yes"]
-    assert sum(map(len, parts)) == (30 if several else 20)
-    assert not several or {row["labels"].sum() for part in parts for row in part} == {1}
-
-
-REFUSED = [
-    (
-        [[1, 0, 0]],
-        "line 1: the label [1, 0, 0] is a vector of 0 and 1; give the names of",
-    ),
-    ([["a"], [1, 0]], "line 2: the label [1, 0] is a vector of 0 and 1"),
-    ([[True, False]], "line 1: the label [True, False] is a vector of 0 and 1"),
-    ([[False, True, False]], "line 1: the label [False, True, False] is a vector of 0 and 1"),
-    ([["a"], [0.0, 0.0, 1.0]], "line 2: the label [0.0, 0.0, 1.0] is a vector of 0 and 1"),
-    ([True, False, "true"], "has the labels True and true: write one"),
-]
-
-
-@pytest.mark.parametrize("values, said", REFUSED)
-def test_labels_that_are_not_what_they_seem_are_refused(kit, tmp_path, values, said):
-    rows = [(f"text {i}", values[i % len(values)]) for i in range(9)]
-    fields = {"problem_type": SEVERAL} if isinstance(values[0], list) else {}
-    assert said in refusal(kit, kit.config(tmp_path, kit.write(tmp_path, rows), **fields))
-
-
-def labels_in(prepared, parts):
-    """The sets of labels of all rows, training and validation."""
-    names = labels.read(prepared.folder)["names"]
-    rows = [row for part in parts for row in part]
-    return sorted([names[i] for i in np.nonzero(row["labels"])[0]] for row in rows)
-
-
-@pytest.mark.parametrize("form", [json.dumps, ";".join])
-def test_lists_in_cells_are_several_labels(kit, prepare, tmp_path, form):
-    """As JSON, and as text."""
-    lists = [["love", "it's god"], [], ["god"], ["love"]]
-    rows = [(f"text {i}", form(lists[i % 4])) for i in range(40)]
-    _, prepared, parts = prepare(kit.write(tmp_path, rows, "csv"), problem_type=SEVERAL)
-    assert labels_in(prepared, parts) == sorted(sorted(lists[i % 4]) for i in range(40))
-
+# ---- Models to start from ------------------------------------------------------------------------
 
 PAIRS = [(f"the {a} is tall", f"a {a} or {b} {i}", "yes") for i, (a, b) in
          enumerate([*zip(TREES, FISH, strict=True)] * 5)]  # fmt: skip
 PAIRS += [(text, f"no {pair}", "no") for text, pair, _ in PAIRS]
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    """A folder with a tiny BERT, whose pairs have token types."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+@pytest.fixture
+def start(tmp_path):
+    """Saves a tiny model with a tokenizer of BERT, whose pairs have token types; its folder."""
 
-    folder = tmp_path_factory.mktemp("bert")
-    words = sorted({word for row in PAIRS for text in row for word in text.split()})
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 99, "intermediate_size": 16, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(folder)
-    return folder
+    def make(kind, side="right", **sizes):
+        folder = tmp_path / kind
+        folder.mkdir()
+        words = sorted({word for row in PAIRS for text in row for word in text.split()})
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]))
+        tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"), padding_side=side)
+        tokenizer.save_pretrained(folder)
+        sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes |= {"vocab_size": 99, "intermediate_size": 16, "max_position_embeddings": 64}
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, pad_token_id=0, **sizes)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(folder)
+        return str(folder)
 
-
-def save_left_padded(folder, bert, kind):
-    """A tiny GPT-2, or a Llama, whose positions are relative."""
-    sizes = {"vocab_size": 99, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
-    config = {
-        "gpt2": transformers.GPT2Config(n_embd=16, initializer_range=0.5, **sizes),
-        "llama": transformers.LlamaConfig(hidden_size=16, intermediate_size=32, **sizes),
-    }[kind]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(bert, padding_side="left").save_pretrained(folder)
-    return str(folder)
+    return make
 
 
-def test_padding_on_the_left_is_refused_where_positions_count_it(
-    kit, task, prepare, bert, tmp_path
-):
+def test_padding_on_the_left_is_refused_where_positions_count_it(kit, task, prepare, start):
     for kind in ("llama", "gpt2"):
-        folder = save_left_padded(tmp_path / kind, bert, kind)
+        folder = start(kind, "left", initializer_range=0.5)
         cfg, data, _ = prepare(kit.rows, model_name_or_path=folder, max_length=32)
-        if kind == "llama":
+        if kind == "llama":  # its positions are relative
             task.build_model(cfg, data)
     with pytest.raises(ValueError, match="pads on the left, and the positions of a gpt2"):
         task.build_model(cfg, data)
 
 
-@pytest.mark.parametrize("kind, most", [("roberta", 62), ("bert", 64)])
-def test_a_text_has_no_more_tokens_than_there_are_positions(
-    kit, config, bert, tmp_path, kind, most
-):
-    """RoBERTa's first position is that after padding's, 1: two of 64 are left over."""
-    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
-    own = transformers.AutoConfig.for_model(kind, **sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSequenceClassification.from_config(own).eval()
-    model.save_pretrained(tmp_path / kind)
-    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / kind)
-    fields = {"model_name_or_path": str(tmp_path / kind)}
+@pytest.mark.parametrize("kind, most", [("roberta", 63), ("bert", 64)])
+def test_a_text_has_no_more_tokens_than_there_are_positions(kit, config, start, kind, most):
+    """RoBERTa's first position is that after padding's, here 0."""
+    fields = {"model_name_or_path": start(kind)}
     said = refusal(kit, config(kit.rows, **fields, max_length=most + 1))
     assert f"task.max_length is {most + 1} but must be at most {most}" in said
     kit.prepare_data(config(kit.rows, **fields, max_length=most))
+    model = transformers.AutoModel.from_pretrained(fields["model_name_or_path"])
     model(input_ids=torch.full((1, most), 5))
     with pytest.raises((IndexError, ValueError, RuntimeError)):
         model(input_ids=torch.full((1, most + 1), 5))
 
 
-def test_tokens_without_embeddings_are_refused(kit, config, bert, tmp_path):
-    """But for those of masks and images, which no text has."""
-    folder = shutil.copytree(bert, tmp_path / "bert")
+def test_tokens_without_embeddings_are_refused(kit, config, start):
+    """But for those of masks, which no text has."""
+    folder = start("bert")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"more{i}" for i in range(len(tokenizer), 99)])
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tokenizer.save_pretrained(folder)
-    extra = {"image_token": "<image>"}
-    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=extra)
-    tokenizer.save_pretrained(folder)
-    fields = {"model_name_or_path": str(folder), "max_length": 32}
+    fields = {"model_name_or_path": folder, "max_length": 32}
     kit.prepare_data(config(kit.rows, **fields))
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(folder)
     said = refusal(kit, config(kit.rows, **fields))
-    assert "has 102 tokens, and the model embeddings of 99; save the model again after" in said
-    assert said.endswith("model.resize_token_embeddings(102)")
+    assert "has 101 tokens, and the model embeddings of 99; save the model again after" in said
 
 
-def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, bert):
+def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, start):
     path = kit.write(tmp_path, PAIRS, "csv", ("a", "b", "label"))
     fields = {"text_column": "a", "text_pair_column": "b", "token_dropout": 0.9}
-    fields |= {"model_name_or_path": str(bert)}
+    fields |= {"model_name_or_path": start("bert")}
     cfg, prepared, (part, _) = prepare(path, max_length=48, **fields)
     tokenizer = kit.tokenizer(prepared)
     known = {tuple(tokenizer(a, b).input_ids): [a, b] for a, b, _ in PAIRS}
@@ -264,10 +214,11 @@ def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, b
 
 # ---- Loss and metrics ----------------------------------------------------------------------------
 
-SEVERAL = "multi_label_classification"
 LABELS = {
     "single_label_classification": [name for _, name in ROWS],
-    SEVERAL: [[["oak"], [], ["carp", "eel"], ["oak", "eel"]][i % 4] for i in range(40)],
+    "multi_label_classification": [
+        [["oak"], [], ["carp", "eel"], ["oak", "eel"]][i % 4] for i in range(40)
+    ],
     "regression": [1000.0 + i % 7 for i in range(40)],
 }
 
@@ -279,16 +230,15 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
     cfg, prepared, (_, rows) = prepare(rows, **fields)
     torch.manual_seed(1)
     model = task.build_model(cfg, prepared).eval()
-    whole = task.collate([*rows], prepared)
+    rows = [*rows]
+    whole = task.collate(rows, prepared)
     with torch.no_grad():
         inputs = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
         mean, logits = model(**inputs, return_dict=True).to_tuple()[:2]
     assert task.count(whole) == len(rows)
     assert task.loss_sum(model, whole).item() / len(rows) == pytest.approx(mean.item(), rel=1e-5)
 
-    halves = [
-        task.collate([rows[i] for i in part], prepared) for part in (range(7), range(7, len(rows)))
-    ]
+    halves = [task.collate(part, prepared) for part in (rows[:7], rows[7:])]
     sums = [task.eval_sums(model, half) for half in halves]
     sums = {name: sum(part[name].double() for part in sums) for name in sums[0]}
     scores = task.metrics(sums, prepared)
@@ -353,34 +303,18 @@ def test_balanced_weights_give_each_class_the_same_share(task, prepare, tmp_path
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def learnt(baked):
-    """A run on the functions of Python's library, shorter than the default recipe's."""
-    short = ["--max_steps", 40, "--warmup_steps", 15, "--eval_every", 0, "--save_every", 0]
-    short += ["--task.max_length", 64, "--output_dir", "runs/learnt"]
-    short += ["--learning_rate", 2e-3, "--task.token_dropout", 0.3, "--task.dropout", 0.2]
-    baked.train(1, *short)
-    return baked.path / "runs" / "learnt"
-
-
 @pytest.mark.slow
-def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, tmp_path):
-    """That model tells areas of the library apart, of which the largest has 18 % of the rows."""
-    (scores,) = lines(learnt, "eval_loss")
-    assert scores["accuracy"] > 0.6 and scores["macro_f1"] > 0.5
+def test_numbers_of_pairs_are_learnt_and_predicted_in_their_unit(kit, baked, tmp_path):
     rows = [
         (*text.replace(" and ", "|and ").split("|"), 1015 if name == "tree" else 985)
         for text, name in ROWS
     ]
     data = kit.write(tmp_path, rows, "csv", ("text", "pair", "label"))
     flags = ["--task.problem_type", "regression", "--task.text_pair_column", "pair"]
-    flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
-    flags += [*STEPS, "--max_steps", 50, "--warmup_steps", 2, "--task.token_dropout", 0]
+    flags += [*STEPS, "--max_steps", 50, "--warmup_steps", 2, "--learning_rate", 2e-3]
     flags += ["--save_every", 0, "--eval_every", 0, "--task.data", data, "--task.max_length", 32]
-    flags += ["--task.model_name_or_path", "runs/learnt/model", "--output_dir", "runs/numbers"]
-    printed = baked.train(1, *flags)
+    baked.train(1, *flags, "--output_dir", "runs/numbers")
     command = ["python", "-m", "samestep", "predict", "--model", "runs/numbers/model"]
-    assert "new weights for classifier" in printed
     given = ["the oak\tand the elm", "the pike\tand the eel"]  # both are in the rows
     said = baked.run(*command, *given).stdout.splitlines()
     high, low = (json.loads(line)["value"] for line in said)
