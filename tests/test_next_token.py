@@ -7,7 +7,6 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from samestep.models import next_token, pretrained
@@ -26,7 +25,6 @@ MODELS = {
     "llama tied": ("Llama", {"tie_word_embeddings": True}, SDPA, True),
     "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, SDPA, True),
     "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, SDPA, True),  # its head has a bias
-    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, SDPA, False),
     "window": ("Mistral", {"sliding_window": 8}, SDPA, True),
     "window in some layers": ("Gemma3Text", {"sliding_window": 8, **EIGHT}, SDPA, True),
     "kwargs are not handed down": ("StableLm", {}, SDPA, True),
@@ -142,20 +140,23 @@ def tokenizer():
 def pad(tokenizer, collator, texts):
     """The batch that a collator of transformers makes of texts, lists of token ids."""
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in texts]
-    if collator == "DataCollatorForLanguageModeling":
+    if collator == "ForLanguageModeling":
         return {**transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)}
-    if collator == "DataCollatorForSeq2Seq":
+    if collator == "ForSeq2Seq":
         rows = [{**row, "labels": row["input_ids"]} for row in rows]
         return {**transformers.DataCollatorForSeq2Seq(tokenizer)(rows)}
     batch = {**transformers.DataCollatorWithPadding(tokenizer)(rows)}
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-COLLATORS = [f"DataCollator{name}" for name in ("ForLanguageModeling", "ForSeq2Seq", "WithPadding")]
-OTHERS = ["gpt2", "window", "no positions"]
-PADDED = [("llama", "left", collator) for collator in COLLATORS]
-PADDED += [("llama", "right", COLLATORS[2])]
-PADDED += [(name, "left", COLLATORS[0]) for name in OTHERS]
+PADDED = [
+    ("llama", "left", "ForLanguageModeling"),
+    ("llama", "left", "ForSeq2Seq"),
+    ("llama", "right", "WithPadding"),
+    ("gpt2", "left", "WithPadding"),
+    ("window", "left", "WithPadding"),
+    ("no positions", "left", "WithPadding"),
+]
 
 
 @pytest.mark.parametrize("name, side, collator", PADDED)
@@ -165,21 +166,15 @@ def test_padding_on_either_side_changes_no_loss(name, side, collator, tokenizer,
     fast = prepared(make(name), False)
     whole = pad(tokenizer, collator, texts)
     assert (whole["attention_mask"][1, 0] == 0) == (side == "left")
-    alone = [pad(tokenizer, collator, [ids]) for ids in texts]
     assert next_token.counted(whole).sum() == sum(len(ids) - 1 for ids in texts)
-    losses = [next_token.loss_sum(fast, batch) for batch in alone]
-    plain = [next_token.loss_sum(fast, without(batch, "attention_mask")) for batch in alone]
+    tensors = [torch.tensor([ids]) for ids in texts]
+    losses = [next_token.loss_sum(fast, {"input_ids": t, "labels": t}) for t in tensors]
     together = next_token.loss_sum(fast, whole)
-    for each in (together, sum(plain)):
-        assert each.item() == pytest.approx(sum(losses).item(), rel=1e-6)
+    assert together.item() == pytest.approx(sum(losses).item(), rel=1e-6)
     states = next_token.states_of(fast, whole, fast.decisions)
     each = next_token.token_losses(states).view(3, -1).sum(1)
     assert torch.allclose(each, torch.stack(losses), rtol=1e-6)
     check_same(gradients(fast, sum(losses)), gradients(fast, together), rel=3e-6)
-
-
-def without(batch, name):
-    return {key: values for key, values in batch.items() if key != name}
 
 
 def test_a_mask_hides_what_it_is_zero_for_between_tokens_too():
@@ -187,12 +182,10 @@ def test_a_mask_hides_what_it_is_zero_for_between_tokens_too():
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     mask[0, 3:7] = mask[1, :5] = 0
     batch["labels"] = batch["labels"].masked_fill(mask.roll(1, 1) == 0, -100)
-    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     batch["attention_mask"] = mask
-    fast = prepared(model, False)
-    check_plain(model, fast, batch | positions)
-    found = next_token.loss_sum(fast, batch).item()
-    assert found == pytest.approx(plain_loss(model, batch | positions).item(), rel=1e-6)
+    expected = plain_loss(model, batch | {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)})
+    found = next_token.loss_sum(prepared(model, False), batch).item()
+    assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "kwargs are not handed down"])
@@ -236,31 +229,21 @@ def test_flash_attention_gets_packed_texts_as_one_sequence():
 
 
 def test_a_number_of_tokens_is_refused_where_auto_is_the_plain_call(capsys):
-    next_token.prepare(make("granite"), "auto")
-    assert "GraniteForCausalLM: loss_chunk is 0, since the logits of" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="task.loss_chunk: the logits of GraniteForCausalLM"):
-        next_token.prepare(make("granite"), 16)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.elements = max(self.elements, made.numel())
-        return made
+    next_token.prepare(make("capped"), "auto")
+    assert "Gemma2ForCausalLM: loss_chunk is 0, since the logits of" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="task.loss_chunk: the logits of Gemma2ForCausalLM"):
+        next_token.prepare(make("capped"), 16)
 
 
 def test_a_chunk_bounds_the_memory_of_the_loss():
     hidden = torch.randn(256, 16, requires_grad=True)
     head = torch.nn.Linear(16, 512, bias=False)
     labels = torch.randint(0, 512, (256,))
-    with Largest() as found:
-        loss = sum(next_token.losses_of(next_token.States(head, hidden, labels, 32), "sum"))
-        loss.backward()
-    assert found.elements == 32 * 512
+    sizes = []
+    hook = head.register_forward_hook(lambda module, given, logits: sizes.append(logits.numel()))
+    loss = sum(next_token.losses_of(next_token.States(head, hidden, labels, 32), "sum"))
+    loss.backward()
+    assert sizes == [32 * 512] * 16  # eight chunks, and each again in the backward pass
+    hook.remove()
     expected = F.cross_entropy(head(hidden), labels, reduction="sum")
     assert loss.item() == pytest.approx(expected.item())
