@@ -7,20 +7,15 @@ import re
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from conftest import ROOT, bake, digest, kill_after, lines
-from samestep.models import lora, next_token, pretrained
+from conftest import ROOT, bake, digest, kill_after, lines, write_table
+from samestep.models import lora, next_token
 from test_invariance import check_same_curve
-from test_tasks import BY_NAME, picture
+from test_tasks import BY_NAME, chat, picture
 
 TABLE = (ROOT / "tests" / "reports" / "README.md").read_text()
-CHATS = [
-    {"messages": [
-        {"role": "user", "content": "why " * (60 if i % 2 else 1)},
-        {"role": "assistant", "content": f"{i} is so"},
-    ]}
-    for i in range(60)
-]  # fmt: skip
+CHATS = [chat("why " * (60 if i % 2 else 1), f"{i} is so") for i in range(60)]
 
 
 def curve(output):
@@ -29,12 +24,9 @@ def curve(output):
 
 def test_each_report_has_a_link_and_tests_that_exist():
     rows = [row.split("|")[1:-1] for row in TABLE.splitlines() if row.startswith("| [")]
-    assert len(rows) >= 31 and {len(row) for row in rows} == {6}
-    for link, *_, here, tests in rows:
-        assert re.search(r"\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", link), link
-        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
-        assert bool(named) != ("open" in here), link
-        for file, name in named:
+    for link, *_, tests in rows:
+        assert "](https://github.com/" in link
+        for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", tests):
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
 
 
@@ -53,12 +45,11 @@ def test_a_run_is_killed_at_the_end_of_an_epoch_and_inside_the_next(tiny, tmp_pa
 
 
 def test_a_step_of_more_samples_than_an_epoch_accumulates_all_of_them(tiny, tmp_path):
-    for processes, size in ((1, 8), (2, 2)):
-        output = tmp_path / f"{processes} {size}"
-        flags = ["--task.samples", 5, "--micro_batch_size", size, "--output_dir", output]
-        tiny.train(processes, *flags)
-        check_same_curve(output, tmp_path / "1 8", 1e-5, 1e-5)
-    assert len(curve(output)) == 12
+    flags = ["--task.samples", 5, "--output_dir"]
+    tiny.train(1, *flags, tmp_path / "one", "--micro_batch_size", 8)
+    tiny.train(2, *flags, tmp_path / "two", "--micro_batch_size", 2)
+    check_same_curve(tmp_path / "two", tmp_path / "one", 1e-5, 1e-5)
+    assert len(curve(tmp_path / "two")) == 12
 
 
 def test_a_validation_split_without_a_class_keeps_the_numbers_of_the_others(tmp_path):
@@ -89,15 +80,12 @@ def test_words_for_nothing_are_texts_and_labels(tmp_path):
 def base_model(folder):
     """A small model whose tokenizer puts <s> before a text, pads with </s>, and whose template
     writes <s> itself."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     words = "<s> </s> <unk> why is so User Bot".split() + [str(i) for i in range(60)]
     own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     own.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, **marks)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **marks)
     tokenizer.chat_template = (
         "{% set names = {'user': 'User', 'assistant': 'Bot'} %}{{ bos_token }}"
         "{% for m in messages %}{{ names[m['role']] }} "
@@ -106,11 +94,11 @@ def base_model(folder):
     )
     tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "vocab_size": len(words), "tie_word_embeddings": True}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=128)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return tokenizer
+    config = transformers.LlamaConfig(vocab_size=len(words), tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return tokenizer, {"model_name_or_path": str(folder), "context_length": 64}
 
 
 def documents(split):
@@ -125,12 +113,10 @@ def documents(split):
 
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
 def test_one_bos_begins_a_document_and_its_eos_is_learnt_though_it_pads(tmp_path, rows):
-    tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
+    (tokenizer, given), kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
     data = CHATS[::2]
     if rows == "prompt":
         data = [{"prompt": f"why {i} ", "completion": f"{i} is so"} for i in range(30)]
-    given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
-    given |= {"hidden_size": 128, "num_heads": 4, "num_layers": 3, "vocab_size": 1024}
     cfg, prepared, (train, _) = kit.prepare(tmp_path, data, **given)
     found = [*documents(prepared["train"])]
     for ids, mask in found:
@@ -159,44 +145,33 @@ def test_documents_that_truncation_leaves_without_an_answer_are_counted(tmp_path
 def test_adapters_with_gradient_checkpointing_are_those_without(tmp_path):
     base_model(tmp_path / "base")
     project = bake(tmp_path, pictures=False, task="causal_lm", tracker="none")
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS[::2])))
-    flags = ["--task.data", tmp_path / "chats.jsonl", "--max_steps", 3, "--task.lora_rank", 4]
+    write_table(tmp_path, CHATS[::2])
+    flags = ["--task.data", tmp_path / "rows.jsonl", "--max_steps", 3, "--task.lora_rank", 4]
     flags += ["--task.model_name_or_path", tmp_path / "base", "--task.context_length", 64]
-    flags += ["--warmup_steps", 0, "--log_every", 1, "--save_every", 3, "--eval_every", 3]
-    for again in ("false", "true"):
-        given = ["--gradient_checkpointing", again, "--output_dir", tmp_path / again]
-        project.train(1, *flags, *given)
-    checkpoints = [tmp_path / again / "checkpoints/step-00000003" for again in ("false", "true")]
-    assert digest(checkpoints[0]) == digest(checkpoints[1])
+    flags += ["--warmup_steps", 0, "--save_every", 3, "--eval_every", 3, "--output_dir"]
+    project.train(1, *flags, tmp_path / "without", "--gradient_checkpointing", "false")
+    project.train(1, *flags, tmp_path / "with", "--gradient_checkpointing", "true")
+    ends = [tmp_path / name / "checkpoints/step-00000003" for name in ("without", "with")]
+    assert digest(ends[0]) == digest(ends[1])
 
 
 def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    base_model(tmp_path)
-    kit = BY_NAME["causal_lm"]
+    _, given = base_model(tmp_path)
     fields = {"lora_rank": 2, "merge_lora": True, "lora_targets": "q_proj,embed_tokens"}
-    cfg = kit.task.TaskConfig(model_name_or_path=str(tmp_path), **fields)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    cfg = BY_NAME["causal_lm"].task.TaskConfig(**given, **fields)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"an adapter of one of them cannot be merged"):
         lora.add_adapters(model, cfg, "CAUSAL_LM")
 
 
 def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
-    """Of LFM2: a state in place of a mask, which positions do not reset. The second text has other
-    logits than alone; from new weights, too, which leak little."""
+    """Of LFM2: a state in place of a mask, which positions do not reset; from new weights, too,
+    which leak little."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
     config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
     torch.manual_seed(1)
-    plain = pretrained.ModelConfig()
-    model = pretrained.new_model(transformers.AutoModelForCausalLM, config, plain)
-    texts = [torch.randint(3, 128, (1, size)) for size in (10, 12)]
-    places = torch.tensor([[*range(10), *range(12)]])
-    with torch.no_grad():
-        alone = model(input_ids=texts[1], use_cache=False).logits
-        packed = model(input_ids=torch.cat(texts, 1), position_ids=places, use_cache=False)
-    assert not torch.allclose(packed.logits[:, 10:], alone, atol=1e-5)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="cannot keep packed texts apart; take another model"):
         next_token.check_separates_texts(model)
 
@@ -205,25 +180,20 @@ def test_layers_whose_state_runs_into_the_next_packed_text_are_refused():
 def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_writes_it(
     tmp_path, capsys, closing
 ):
-    tokenizer, kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
-    after = " </s>" if closing == "after the answer" else ""
-    between = "{% if not loop.first and m['role'] == 'user' %}</s> {% endif %}"
-    last = "{% if messages[-1]['role'] == 'assistant' %}</s>{% endif %}"
-    if closing != "before the next turn":
-        between = last = ""
+    (tokenizer, given), kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
+    after = between = last = ""
+    if closing == "after the answer":
+        after = "{% if m['role'] == 'assistant' %} </s>{% endif %}"
+    elif closing == "before the next turn":
+        between = "{% if not loop.first and m['role'] == 'user' %}</s> {% endif %}"
+        last = "{% if messages[-1]['role'] == 'assistant' %}</s>{% endif %}"
     tokenizer.chat_template = (
-        "{% for m in messages %}" + between + "{{ 'User' if m['role'] == 'user' else 'Bot' }} "
-        "{{ m['content'] }}{% if m['role'] == 'assistant' %}" + after + "{% endif %} {% endfor %}"
-        + last + "{% if add_generation_prompt %}Bot {% endif %}"
-    )  # fmt: skip
+        f"{{% for m in messages %}}{between}{{{{ 'User' if m['role'] == 'user' else 'Bot' }}}} "
+        f"{{{{ m['content'] }}}}{after} {{% endfor %}}{last}"
+        "{% if add_generation_prompt %}Bot {% endif %}"
+    )
     tokenizer.save_pretrained(tmp_path / "base")
-    data = [
-        {"messages": 2 * [
-            {"role": "user", "content": f"why {i}"}, {"role": "assistant", "content": f"{i} is so"}
-        ]}
-        for i in range(40)
-    ]  # fmt: skip
-    given = {"model_name_or_path": str(tmp_path / "base"), "context_length": 64}
+    data = [chat(*[f"why {i}", f"{i} is so"] * 2) for i in range(40)]
     _, prepared, _ = kit.prepare(tmp_path, data, **given)
     ends = 0 if closing == "nowhere" else 1
     for ids, mask in documents(prepared["train"]):
@@ -241,7 +211,6 @@ def test_rates_and_samples_depend_on_no_process_and_on_no_evaluation(tiny, tmp_p
     tiny.train(2, *flags, 1, "--output_dir", tmp_path / "two")
     for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
         assert one[::2] == two[::2] and one[1] == pytest.approx(two[1], rel=1e-5)
-    assert [len(lines(tmp_path / each, "eval_loss")) for each in ("one", "two")] == [1, 12]
     decay = [0.001 + 0.0045 * (1 + math.cos(math.pi * step / 10)) for step in range(10)]
     rates = [line["lr"] for line in lines(tmp_path / "two", "loss")]
     assert rates == pytest.approx([0.005, 0.01, *decay], rel=1e-9)
