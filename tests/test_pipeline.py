@@ -16,7 +16,6 @@ from conftest import (
     load_task,
     newest,
     preloaded,
-    status,
     train_module,
 )
 from samestep.core import mesh
@@ -51,10 +50,7 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
     assert "8 samples = 1 x 8 x 1 (groups of 2 processes x micro-batches x samples)" in text
     agree(two, one, norm=1e-6)
     exported = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
-    assert exported[0].keys() == exported[1].keys()
-    for name, values in exported[0].items():
-        torch.testing.assert_close(exported[1][name], values, rtol=1e-4, atol=1e-6)
-    assert status(two)["state"] == "finished"
+    torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-6)
     half = copy_until(two, 3, tmp_path / "half")
     assert "continuing from" in pipe(small, 2, *flags, "--output_dir", half)
     assert digest(newest(half)) == digest(newest(two))
@@ -62,27 +58,26 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
 
 # Processes, flags of the pipeline, and those that train.py gets too.
 CASES = [
-    (4, "--tensor_parallel 2", ""),
-    (4, "", "--task.packing best_fit --gradient_checkpointing true --micro_batch_size 2 "
+    ("--tensor_parallel 2", ""),
+    ("", "--task.packing best_fit --gradient_checkpointing true --micro_batch_size 2 "
      "--task.loss_chunk 16 --max_grad_norm 0"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, own, flags", CASES)
-def test_other_pipelines_have_the_losses_of_train(small, run_once, tmp_path, processes, own, flags):
+@pytest.mark.parametrize("own, flags", CASES)
+def test_other_pipelines_have_the_losses_of_train(small, tmp_path, own, flags):
     """Two stages of two parts each; and two pipelines, packed and recomputed."""
-    flags = [*flags.split(), "--task.num_layers", "4", "--max_steps", "3"]
-    pipe(small, processes, *own.split(), *flags, "--output_dir", tmp_path)
-    agree(tmp_path, run_once(train, small, "cpu", 1, *flags), norm=1e-6)
+    flags = [*flags.split(), "--task.num_layers", "4", "--max_steps", "3", "--output_dir"]
+    pipe(small, 4, *own.split(), *flags, tmp_path / "four")
+    train(small, "cpu", 1, *flags, tmp_path / "one")
+    agree(tmp_path / "four", tmp_path / "one", norm=1e-6)
 
 
 REFUSED = [
     (2, ["--exact", "true"], "exact cannot be combined with stages; leave one of them out"),
     (1, ["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
-    (2, ["--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
     (1, ["--check", "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
-    (1, ["--check", "--micro_batch_size", "3"], "a step has 8 samples = 1 x 3 x (2 or 3) ("),
 ]
 
 
@@ -92,48 +87,35 @@ def test_settings_that_do_not_fit_are_one_line(small):
         printed = pipe(small, processes, *flags, codes=[2])
         (line,) = [line for line in printed.splitlines() if line.startswith("train.py: ")]
         assert words in line and "Traceback" not in printed, printed
-    printed = pipe(small, 1, "--check")
-    assert "checked: runs/default starts from the beginning; 6 steps" in printed
-
-
-def test_stages_need_a_yaml_that_shards_nothing():
     with pytest.raises(ValueError, match="2 stages need a YAML that shards nothing"):
         mesh.layout_of(4, 0, ("FSDP",), {"stages": 2})
 
 
-def models():
-    """Models that two stages cannot make up, and the words of the line."""
-    shape = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
-    yield LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1)), "has dropout"
-    yield LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)), "would share lm_head"
-    # Its decoder scales what it gets, be it the embedding or not.
-    granite = GraniteConfig(**shape, tie_word_embeddings=False, embedding_multiplier=12.0)
-    yield GraniteForCausalLM(granite), "other states"
-
-
-@pytest.fixture
-def stages():
-    """train_pipeline.py as a module."""
-    with train_module(ROOT / "templates" / "causal_lm" / "task.py"):
-        yield load_module("train_pipeline", EXAMPLE)
-
-
-def test_models_that_stages_do_not_make_up_are_refused(stages):
+def test_models_that_stages_do_not_make_up_are_refused():
     task, ids = load_task("causal_lm"), torch.arange(40, 80)[None]
     batch = {"input_ids": ids, "labels": ids.roll(-1)}
-    sums = {"unigram_loss": torch.ones(1), "bytes": torch.ones(1)}
+    batch |= {"unigram_loss": torch.ones(1), "bytes": torch.ones(1)}
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 
     def check(model):
         next_token.prepare(model, 4096)
-        return stages.check_cut(model, 2, task.eval_sums, batch | sums)
+        return stages.check_cut(model, 2, task.eval_sums, batch)
 
-    good = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, hidden_size=32, vocab_size=300))
+    with train_module(ROOT / "templates" / "causal_lm" / "task.py"):
+        stages = load_module("train_pipeline", EXAMPLE)
+    good = LlamaForCausalLM(LlamaConfig(**shape))
     assert check(good).keys() == {"unigram_loss", "bytes", "loss", "tokens"}
     parts = [stages.cut(good, stage, 2) for stage in range(2)]
     names = [{*part.state_dict()} for part in parts]
     assert names[0] | names[1] == good.state_dict().keys() and not names[0] & names[1]
     assert stages.missing(good, parts[0]).keys() == names[1]
-    for model, words in models():
+    # Granite's decoder scales what it gets, be it the embedding or not.
+    granite = GraniteConfig(**shape, tie_word_embeddings=False, embedding_multiplier=12.0)
+    for model, words in (
+        (LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1)), "has dropout"),
+        (LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)), "would share lm_head"),
+        (GraniteForCausalLM(granite), "other states"),
+    ):
         with pytest.raises(ValueError, match=words):
             check(model)
