@@ -1,7 +1,7 @@
 """Processes that share rows train as one process does. What the kernels of CUDA do is not shown."""
 
 import pytest
-import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import test_sharding
 from conftest import load_task
@@ -68,43 +68,28 @@ def test_a_loss_that_is_no_sum_over_the_parts_of_a_sequence_is_refused(small, tm
 # ---- What is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "field, value, said",
-    [
-        ("rows", "chat", "task.rows is 'chat' but must be text under context parallelism: packed"),
-        ("dropout", 0.1, "task.dropout is 0.1 but must be 0 under context parallelism"),
-        ("attn_implementation", "eager", "must be sdpa under context parallelism"),
-    ],
-)
-def test_settings_under_which_rows_cannot_be_shared(field, value, said, tmp_path):
+def test_models_that_would_be_trained_wrongly_are_refused():
     task = load_task("causal_lm")
-    task.check_context_parallel(task.TaskConfig(rows="text"))
-    with pytest.raises(ValueError, match=said):
-        task.check_context_parallel(task.TaskConfig(**{"rows": "text", field: value}))
-
-
-def llama(attention="sdpa", **fields):
-    """A model of one layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    for field, value in (("rows", "chat"), ("dropout", 0.1)):
+        with pytest.raises(ValueError, match=f"task.{field} is {value!r} but must be .* under con"):
+            task.check_context_parallel(task.TaskConfig(**{"rows": "text", field: value}))
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **fields, attn_implementation=attention))
 
+    def llama(attention="sdpa", **fields):
+        return LlamaForCausalLM(LlamaConfig(**sizes, **fields, attn_implementation=attention))
 
-def test_models_that_would_be_trained_wrongly_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    cases = [
-        (llama("eager"), "LlamaForCausalLM computes attention by eager; it needs sdpa"),
-        (llama(attention_dropout=0.1), "LlamaForCausalLM has dropout"),
-        (torch.nn.Sequential(torch.nn.Dropout(0.1)), "Sequential has dropout"),
-        (llama(rope_parameters=rope), "the rotary embedding of LlamaForCausalLM depends"),
-    ]
     mixture = llama()
     mixture.config.output_router_logits = True
-    cases.append((mixture, "the router's loss of LlamaForCausalLM .* needs whole rows; use fsdp2"))
     sharding.check_model_shares_rows(llama(), SHARED)
-    for model, said in cases:
+    for model, said in (
+        (llama("eager"), "LlamaForCausalLM computes attention by eager; it needs sdpa"),
+        (llama(attention_dropout=0.1), "LlamaForCausalLM has dropout"),
+        (llama(rope_parameters=rope), "the rotary embedding of LlamaForCausalLM depends"),
+        (mixture, "the router's loss of LlamaForCausalLM .* needs whole rows; use fsdp2"),
+    ):
         sharding.check_model_shares_rows(model, layout.Layout(2))
         with pytest.raises(ranks.UserError, match=f"^context parallelism: {said}"):
             sharding.check_model_shares_rows(model, SHARED)

@@ -18,17 +18,9 @@ from samestep.core.ranks import Ranks
 ONE = Ranks(Layout())
 
 
-def decay(optimizer, **more):
-    """Warm-up, constant, decay: its settings have to be given by name."""
-    more = {"scheduler_specific_kwargs": {"num_decay_steps": 6}, **more}
-    return transformers.get_scheduler("warmup_stable_decay", optimizer, 4, 20, **more)
-
-
 SCHEDULERS = {
     "LambdaLR": lambda o: rates.LambdaLR(o, lambda epoch: 0.95**epoch),
     "MultiStepLR": lambda o: rates.MultiStepLR(o, [3, 7, 7, 12], 0.5),
-    "CosineAnnealingWarmRestarts": lambda o: rates.CosineAnnealingWarmRestarts(o, 5, 2),
-    "CyclicLR, exp_range": lambda o: rates.CyclicLR(o, 0.01, 0.1, 4, mode="exp_range", gamma=0.99),
     "OneCycleLR": lambda o: rates.OneCycleLR(o, 0.1, total_steps=30),
     "SequentialLR": lambda o: rates.SequentialLR(
         o, [rates.LinearLR(o, 0.1, 1, 5), rates.CosineAnnealingLR(o, 20)], [5]
@@ -39,7 +31,6 @@ SCHEDULERS = {
     "ReduceLROnPlateau": lambda o: rates.ReduceLROnPlateau(o, patience=1),
     "SWALR": lambda o: SWALR(o, 0.01, 5),
     "cosine": lambda o: transformers.get_cosine_schedule_with_warmup(o, 4, 20),
-    "warmup_stable_decay": decay,
 }
 
 

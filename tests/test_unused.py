@@ -12,16 +12,6 @@ TASK = """
 plain_build_model, plain_loss_sum = build_model, loss_sum
 
 
-class Silent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 def build_model(cfg, data):
     model = plain_build_model(cfg, data)
     model.extra = torch.nn.Parameter(torch.ones(4, 4))
@@ -36,9 +26,7 @@ USES = {
     "never": "0",
     "some rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 == 0 else 0)",
     "other rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 else 0)",
-    "silent": "Silent.apply(model.extra)",
     "nine rows in ten": "(model.extra.sum() if int(batch['input_ids'].sum()) % 10 != 4 else 0)",
-    "layerdrop": "(model.extra.sum() if torch.rand(()) < 0.9 else 0)",
 }
 
 
@@ -61,10 +49,9 @@ def extra(output):
 
 CASES = [
     ("some rows", "cpu_multi"),
-    *(pytest.param(use, hardware, marks=pytest.mark.slow) for use, hardware in (
-        ("never", "fsdp2 exact"), ("some rows", "cpu_multi exact"), ("silent", "cpu_multi"),
-    )),
-]  # fmt: skip
+    pytest.param("never", "fsdp2 exact", marks=pytest.mark.slow),
+    pytest.param("some rows", "cpu_multi exact", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("use", "hardware"), CASES)
@@ -85,25 +72,22 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
 NAMED = "extra had no gradient, and on several processes DDP waits"
 
 
-@pytest.mark.parametrize(
-    ("use", "processes"),
-    [
-        ("never", 2), ("nine rows in ten", 2), pytest.param("layerdrop", 3, marks=pytest.mark.slow),
-        pytest.param("other rows", 2, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_ddp_ends_before_the_weights_change(small, tmp_path, use, processes):
+ENDED = ["never", "nine rows in ten", pytest.param("other rows", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("use", ENDED)
+def test_ddp_ends_before_the_weights_change(small, tmp_path, use):
     """By default: before the first step, if the rows of the probe do not use it."""
     project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
     if use == "other rows":
         project = with_ddp(project, tmp_path / "ddp", "static_graph=True")
     flags = ["--save_every", 1, "--output_dir", tmp_path / "run", "--micro_batch_size", 4]
-    printed = train(project, "cpu_multi", processes, *flags, codes=[1, 2])
+    printed = train(project, "cpu_multi", 2, *flags, codes=[1, 2])
     assert NAMED in printed and "Traceback" not in printed, printed
     assert "find_unused_parameters to true" in printed
     assert not (tmp_path / "run" / "model").exists()
     done = [*(tmp_path / "run").glob("checkpoints/step-*")]
-    assert bool(done) == (use in ("nine rows in ten", "layerdrop", "other rows"))
+    assert bool(done) == (use != "never")
 
 
 def test_one_process_remarks_it(small, tmp_path):
