@@ -25,7 +25,7 @@ from samestep.project.export_check import load
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 
 
-def _load_pipeline(folder: Path, task: str) -> Any:
+def _load_pipeline(folder: str, task: str) -> Any:
     """Load a model, an adapter with its base model, as a pipeline of transformers.
 
     Raises ValueError if weights are missing: transformers would fill them with random numbers.
@@ -33,15 +33,15 @@ def _load_pipeline(folder: Path, task: str) -> Any:
     import transformers  # takes 4 s, once the arguments have been checked
 
     # transformers would ask whether to run a model's own code, and look for a lost base on the Hub.
-    options: Any = {"trust_remote_code": False, "local_files_only": True}
-    model, info = load(str(folder), task, output_loading_info=True, **options)
+    safe: Any = {"trust_remote_code": False, "local_files_only": True}
+    model, info = load(folder, task, output_loading_info=True, **safe)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
     make: Any = transformers.pipeline
     if task == "image-classification":
-        processor = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, **safe)
         return make(task, model, image_processor=processor)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
     if task == TEXT_TO_TEXT:  # transformers 5 has no pipeline for it
         return SimpleNamespace(task=task, model=model.eval(), tokenizer=tokenizer)
     options = {"truncation": True} if task == "text-classification" else {}
@@ -78,30 +78,6 @@ def ask(given: str, pipe: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"classes": classes}
 
 
-def predict(arguments: argparse.Namespace) -> None:
-    """Reads the inputs, loads the model, and prints the answers."""
-    trained = sorted(Path("runs").glob("*/model"), key=os.path.getmtime)
-    folder = arguments.model or [Path("runs/default/model"), *trained][-1]
-    task = pipeline_task(folder)
-    if not task:
-        raise ValueError(f"{folder} holds no model of transformers; train first, or give --model")
-    inputs = arguments.inputs
-    if not inputs:  # utf-8-sig: without a byte order mark
-        inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
-    try:
-        pipe = _load_pipeline(folder, task)
-    except Exception as error:  # each of the many libraries below has errors of its own
-        raise ValueError(f"cannot load {folder}: {error}") from None
-    for given in inputs:
-        try:
-            # A score that is NaN raises ValueError.
-            line = json.dumps({"input": given, **ask(given, pipe, arguments)}, allow_nan=False)
-        except Exception as error:
-            name = type(error).__name__
-            raise ValueError(f"no answer to {one_line(given, 100)}: {name}: {error}") from None
-        print(line, flush=True)
-
-
 def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
@@ -114,7 +90,21 @@ def main() -> None:
     add("--top", type=int, default=3, help="classes to name (default: 3)")
     add("--tokens", type=int, help="maximum tokens of an answer (default: the model's own, or 50)")
     arguments = parser.parse_args()
+    trained = sorted(Path("runs").glob("*/model"), key=os.path.getmtime)
+    folder = arguments.model or [Path("runs/default/model"), *trained][-1]
+    task = pipeline_task(folder)
+    if not task:
+        parser.error(f"{folder} holds no model of transformers; train first, or give --model")
+    failed = "cannot read standard input"
     try:
-        predict(arguments)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        inputs = arguments.inputs
+        if not inputs:  # utf-8-sig: without a byte order mark
+            inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
+        failed = f"cannot load {folder}"
+        pipe = _load_pipeline(str(folder), task)
+        for given in inputs:
+            failed = f"no answer to {one_line(given, 100)}"
+            answer = {"input": given, **ask(given, pipe, arguments)}
+            print(json.dumps(answer, allow_nan=False), flush=True)  # ValueError for a NaN
+    except Exception as error:  # each of the many libraries below has errors of its own
+        parser.error(f"{failed}: {type(error).__name__}: {error}")

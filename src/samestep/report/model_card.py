@@ -3,7 +3,6 @@
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -51,19 +50,17 @@ def escape_markdown(text: object, longest: int = 100) -> str:
 
 def describe_use(task: str, folder: Path, name: str) -> str:
     """Python code that uses the model, as Markdown."""
-    processor = "image_processor" if task == "image-classification" else "tokenizer"
-    code = f"from transformers import pipeline\n\nanswer = pipeline({task!r}, {name!r}, "
-    code += f"{processor}={name!r}{', truncation=True' if task == 'text-classification' else ''})"
+    reader = "image_processor" if task == "image-classification" else "tokenizer"
+    cut = ", truncation=True" if task == "text-classification" else ""
+    code = "from transformers import pipeline\n\n"
+    code += f"answer = pipeline({task!r}, {name!r}, {reader}={name!r}{cut})"
     if task == TEXT_TO_TEXT:
         prefix = read_json_object(folder / "config.json").get("source_prefix", "")
         code = _SOURCE_TO_TARGET.format(name=name, source=f"{prefix}a text")
     if (folder / "adapter_config.json").exists():  # transformers gives them those of the base
         code = code.replace("import pipeline", "import GenerationConfig, pipeline")
         code += f"\nanswer.model.generation_config = GenerationConfig.from_pretrained({name!r})"
-    use = f"```python\n{code}\n```"
-    if task == "image-classification":
-        use += "\n\n`pipeline` ignores transparency; `samestep predict` puts images on white."
-    return use
+    return f"```python\n{code}\n```"
 
 
 def write_card(folder: Path, final: Path, run_info: dict) -> None:
@@ -78,11 +75,9 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     task, base = pipeline_task(folder), config["task"].get("model_name_or_path")
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     source = one_line(config["task"].get("data") or "the data of task.py", 100)
-    about: dict[str, Any] = {"task_type": task or "other", "dataset_name": source}
+    kind = task or "other"
     results = [
-        EvalResult(
-            dataset_type="unknown", metric_type=one_line(metric, 100), metric_value=value, **about
-        )
+        EvalResult(kind, "unknown", source, one_line(metric, 100), value)
         for metric, value in scores.items()
     ]
     header = ModelCardData(
@@ -97,19 +92,17 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     steps = f"{run_info['step']:,} steps"
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best checkpoint in {run_info['steps']:,})"
-    known = [(name, value) for name, value in run_info["hardware"].items() if name != "devices"]
-    versions = ", ".join(f"{name} {value}" for name, value in known)
     number = f", out of {data['samples']:,}" if data["samples"] else " of a stream"
+    facts = [f"{name} {value}" for name, value in run_info["hardware"].items() if name != "devices"]
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {escape_markdown(config['project'])}: {escape_markdown(final.parent.name)}",
         f"Trained for {steps} of {config['global_batch_size']} samples{number}, from "
-        f"{escape_markdown(source)} (data fingerprint "
-        f"{data['fingerprint']}).",
+        f"{escape_markdown(source)} (data fingerprint {data['fingerprint']}).",
         describe_use(task, folder, str(final)) if task else "",
         "\n".join(["## Evaluation\n\n| metric | value |\n| --- | --- |", *rows]),
         "## Settings",
         textwrap.indent(yaml.safe_dump(config, sort_keys=False), "    "),
-        f"## Hardware and versions\n\n{run_info['devices']}\n\n{versions}\n",
+        f"## Hardware and versions\n\n{run_info['devices']}\n\n{', '.join(facts)}\n",
     ]
     ModelCard("\n\n".join(filter(None, parts))).save(folder / "README.md")
