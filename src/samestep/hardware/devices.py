@@ -24,7 +24,6 @@ _OF_LAUNCHERS = re.compile(
     r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LAUNCHING$|EXIT_CODE_FILE$"
 )
 MINUTES = 30  # of a program
-PATIENCE = 20  # seconds in which processes end after a signal
 _SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
 LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
 _STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
@@ -115,13 +114,10 @@ def run(command: Sequence[object], seconds: float = 60 * MINUTES) -> tuple[int |
                 code = child.wait(seconds)
         finally:
             if child.is_running():
-                # Workers of torchelastic have sessions of their own.
-                family = [*child.children(recursive=True), child]
-                for each in family:
+                # Workers of torchelastic have sessions of their own. None of them saves anything.
+                for each in [child, *child.children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.terminate()
-                for each in psutil.wait_procs(family, PATIENCE)[1]:
-                    each.kill()  # it may wait for a driver: nobody waits for it
+                        each.kill()
         log.seek(0)
         return code, log.read().strip()
 

@@ -25,37 +25,37 @@ from samestep.hardware.devices import Devices, Section, Wrong
 from samestep.hardware.project import Project
 from samestep.project.startup import resolved_config
 
-STEPS, _SAMPLES, TURNS = 3, 4, 2  # _SAMPLES: in a micro-batch; TURNS: micro-batches of a process
+_STEPS = 3
+_SAMPLES = 4  # in a micro-batch
+_TURNS = 4  # micro-batches of a process: what unequal shares need, see batches.count_micro_batches
 
 
 def run(section: Section, used: Devices, project: Project, folder: Path) -> None:
     """Runs train.py, and adds what was compared to the section; raises Wrong."""
     cfg, size = project.cfg, min(_SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
-    turns = TURNS if shares == "equal" else max(TURNS, 4)  # 4: see batches.count_micro_batches
-    samples = size * turns * used.count
+    samples = size * _TURNS * used.count
     plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
     section.facts["YAML"] = os.path.relpath(used.yaml)
     section.facts |= {"precision": used.precision, "step": plan.describe()}
     short = dataclasses.replace(
-        cfg, max_steps=STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
+        cfg, max_steps=_STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
         global_batch_size=samples, micro_batch_size=size, device_shares=shares,
         learning_rate=cfg.learning_rate or 1e-3, tracker="none", profile_steps=None,
         timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
     )  # fmt: skip
     # The relative error that is rounding, of the norm of the gradient; a tenth of it of the loss.
     limit = {"no": 1e-2 if cfg.tf32 else 1e-3, "fp8": 0.5}.get(used.precision, 0.1)
+    one = used
+    if used.count > 1:
+        yaml_of_one = "cpu" if used.kind == "cpu" else "single_gpu"
+        one = used._replace(count=1, yaml=Path(f"configs/accelerate/{yaml_of_one}.yaml"))
     for left in folder.glob(".smoke-*"):  # of one that was stopped
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".smoke-", dir=folder) as name:
         place = Path(name)
         text = yaml.safe_dump(resolved_config(short), sort_keys=False, allow_unicode=True)
         (place / "recipe.yaml").write_text(text, encoding="utf-8")
-        text = yaml.safe_dump({"distributed_type": "NO", "use_cpu": used.kind == "cpu"})
-        (place / "one.yaml").write_text(text, encoding="utf-8")
-        one = used
-        if used.count > 1:
-            one = used._replace(count=1, yaml=place / "one.yaml")
         alone = train(one, place, "--device_shares", "equal")
         together = train(used, place) if used.count > 1 else []
     model = project.build_model(torch.device(used.kind))  # last: it keeps memory of the GPU
@@ -73,7 +73,7 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
 
 def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     """The lines of metrics of a run of train.py; raises Wrong, with its own words, if it failed."""
-    print_on_main(f"train.py on {used.count} x {used.kind}: {STEPS} steps")
+    print_on_main(f"train.py on {used.count} x {used.kind}: {_STEPS} steps")
     options = {
         "config_file": used.yaml, "num_processes": used.count, "mixed_precision": used.precision,
         "num_machines": 1, "machine_rank": 0, "main_process_port": get_free_port(),
@@ -87,7 +87,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     if code == 0:
         lines = map(json.loads, (output / "metrics.jsonl").read_text("utf-8").splitlines())
         steps = [line for line in lines if "grad_norm" in line]
-        if len(steps) != STEPS:
+        if len(steps) != _STEPS:
             raise Wrong(f"train.py on {used.count} x {used.kind} trained {len(steps)} steps")
         return steps
     told = re.findall(r"^train\.py: (.+?)(?:; traceback: .*)?$", printed, re.MULTILINE)

@@ -104,17 +104,11 @@ def score_errors(sums: Sums, deviation: float) -> dict[str, float]:
     `sums` over all rows: loss, squared errors; error, absolute errors; numbers; squares of numbers;
     all in standard deviations; rows. `deviation`: the standard deviation.
     """
-    spread = _spread_of(sums)
+    rows, squares, loss = (float(sums[name]) for name in ("rows", "squares", "loss"))
+    spread = squares - float(sums["numbers"]) ** 2 / rows  # around their own mean
+    differ = spread > 1e-6 * squares  # equal numbers have no spread to explain
     return {
-        "mae": float(sums["error"] / sums["rows"]) * deviation,
-        "rmse": math.sqrt(sums["loss"] / sums["rows"]) * deviation,
-        # Equal numbers have no spread to explain.
-        "r2": 1 - float(sums["loss"]) / spread if spread else 0.0,
+        "mae": float(sums["error"]) / rows * deviation,
+        "rmse": math.sqrt(loss / rows) * deviation,
+        "r2": 1 - loss / spread if differ else 0.0,
     }
-
-
-def _spread_of(sums: Sums) -> float:
-    """The squared distances of the numbers from their own mean; 0: they are equal, to rounding."""
-    squares = float(sums["squares"])
-    spread = squares - float(sums["numbers"]) ** 2 / float(sums["rows"])
-    return spread if spread > 1e-6 * squares else 0.0

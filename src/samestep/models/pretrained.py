@@ -14,6 +14,7 @@ from samestep.base.fields import MODEL, NOTHING, check_ignored_fields, is_local_
 from samestep.models import weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
+_NUMBERS = (int, float)
 
 
 @dataclass
@@ -84,53 +85,40 @@ def _snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
     """The folder snapshots/COMMIT with the files of a model on the Hub that are on this machine."""
     from huggingface_hub import hf_hub_download
 
-    try:
+    with _loading(cfg):
         file = hf_hub_download(
             cfg.model_name_or_path, "config.json", revision=cfg.revision, **options
         )
-    except Exception as error:  # each of the libraries below has its own
-        name = one_line(cfg.model_name_or_path, 100)
-        reason = one_line(error)
-        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
     return Path(file).parent
+
+
+@contextlib.contextmanager
+def _loading(cfg: ModelConfig) -> Iterator[None]:
+    """Makes a ValueError of any error: each of many libraries has its own."""
+    try:
+        yield
+    except Exception as error:
+        name, reason = one_line(cfg.model_name_or_path, 100), one_line(error)
+        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
 
 
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
     name, folder = cfg.model_name_or_path, folder_of(cfg)
-    if folder and not (folder / "config.json").exists():
-        kind = "no model, since it has no config.json"
-        if (folder / "adapter_config.json").exists():
-            kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
-        raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
-    where = str(folder or name)
+    adapter = folder and (folder / "adapter_config.json").exists()
+    if adapter and not (folder / "config.json").exists():
+        problem = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
+        raise ValueError(f"task.model_name_or_path: {name} holds {problem}")
     options |= {"trust_remote_code": cfg.trust_remote_code}
     options |= {} if folder else {"revision": cfg.revision}
-    try:
-        with quiet():
-            return auto.from_pretrained(where, **options)
-    except Exception as error:  # each of many libraries below has its own
-        raise ValueError(
-            f"task.model_name_or_path: cannot load {name}: {one_line(error)}"
-        ) from None
+    with _loading(cfg), quiet():
+        return auto.from_pretrained(str(folder or name), **options)
 
 
 def _attention_option(cfg: ModelConfig) -> dict[str, str]:
     """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
     name = cfg.attn_implementation
     return {} if name == "sdpa" else {"attn_implementation": name}
-
-
-def _keep_cap(model: Any) -> Any:
-    """Gives a model with capped attention, such as Gemma 2, eager attention: the sdpa of
-    transformers before 5.24 leaves the cap out without a word."""
-    own = model.config
-    names = getattr(own, "sub_configs", ())  # of T5Gemma
-    parts = [own, *(getattr(own, name, None) for name in names)]
-    capped = any(getattr(each, "attn_logit_softcapping", None) for each in parts)
-    if capped and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")
-    return model
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
@@ -146,45 +134,45 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     if torch.get_default_device().type == "meta":
         options.pop("ignore_mismatched_sizes", None)
         return new_model(auto, load(AutoConfig, cfg, **options), cfg)
-    own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
+    own = []  # names of classes
+    if len(options.get("id2label", ())) > 1:
+        own = [*load(AutoConfig, cfg).id2label.values()]
     options |= {"dtype": torch.float32, **_attention_option(cfg)}
     model, info = load(auto, cfg, output_loading_info=True, **options)
     folder = folder_of(cfg) or _snapshot_of(cfg, local_files_only=True)
-    weight_files.check_zeros(weight_files.list_files(folder))
-    given, remark = one_line(cfg.model_name_or_path, 100), ""
+    weight_files.check_zeros(folder)
+    given = one_line(cfg.model_name_or_path, 100)
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
     prefix = model.base_model_prefix if head else ""
     inside = f"{prefix}." if prefix else ""  # other weights belong to the head
     missing = [name for name in new if not any(part in name for part in head)]
     missing = sorted(name for name in missing if name.startswith(inside))
     if missing:
+        names = one_line(", ".join(missing[:3]), 200)
         raise ValueError(
-            f"task.model_name_or_path: {given} is for something else: it has no weights for "
-            f"{one_line(', '.join(missing[:3]), 200)}"
+            f"task.model_name_or_path: {given} is for something else: it has no weights for {names}"
         )
-    left = weight_files.check_taken(model, info["unexpected_keys"], folder)
+    remarks = [weight_files.check_taken(model, info["unexpected_keys"], folder)]
     if new:
-        remark = f"new weights for {one_line(', '.join(sorted(new)))}"
+        remarks.append(f"new weights for {one_line(', '.join(sorted(new)))}")
     elif own:
-        remark = renew_head(model, [*own.values()], [*options["id2label"].values()], head)
-    for line in filter(None, (left, remark)):
+        remarks.append(_renew_head(model, own, [*options["id2label"].values()], head))
+    for line in filter(None, remarks):
         print_on_main(f"{given}: {line}")
-    return _keep_cap(model)
+    return model
 
 
-def renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
+def _renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
     """Gives a head new weights unless its classes are those that are wanted, in their order.
 
     A head without names (LABEL_0, ...) stays. Returns a line about it, or "".
     """
-    import torch
-
     nameless = all(re.fullmatch(r"label_\d+", str(name), re.IGNORECASE) for name in own)
     if own == wanted or nameless:
         return ""
     renewed = []
     for name, layer in model.named_modules():
-        fits = isinstance(layer, torch.nn.Linear) and layer.out_features == len(wanted)
+        fits = getattr(layer, "out_features", 0) == len(wanted)
         if fits and any(part in name for part in head):
             layer.reset_parameters()
             renewed.append(name)
@@ -197,7 +185,7 @@ def renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, .
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
     """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
     try:
-        return _keep_cap(auto.from_config(config, **_attention_option(cfg)))
+        return auto.from_config(config, **_attention_option(cfg))
     except (ImportError, ValueError) as error:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 
@@ -224,13 +212,9 @@ def without_dropout(cfg: ModelConfig) -> dict[str, float]:
 
     if not cfg.model_name_or_path:
         return {}
-    known = load(AutoConfig, cfg).to_dict()
-    return {name: 0.0 for name, value in known.items() if "drop" in name and _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number; of `token_dropout`, which rescales, the value is True."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    known = load(AutoConfig, cfg).to_dict().items()
+    # No switch: `token_dropout`, which rescales, is True.
+    return {name: 0.0 for name, value in known if "drop" in name and type(value) in _NUMBERS}
 
 
 def build_generator(

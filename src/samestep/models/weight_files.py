@@ -6,7 +6,6 @@ changes nothing. A bias of a weight that is taken, or a layer of a list that is 
 model would compute another function than that of its files.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 from samestep.base.console import one_line
 
-_FORMATS = ("model.safetensors", "pytorch_model.bin")  # as transformers looks for them
 # A module with these words in its name follows the others, or replaces masked inputs.
 _HEADS = re.compile("pool|head|classifier|score|relationship|logit|predict|qa_outputs|mask")
 _PAGES, _PAGE = 64, 4096  # samples of a file, and their bytes
@@ -22,20 +20,13 @@ _EMPTY = 8  # of them in a row without content are too many
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The files of weights that transformers loads from a folder."""
-    for name in _FORMATS:
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [folder / name]
-        if index.is_file():
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [folder / shard for shard in sorted({*shards})]
-    return []
+    """The files of weights in a folder, by the names that transformers looks for."""
+    return sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
 
 
-def check_zeros(files: Iterable[Path]) -> None:
-    """Raises ValueError for a file of which an eighth or more is zeros in one piece."""
-    for path in files:
+def check_zeros(folder: Path) -> None:
+    """Raises ValueError for a file of weights of which an eighth or more is zeros in one piece."""
+    for path in list_files(folder):
         size, marks = path.stat().st_size, ""
         with open(path, "rb") as file:
             for number in range(_PAGES):

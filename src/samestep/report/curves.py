@@ -27,12 +27,12 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
     """
     file = run / "metrics.jsonl"
     file.stat()  # raises FileNotFoundError
-    lines = run_folder.read_metrics(run)  # of a step that was repeated, the last one counts
+    lines = sorted(run_folder.read_metrics(run), key=lambda line: line["step"])
     train: Rows = {line["step"]: line for line in lines if "loss" in line}
     evals: Rows = {line["step"]: line for line in lines if "eval_loss" in line}
     if not train:
         raise ValueError(f"{file} has no training line yet; the first comes after log_every steps")
-    return dict(sorted(train.items())), dict(sorted(evals.items()))
+    return train, evals
 
 
 def column(rows: Rows, key: str) -> list[float]:
@@ -41,18 +41,10 @@ def column(rows: Rows, key: str) -> list[float]:
     return [c if isinstance(c, int | float) and math.isfinite(c) else math.nan for c in cells]
 
 
-def _find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
-    """The keys that get a panel: the loss, the learning rate, throughputs, and some scores. Of a
-    single source its loss is one, eval_loss/NAME."""
-    scores: dict[str, None] = {}
-    rates: dict[str, None] = {}
-    for train, evals in data:
-        for key in [key for row in evals.values() for key in row]:
-            of_source = "/" in key and not key.startswith("eval_loss/")
-            if key not in _NOT_SCORES and not key.endswith(RATE) and not of_source:
-                scores[key] = None
-        rates |= dict.fromkeys(key for row in train.values() for key in row if key.endswith(RATE))
-    return ["loss", "lr", *rates, *list(scores)[:_MAX_SCORES]]
+def _is_score(key: str) -> bool:
+    """Whether it is a number of evaluations that gets a panel; of a source it is its loss."""
+    of_source = "/" in key and not key.startswith("eval_loss/")
+    return key not in _NOT_SCORES and not key.endswith(RATE) and not of_source
 
 
 @rc_context(_STYLE)
@@ -62,14 +54,17 @@ def draw(runs: list[Path], output: Path) -> Path:
     Raises ValueError if there is nothing to draw.
     """
     data = [read_metrics(run) for run in runs]
-    keys = _find_panels(data)
+    of_train = [key for train, _ in data for row in train.values() for key in row]
+    of_evals = [key for _, evals in data for row in evals.values() for key in row]
+    rates = ["loss", "lr", *dict.fromkeys(key for key in of_train if key.endswith(RATE))]
+    keys = [*rates, *list(dict.fromkeys(filter(_is_score, of_evals)))[:_MAX_SCORES]]
     figure = Figure(figsize=(8, 2.2 * len(keys)), dpi=150, layout="constrained")
     panels = figure.subplots(len(keys), sharex=True)
     for number, (run, (train, evals)) in enumerate(zip(runs, data, strict=True)):
         name = one_line(run.resolve().name if len(runs) == 1 else run, 50)
         color = f"C{number % 10}"
         for axes, key in zip(panels, keys, strict=True):
-            rows = train if key in ("loss", "lr") or key.endswith(RATE) else evals
+            rows = train if key in rates else evals
             axes.plot(list(rows), column(rows, key), color=color, label=name)
         # Evaluations have dots, since a single one has no line.
         losses = column(evals, "eval_loss")

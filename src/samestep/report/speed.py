@@ -42,14 +42,8 @@ class SpeedMeter:
     ) -> None:
         """Counts the FLOPs of a loss term on this batch, for MFU, if the peak of all GPUs is known.
 
-        FLOPs are those of matrix products, convolutions and attention, as torch counts them: 2 for
-        a multiplication and an addition. The backward pass takes as many for the gradients of
-        activations, and as many for those of weights, if all are trained:
-
-            MFU = (2 + share_trained) x FLOPs of the forward pass / items x items per second / peak
-
-        The peak is that of dense matrix products in the run's precision. What is recomputed to save
-        memory does not count (PaLM, arXiv:2204.02311, appendix B).
+        The backward pass takes as many as the forward pass for the gradients of activations, and as
+        many for those of weights, if all are trained (PaLM, arXiv:2204.02311, appendix B).
         """
         precision = self.accelerator.mixed_precision.replace("no", "fp32")
         if precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import secrets
 import shlex
 import sys
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from samestep.base import run_folder
 from samestep.base.console import is_main, one_line, print_on_main
-from samestep.base.files import named
+from samestep.base.files import named, replace_text
 from samestep.core.checkpoints import flatten
 
 if TYPE_CHECKING:  # importing them takes 2 s
@@ -184,15 +183,13 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
     import wandb
 
     upload, file = config["upload_code"], output / "wandb_run_id"
-    known = file.read_bytes().strip() if file.exists() else b""
-    if not re.fullmatch(rb"[\w-]{1,64}", known):
-        known = secrets.token_hex(4).encode()
-        file.write_bytes(known)
+    if not file.exists():
+        replace_text(file, secrets.token_hex(4))
     init = functools.partial(accelerator.init_trackers, config["project"], config)
     # Of a killed run W&B's file lacks the last second, and not the last 15.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
     options = {
-        "id": known.decode(),
+        "id": file.read_text(),
         "resume": "allow",
         "name": one_line(output.name, 100),
         "dir": output,
