@@ -38,7 +38,7 @@ def run(section: Section, used: Devices, project: Project, flags: list[str], tim
     section.facts["recipe"] = one_line(" ".join([str(project.recipe), *flags]))
     section.facts["precision"] = used.precision
     given = {"precision": used.precision, **SIZES[used.kind]}
-    answers = ask("bench", used, seconds=time, flags=flags, **given)
+    answers = ask("measure", used, seconds=time, flags=flags, **given)
     names = [name for name, _, _ in answers]
     section.facts["devices"] = f"{len(names)} x {', '.join(dict.fromkeys(names))}"
     for rank, (_, _, problem) in enumerate(answers):
@@ -67,8 +67,9 @@ def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str
 # ---- In processes of their own -------------------------------------------------------------------
 
 
-def begin(kind: str) -> tuple[torch.device, str]:
-    """Joins the other processes; this one's device, and its name."""
+def ask_all(what: str, kind: str, sizes: Sequence[int] = (), **given: Any) -> list[tuple]:
+    """Of each process, whose devices work at the same time as in training: the device's name, what
+    a function of this module finds out about it, and what went wrong."""
     device, name, backend = torch.device(kind), kind, "gloo"
     if kind == "cuda":
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
@@ -76,24 +77,25 @@ def begin(kind: str) -> tuple[torch.device, str]:
         name = torch.cuda.get_device_name(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
-    return device, name
-
-
-def gather(answer: tuple) -> list[tuple]:
-    """The answers of all processes."""
+    found, problem = catch(lambda: globals()[what](device, **given))
     answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
+    dist.all_gather_object(answers, (name, found, one_line(problem or "", 200)))
+    if len(answers) > 1 and not any(problem for _, _, problem in answers):
+        for size in sizes:
+            speed = all_reduce(device, size)
+            for _, found, _ in answers:
+                found[f"all-reduce, {size // 1024} KiB, GB/s"] = speed
     return answers
 
 
-def look(kind: str) -> list[tuple[str, float, str]]:
-    """Of each process: its device's name, the free fraction of its memory, what it does wrong."""
-    (device, name), free = begin(kind), 1.0
-    if kind == "cuda":
-        unused, total = torch.cuda.mem_get_info(device)
-        free = unused / total
-    wrong, problem = catch(wrong_products, device)
-    return gather((name, free, one_line(problem or wrong, 200)))
+def look(device: torch.device) -> float:
+    """The free fraction of a device's memory; ValueError for what it computes wrong."""
+    if wrong := wrong_products(device):
+        raise ValueError(wrong)
+    if device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(device)
+    return free / total
 
 
 def wrong_products(device: torch.device) -> str:
@@ -171,22 +173,8 @@ def all_reduce(device: torch.device, size: int) -> float:
     return 2 * (count - 1) / count * size / seconds / 1e9
 
 
-def bench(kind: str, sizes: list[int], **given: Any) -> list[tuple[str, dict[str, float], str]]:
-    """Of each process, whose devices work at the same time as in training: the device's name, its
-    speeds, and what went wrong."""
-    device, name = begin(kind)
-    found, problem = catch(lambda: measure(device, **given))
-    answers = gather((name, found or {}, one_line(problem or "", 200)))
-    if dist.get_world_size() > 1 and not any(problem for _, _, problem in answers):
-        for size in sizes:
-            speed = all_reduce(device, size)
-            for _, found, _ in answers:
-                found[f"all-reduce, {size // 1024} KiB, GB/s"] = speed
-    return answers
-
-
 if __name__ == "__main__":
-    answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    answer = ask_all(sys.argv[1], **json.loads(sys.argv[2]))
     dist.destroy_process_group()
     if is_main():
         print(json.dumps({"answer": answer}), flush=True)

@@ -144,7 +144,7 @@ def check(section: Section, used: Devices) -> None:
         section.facts[f"device {rank}"] = name
         if problem:
             section.failures.append(f"device {rank}: {problem}")
-        if free < 0.9:
+        elif free < 0.9:
             section.lines.append(f"device {rank} has {free:.0%} of its memory free")
 
 
