@@ -18,14 +18,14 @@ def positive(text: str) -> int:
 
 
 RUN = {"help": "folder of a run, such as runs/default"}
-PROCESSES = {"type": positive, "metavar": "P", "help": "default: as many as the run had"}
+_PROCESSES = {"type": positive, "metavar": "P", "help": "default: as many as the run had"}
 # The arguments of each verb.
 VERBS: dict[str, dict[str, Any]] = {
     "audit": {
         "receipt": {"type": Path, "help": "file that samestep receipt has written"},
         "--steps": {"default": ":", "metavar": "A:B", "help": "default: all"},
         "--run": {"type": Path, "help": "folder of the run, to resume at step A"},
-        "--processes": PROCESSES,
+        "--processes": _PROCESSES,
         "--anyway": {"action": "store_true", "help": "train in spite of differences"},
     },
     "diff": {"runs": {"nargs": 2, "metavar": "RUN", "help": "folders of two runs"}},
@@ -39,7 +39,7 @@ VERBS: dict[str, dict[str, Any]] = {
         "--without": {"type": int, "nargs": "+", "metavar": "ROW", "help": "rows to leave out"},
         "--top": {"type": positive, "default": 8, "metavar": "K", "help": "rows to print: 8"},
         "--gradients": {"action": "store_true", "help": "the norm of each row's gradient, too"},
-        "--processes": PROCESSES,
+        "--processes": _PROCESSES,
     },
     "rows": {
         "run": RUN,

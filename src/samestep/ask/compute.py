@@ -131,21 +131,21 @@ def ask(question: _Question, asked: dict, part: Part) -> dict[str, Any]:
     return answer
 
 
-def read_question() -> dict[str, Any]:
+def _read_question() -> dict[str, Any]:
     return json.loads(Path(os.environ["SAMESTEP_REPLAY"], "question.json").read_text())
 
 
 def prepare() -> RunStart:
     """The start of a run on the data of then."""
     train, task = startup.find_project()
-    return startup.prepare_run(train.Config, task, None, stored=read_question()["prepared"])
+    return startup.prepare_run(train.Config, task, None, stored=_read_question()["prepared"])
 
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Writes answer.json."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the answer says it
     train, _ = startup.find_project()
-    cfg, run, asked = start.cfg, Run(start, ranks, stop), read_question()
+    cfg, run, asked = start.cfg, Run(start, ranks, stop), _read_question()
     if asked["data"] not in ("", start.manifest["data"]["fingerprint"]):
         raise UserError(f"the data have changed since step {asked['step']}: it cannot be repeated")
     accelerator = Accelerator(project_dir=cfg.output_dir, **device.accelerator_options(cfg))

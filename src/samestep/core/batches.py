@@ -172,7 +172,7 @@ def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
     from 0, in its step, counted from 1, and not by its rank. Without a number: what comes after the
     micro-batches of the step, such as an optimizer that draws."""
     seed = hash_integers(seed, step - 1, number)
-    seed_host(seed)
+    _seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.
     device = torch.accelerator.current_accelerator()
     if device is None:
@@ -185,11 +185,11 @@ def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seeds all that a model may draw from, on devices that are not initialized yet, too."""
-    seed_host(seed)
+    _seed_host(seed)
     torch.manual_seed(seed)
 
 
-def seed_host(seed: int) -> None:
+def _seed_host(seed: int) -> None:
     """Seeds what draws on the CPU; masks of time in speech models are NumPy's."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -325,7 +325,7 @@ class SampleDataset(torch.utils.data.Dataset):
 
     def seed_collate(self, positions: Sequence[int]) -> None:
         """Before collate, which may draw: by the first position of the micro-batch."""
-        seed_host(hash_integers(self.seed or 0, positions[0]))
+        _seed_host(hash_integers(self.seed or 0, positions[0]))
 
     def seeds(self, positions: list[int], ids: Sequence[int]) -> np.ndarray:
         """What random numbers of the rows begin with, uint64: of a row of the validation by its id,
@@ -343,7 +343,7 @@ class SampleDataset(torch.utils.data.Dataset):
             return self.dataset.__getitems__(places)
         rows = []
         for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
-            seed_host(seed)
+            _seed_host(seed)
             rows.append(self.dataset[place])
         return rows
 
@@ -412,7 +412,7 @@ def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.nda
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
     digest = hashlib.sha256(str(len(dataset)).encode())
-    seed_host(0)  # collate may draw
+    _seed_host(0)  # collate may draw
     for values in inputs.entries_of(collate(task, samples)[0]):
         if isinstance(values, str):
             digest.update(values.encode())

@@ -211,15 +211,15 @@ def try_loop(step: "Step") -> Iterator[Any]:
     before = _states_of_others(run)
     with weights.keep_modes(run.model), weights.eager(run.model):
         for _ in checks.backward_passes(run.ranks, run.model):
-            yield from try_batch(step, rows)
+            yield from _try_batch(step, rows)
         run.model.eval()
-        together = yield from try_batch(step, rows)
+        together = yield from _try_batch(step, rows)
         if together.draws:
             rows = run.few
-            together = yield from try_batch(step, rows)
+            together = yield from _try_batch(step, rows)
         alone = []
         for number, row in enumerate(() if run.rows_depend else rows):
-            alone.append((yield from try_batch(step, [row], number)))
+            alone.append((yield from _try_batch(step, [row], number)))
     step.losses = []
     if _states_of_others(run) != before:
         raise UserError(
@@ -244,7 +244,7 @@ def _states_of_others(run: "Training") -> tuple[dict, dict]:
     return states, {name: weights.bit_sums(each).tolist() for name, each in tensors.items()}
 
 
-def try_batch(
+def _try_batch(
     step: "Step", samples: list[tuple], number: int = 0
 ) -> Generator[Any, None, checks.Computed]:
     """Gives these samples to the body of the loop as one batch; returns a Computed. `number`: that

@@ -281,7 +281,7 @@ def _exact_repr(value: Any) -> str:
 
 _NAMES = ("params", "param_names")  # of a parameter group; what else it has are settings
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bare_name(name: str) -> str:
@@ -289,7 +289,7 @@ def _bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights that are trained, and the buffers; tied weights once, by their first name.
 
     Frozen weights come with the pretrained model: a manifest holds their digest alone.
@@ -322,7 +322,7 @@ def bit_sums(values: torch.Tensor) -> torch.Tensor:
     Processes that share a tensor must call it together."""
     values = full_tensor(values.detach())
     numbers = torch.view_as_real(values) if values.is_complex() else values
-    bits = numbers.flatten().view(BITS[numbers.element_size()])
+    bits = numbers.flatten().view(_BITS[numbers.element_size()])
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
 
 
@@ -410,7 +410,7 @@ class TrainingState:
                     "resumed run begins with its first values: register it without persistent=False"
                 )
         tensors = {}
-        for name, values in saved_tensors(self.model()).items():
+        for name, values in _saved_tensors(self.model()).items():
             is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
@@ -506,7 +506,7 @@ class TrainingState:
                 f"this program of {', '.join(now) or 'nothing'}; prepare and register the same "
                 "objects in the same order, or give another folder"
             )
-        tensors = {f"model.{name}": values for name, values in saved_tensors(bare).items()}
+        tensors = {f"model.{name}": values for name, values in _saved_tensors(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
         _check_shapes(tensors | elsewhere, reader, path)
         _check_frozen(path, saved, manifest)

@@ -68,7 +68,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
                 raise ValueError(f"not an object: {row!r:.60}")
             if columns is not None:
                 if is_first:  # what a later row lacks is null
-                    check_columns(row, columns)
+                    _check_columns(row, columns)
                     is_first = False
                 row = {name: row.get(name) for name in columns}
                 row = replace_surrogates(row) if ending in _READERS else row
@@ -83,7 +83,7 @@ def read_file(file: File, columns: Columns | None, field: str = "data") -> Itera
         raise ValueError(text) from None
 
 
-def check_columns(existing: Iterable[str], columns: Columns | None) -> None:
+def _check_columns(existing: Iterable[str], columns: Columns | None) -> None:
     """Raises ValueError for a column that is missing, or there twice; names the existing ones."""
     names = list(existing)
     for name, must in (columns or {}).items():
@@ -187,7 +187,7 @@ def _read_csv(path: str, columns: Columns | None) -> _Numbered:
         names = next(filter(None, rows), [])
         if not names:
             raise ValueError("it is empty: it has no column names")
-        check_columns(names, columns)
+        _check_columns(names, columns)
         last = rows.line_num
         for row in rows:
             number = rows.line_num
@@ -214,7 +214,7 @@ def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
     # Otherwise memory grows with the file, or with its largest group of rows.
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
         names = table.schema_arrow.names
-        check_columns(names, columns)
+        _check_columns(names, columns)
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in (columns or ())]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
@@ -283,7 +283,7 @@ def read_dataset(dataset: Dataset, columns: Columns | None, data: str, field: st
     """The rows of a dataset of the Hub, each with its place: with names in place of the numbers of
     classes. Without `columns` all are read. Raises ValueError for a missing column."""
     try:
-        check_columns(dataset.column_names, columns)
+        _check_columns(dataset.column_names, columns)
     except ValueError as error:
         raise ValueError(f"task.{field}: {data}: {error}") from None
     columns = columns or dict.fromkeys(dataset.column_names, True)

@@ -31,7 +31,7 @@ from samestep.data.sources import DataConfig, split_data
 _Bundled = Mapping[str, Callable[[], Iterable[dict]]]
 _WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
-SPLITS = ("train", "validation")
+_SPLITS = ("train", "validation")
 NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
 _HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 _LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
@@ -123,7 +123,7 @@ def find_inputs(
                     rows = readers.load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
-            wanted = SPLITS[:1] if cfg.validation_data else SPLITS
+            wanted = _SPLITS[:1] if cfg.validation_data else _SPLITS
             chosen = _list_data(data, "data", wanted, endings, in_classes)
             inputs.append(Input("data", data, name, chosen["train"]))
             if not chosen["train"]:
@@ -132,7 +132,7 @@ def find_inputs(
             if chosen["validation"]:
                 given.append(Input("validation_data", data, name, chosen["validation"]))
     if data := cfg.validation_data:
-        chosen = _list_data(data, "validation_data", SPLITS[1:], endings, in_classes)
+        chosen = _list_data(data, "validation_data", _SPLITS[1:], endings, in_classes)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
         given.append(Input("validation_data", data, name, chosen["validation"]))
     return [*inputs, *given]
@@ -145,13 +145,13 @@ def _list_data(
     found, others = files.list_files(data, field, endings)
     if in_classes:
         files.check_class_folders(found, field)
-    chosen: dict[str, list[File]] = {split: [] for split in SPLITS}
+    chosen: dict[str, list[File]] = {split: [] for split in _SPLITS}
     for split in wanted:
         chosen[split] = files.choose(found, split, in_classes, wanted[0])
     read = {*chosen["train"], *chosen["validation"]}
     others += [each for each in found if each not in read]
     if len(read) + len(others) > 1:
-        train, held = (len(chosen[split]) for split in SPLITS)
+        train, held = (len(chosen[split]) for split in _SPLITS)
         text = f"{train:,} files to train on, {held:,} to evaluate on, "
         text += f"{len(others):,} not read{_first(others)}"
         print(f"Preparing data: {one_line(data, 100)} has {text}", flush=True)

@@ -232,7 +232,7 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
         raise SystemExit(0)
     if hasattr(cfg, "num_epochs"):
         _choose_length(cfg, flags, recipe)
-    for name, switch, values in READERS:
+    for name, switch, values in _READERS:
         value = getattr(cfg, switch, None)
         # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
         read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
@@ -252,7 +252,7 @@ def _check_credentials(cfg: Any) -> None:
 
 
 # Fields that are read only with some values of another field.
-READERS = (
+_READERS = (
     ("decay_fraction", "lr_schedule", ("wsd",)),
     ("reference_batch_size", "lr_scaling", ("linear", "sqrt")),
     ("upload_code", "tracker", ("wandb",)),

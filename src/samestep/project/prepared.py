@@ -40,7 +40,7 @@ from samestep.project import prepared_key
 from samestep.project.config import fields_of
 
 INDEX, ROWS, _WORK = "prepared.json", "rows", "work"  # names in a prepared folder
-DIGESTS = "digests"  # of files: the name of their table and of its lock
+_DIGESTS = "digests"  # of files: the name of their table and of its lock
 LOCK_SECONDS = 5  # of waiting for another process until it is said
 
 
@@ -91,7 +91,7 @@ def _find_or_build(task: Any, cfg: Any, kept: Path | None) -> Path:
 def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
     """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
     times; one process reads what is not there."""
-    table = cache / f"{DIGESTS}.json"
+    table = cache / f"{_DIGESTS}.json"
     paths = {name: os.path.join(os.getcwd(), path) for name, path in files.items()}
 
     def is_known(name: str) -> bool:
@@ -101,7 +101,7 @@ def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> 
     if not all(map(is_known, files)):
         with contextlib.ExitStack() as held:
             with contextlib.suppress(ValueError):  # a read-only disk: each start reads them
-                held.enter_context(lock(cache, DIGESTS))
+                held.enter_context(lock(cache, _DIGESTS))
             known = read_json_object(table)
             new = [name for name in files if not is_known(name)]
             for name, digest in prepared_key.hash_files({n: paths[n] for n in new}).items():

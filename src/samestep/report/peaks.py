@@ -2,8 +2,8 @@
 
 import torch
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-# A part of the device's name: TFLOP/s in the FORMATS. The first that fits counts.
+_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+# A part of the device's name: TFLOP/s in the _FORMATS. The first that fits counts.
 PEAKS = {
     "GB300": (80, 1250, 2500, 2500, 5000),
     "B300": (75, 1100, 2250, 2250, 4500),
@@ -41,10 +41,10 @@ UNKNOWN = ("Laptop", "4090 D", "5090 D", "SUPER", "MIG")
 
 
 def peaks_of(device: torch.device) -> dict[str, float]:
-    """TFLOP/s for each of FORMATS that the device computes; {} if unknown."""
+    """TFLOP/s for each of _FORMATS that the device computes; {} if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for part, numbers in PEAKS.items():
         if part in name and not any(word in name for word in UNKNOWN):
-            named = zip(FORMATS, numbers, strict=True)
+            named = zip(_FORMATS, numbers, strict=True)
             return {format: number for format, number in named if number}
     return {}

@@ -63,7 +63,7 @@ def read_chat(messages: Any, tools: Any, train_on: str = "all") -> dict[str, lis
     if not messages:
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
-    require(isinstance(messages, list), "messages", messages, form)
+    _require(isinstance(messages, list), "messages", messages, form)
     chat = {"messages": read_messages(messages)}
     answers = {i: m for i, m in enumerate(chat["messages"], 1) if m["role"] == "assistant"}
     for number, message in answers.items():
@@ -81,7 +81,7 @@ def read_chat(messages: Any, tools: Any, train_on: str = "all") -> dict[str, lis
         raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
         fits = isinstance(tools, list) and all(map(_function_name, tools))
-        require(fits, "tools", tools, "a list of objects, each with a name")
+        _require(fits, "tools", tools, "a list of objects, each with a name")
         chat["tools"] = tools
     return chat
 
@@ -96,7 +96,7 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
     texts = {}
     for role in ("instruction", "input", "output"):
         texts[role] = "" if row.get(role) is None else row[role]
-        require(isinstance(texts[role], str), f"the {role}", texts[role], "text")
+        _require(isinstance(texts[role], str), f"the {role}", texts[role], "text")
         if role != "input" and not texts[role].strip():
             raise IncompleteRow(f"there is no {role}")
     question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
@@ -114,7 +114,7 @@ def read_messages(messages: list) -> list[dict]:
     found = []
     for number, message in enumerate(messages, 1):
         where = f"message {number}"
-        require(isinstance(message, dict), where, message, "an object with role and content")
+        _require(isinstance(message, dict), where, message, "an object with role and content")
         if "from" in message and message.get("role") is None:  # ShareGPT
             names = {"from": "role", "value": "content"}
             if message.get("value") is None and "content" in message:
@@ -132,11 +132,11 @@ def read_messages(messages: list) -> list[dict]:
                 only = one_line(", ".join(map(str, result)) or "nothing", 60)
                 raise ValueError(f"{where} has no {name}, only {only}; rename the key to {name}")
             value = result.get(name, "")
-            require(isinstance(value, str), f"the {name} of {where}", value, "text")
+            _require(isinstance(value, str), f"the {name} of {where}", value, "text")
         if result.get("function_call"):
             raise ValueError(f"{where} has function_call, the old form; write tool_calls")
         if calls:
-            require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
+            _require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
             result["tool_calls"] = [_normalize_call(call, where) for call in calls]
         elif "content" not in result:
             raise IncompleteRow(f"{where} has no content")
@@ -156,7 +156,7 @@ def _normalize_call(call: Any, where: str) -> dict:
     function = _without_nulls(call.get("function", call))
     arguments = _parse_json(function.get("arguments"), f"arguments in {where}")
     arguments = {} if arguments is None else arguments
-    require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
+    _require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
     call = _without_nulls(call) if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
@@ -215,7 +215,7 @@ def chat_texts(row: dict) -> Iterator[str]:
         yield json.dumps(tool, ensure_ascii=False)
 
 
-def require(fits: bool, what: str, value: Any, wanted: str) -> None:
+def _require(fits: bool, what: str, value: Any, wanted: str) -> None:
     if not fits:
         raise ValueError(f"{what} is {value!r:.60} but must be {wanted}")
 

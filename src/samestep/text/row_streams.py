@@ -15,7 +15,7 @@ from samestep.text import formats, sequences, tokenizing
 _SEQUENCES = 64  # of a block, at least, which are permuted together
 _BYTES_A_TOKEN = 4  # about, where the tokens are not known yet
 _MAXIMUM_ROWS = 50_000  # of a block
-LONGEST = 1_000_000  # characters of a document, of which a longer text is several
+_LONGEST = 1_000_000  # characters of a document, of which a longer text is several
 
 Block = dict[str, list]  # the columns of stored rows, with their places
 
@@ -78,4 +78,4 @@ def _pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
     if "text" not in row:
         return [row]
     text = row["text"]
-    return [{"text": text[start : start + LONGEST]} for start in range(0, len(text), LONGEST)]
+    return [{"text": text[start : start + _LONGEST]} for start in range(0, len(text), _LONGEST)]
