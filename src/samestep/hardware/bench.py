@@ -67,7 +67,7 @@ def advise(names: Sequence[str], what: str, speeds: Sequence[float]) -> list[str
 # ---- In processes of their own -------------------------------------------------------------------
 
 
-def ask_all(what: str, kind: str, sizes: Sequence[int] = (), **given: Any) -> list[tuple]:
+def _ask_all(what: str, kind: str, sizes: Sequence[int] = (), **given: Any) -> list[tuple]:
     """Of each process, whose devices work at the same time as in training: the device's name, what
     a function of this module finds out about it, and what went wrong."""
     device, name, backend = torch.device(kind), kind, "gloo"
@@ -174,7 +174,7 @@ def all_reduce(device: torch.device, size: int) -> float:
 
 
 if __name__ == "__main__":
-    answer = ask_all(sys.argv[1], **json.loads(sys.argv[2]))
+    answer = _ask_all(sys.argv[1], **json.loads(sys.argv[2]))
     dist.destroy_process_group()
     if is_main():
         print(json.dumps({"answer": answer}), flush=True)
