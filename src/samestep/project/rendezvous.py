@@ -28,7 +28,7 @@ from samestep.project.launched import this_layout
 
 LOOK = 2  # seconds between two looks for an error of another process
 GRACE = 10  # seconds after which it ends this process, whatever that does
-PATIENCE = 60  # seconds for which a process that fails before training tries to tell the others
+_PATIENCE = 60  # seconds for which a process that fails before training tries to tell the others
 _FIRST_LINE, _NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
 _OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 # Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. That of GPUs
@@ -222,7 +222,7 @@ class Rendezvous:
         until the others are done with it, or until `stop()`."""
         self.over.set()
         stopped = bool(stop())
-        deadline = time.monotonic() + (PATIENCE if self.preparing and not stopped else GRACE)
+        deadline = time.monotonic() + (_PATIENCE if self.preparing and not stopped else GRACE)
 
         def may_wait() -> bool:
             in_time = not self.lost and time.monotonic() < deadline
