@@ -113,10 +113,11 @@ class _Signals:
 
     def stop_refused(self, code_file: Path) -> None:
         """Stops all after exit code 2: torchelastic would restart what ends in the same error."""
-        while code_file.read_text() != "2":
-            time.sleep(0.2)
-        self.refused = True
-        self.stop()
+        with contextlib.suppress(FileNotFoundError):  # the run has ended
+            while code_file.read_text() != "2":
+                time.sleep(0.2)
+            self.refused = True
+            self.stop()
 
 
 def _launch_several(program: list[str], arguments: Any, report: io.StringIO) -> int:
