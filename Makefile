@@ -87,10 +87,11 @@ bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightn
 
 bench-short: $(BENCH)  ## the same for the small step, three programs and few rounds: 2 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --sizes small --rounds 20 \
-		--peers 'HF Trainer' 'baked project' --output .venv/bench/short $(ARGS)
+		--peers 'plain loop' 'HF Trainer' 'baked project' --output .venv/bench/short $(ARGS)
 
 bench-steps: $(BENCH)  ## measure what exact costs: 10 minutes
-	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
+	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --peers 'baked project' exact \
+		--micro_batch 2 --processes 1 2 4 --rounds 8 --name steps $(ARGS)
 
 bench-scaling: $(TESTS)  ## measure the speed-up over 1, 2 and 4 devices: 10 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/scaling.py $(ARGS)

@@ -1,8 +1,8 @@
 """Stops, times and counts a peer from outside of its loop.
 
-All peers read their batches through an iterator of torch's DataLoader, once a step. That is where
-this module counts their first steps, and then lets them wait for compare.py to say how many steps
-to go on. A prefetched batch shifts the moment, not the time between two of them.
+All peers read their batches through an iterator of torch's DataLoader, once a micro-batch. That is
+where this module counts their first steps, and then lets them wait for compare.py to say how many
+steps to go on. A prefetched batch shifts the moment, not the time between two of them.
 """
 
 import itertools
@@ -15,22 +15,18 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from work import Size
+from work import Work
 
 aten = torch.ops.aten
-CPU_ATTENTION = {  # torch has no FLOP formula for the kernels of the CPU
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: (
-        sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
-    ),
+attention = aten._scaled_dot_product_flash_attention
+backward = aten._scaled_dot_product_flash_attention_backward
+FLOPS = {
+    **flop_registry,  # torch has no formula for the kernels of the CPU
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
 }
-
-
-# ---- Counting ------------------------------------------------------------------------------------
 
 
 class Counter(TorchDispatchMode):
@@ -47,42 +43,31 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket
-        if name in CPU_ATTENTION:
-            self.flops += CPU_ATTENTION[name](*args, **(kwargs or {}))
-        elif name in flop_registry:
-            self.flops += flop_registry[name](*args, **(kwargs or {}), out_val=result)
+        if name in FLOPS:
+            self.flops += FLOPS[name](*args, **(kwargs or {}), out_val=result)
         if name is aten.nll_loss_forward and torch._C._current_graph_task_id() == -1:
             terms = int((args[1] != args[4]).sum())
             self.losses.append((float(result[0].sum()) * (terms if args[3] == 1 else 1), terms))
         return result
 
 
-# ---- Stopping and timing -------------------------------------------------------------------------
-
-
 def control(commands, answers, counted: int) -> Iterator:
-    """Counts the first steps, then obeys lines: "N": time N steps; "end": exit.
+    """Counts the first steps, then obeys lines: each says how many steps to time.
 
-    It yields once before each batch, so between two steps.
+    It yields once before each step. FLOPs are those of a step after the first.
     """
-
-    def answer(**values) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
-    if counted:
-        counter, before = Counter(), 0
-        last = min(10, counted - 1)  # steps; ten have one line of metrics among them
-        with counter:
-            for step in range(counted):
-                if step == counted - last:
-                    before = counter.flops
-                yield
-        answer(flops=(counter.flops - before) / last, losses=counter.losses)
-    while (command := commands.readline().strip()) not in ("", "end"):
-        began, cpu_began = time.perf_counter(), time.process_time()
+    with Counter() as counter:
+        yield
+        first = counter.flops
+        for _ in range(counted - 1):
+            yield
+    found = {"flops": (counter.flops - first) / (counted - 1), "losses": counter.losses}
+    print(json.dumps(found), file=answers, flush=True)
+    for command in iter(commands.readline, ""):
+        began = time.perf_counter()
         for _ in range(int(command)):
             yield
-        answer(seconds=time.perf_counter() - began, cpu=time.process_time() - cpu_began)
+        print(json.dumps(time.perf_counter() - began), file=answers, flush=True)
     os._exit(0)
 
 
@@ -98,9 +83,9 @@ def attach(steps: Iterator, micro_batches: int = 1) -> None:
     _BaseDataLoaderIter.__next__ = advance_and_fetch
 
 
-def install(size: Size) -> None:
+def install(work: Work) -> None:
     """Lets lines on stdin control this process, with answers on stdout; what it prints itself goes
     to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    attach(control(sys.stdin, answers, size.counted), size.micro_batches)
+    attach(control(sys.stdin, answers, work.counted), work.micro_batches)

@@ -1,6 +1,7 @@
 """Compares a baked project with other ways to train, on the same work.
 
     make bench                                       # in the template: a table, a .json
+    make bench-steps                                 # the project with and without `exact`
     python benchmarks/compare.py --sizes small --rounds 2 --steps 5
 
 The peers are those of peers.py. A process of each waits while another one trains: a round lets
@@ -9,18 +10,19 @@ Before that their work is counted, and has to be the same: items in the loss, FL
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
 import os
 import platform
-import shutil
+import random
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -29,12 +31,10 @@ import numpy as np
 
 import work
 from peers import PEERS
-from work import SIZES, Size, Work
+from work import SIZES, Work
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
 PACKAGES = "torch accelerate transformers tokenizers lightning datasets trl".split()
-PLAIN, BAKED = "plain loop", "baked project"
 # Prepares the data, as train.py would, and saves the rows and the order of the samples.
 PREPARE = """
 import sys
@@ -47,8 +47,7 @@ from train import Config
 cfg = read_config(Config, None, sys.argv[1:])
 _, bound, (rows, _), _ = read_data(cfg, task)
 torch.save(bound.collate([rows[i] for i in range(len(rows))]), cfg.output_dir + "/rows.pt")
-steps = min(4000, 20 * len(rows) // cfg.global_batch_size)
-positions = np.arange(steps * cfg.global_batch_size)
+positions = np.arange(min(32_000, 20 * len(rows)))
 np.save(cfg.output_dir + "/order.npy", sample_ids(positions, len(rows), cfg.seed))
 """
 
@@ -67,40 +66,38 @@ def environment(**extra: str) -> dict[str, str]:
 class Run:
     """One peer in one or several processes of a program."""
 
-    def __init__(self, name: str, todo: Work, processes: int, **extra: str):
+    def __init__(self, name: str, todo: Work, processes: int):
         Path(todo.output).mkdir(parents=True)
-        self.name, self.size, self.log = name, todo.size, Path(todo.output, "log.txt")
-        self.ranks, pipe = [], subprocess.PIPE
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for rank in map(str, range(processes)):
-            env = environment(BENCH_WORK=todo.to_json(), **extra)
+        self.name, self.log = name, Path(todo.output, "log.txt")
+        env = environment(BENCH_WORK=todo.to_json())
+        if processes > 1:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            env |= {"TORCHELASTIC_RUN_ID": "bench"}
+        command, pipe = [sys.executable, str(HERE / "peers.py"), name], subprocess.PIPE
+        self.ranks = []
+        for rank in range(processes):
             if processes > 1:
-                env |= {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-                env |= {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "bench"}
-            command = [sys.executable, str(HERE / "peers.py"), name]
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(self.log, "a") as log:
                 process = subprocess.Popen(
                     command, env=env, stdin=pipe, stdout=pipe, stderr=log, text=True
                 )
             self.ranks.append(process)
 
-    def answers(self) -> list[dict]:
-        """The next line of each process."""
+    def answers(self) -> list:
+        """The next line of each process: what was counted, then seconds."""
         lines = [process.stdout.readline() for process in self.ranks]
         if not all(lines):
             self.end()
             sys.exit(f"{self.name} failed:\n{self.log.read_text(errors='replace')[-3000:]}")
         return [json.loads(line) for line in lines]
 
-    def train(self, steps: int) -> dict:
-        """Trains some steps: seconds a step, CPU seconds a step of all processes, ..."""
+    def train(self, steps: int) -> float:
+        """Trains some steps: seconds a step."""
         for process in self.ranks:
             print(steps, file=process.stdin, flush=True)
-        answers = self.answers()
-        return {
-            "seconds": max(each["seconds"] for each in answers) / steps,
-            "cpu": sum(each["cpu"] for each in answers) / steps,
-        }
+        return max(self.answers()) / steps
 
     def end(self) -> None:
         for process in self.ranks:
@@ -114,7 +111,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# ---- The work ------------------------------------------------------------------------------------
+# ---- The work, and measuring it ------------------------------------------------------------------
 
 
 def bake(folder: Path, sources: Path = HERE.parent, **answers: str) -> Path:
@@ -122,50 +119,43 @@ def bake(folder: Path, sources: Path = HERE.parent, **answers: str) -> Path:
     from cookiecutter.main import cookiecutter
 
     say("baking a project")
-    elsewhere = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
-    template = shutil.ignore_patterns(".git", ".venv", "demo", "runs", "__pycache__", ".*_cache")
-    shutil.copytree(sources, folder / "template", ignore=template)
-    return Path(
-        cookiecutter(
-            str(folder / "template"),
-            no_input=True,
-            output_dir=str(folder),
-            default_config=elsewhere,
-            extra_context={"tracker": "none", **answers},
-        )
+    project = cookiecutter(
+        str(sources),
+        no_input=True,
+        output_dir=str(folder),
+        default_config={"replay_dir": str(folder), "cookiecutters_dir": str(folder)},
+        extra_context={"tracker": "none", **answers},
     )
+    return Path(project)
 
 
-def prepare(project: Path, size: Size, folder: Path) -> Work:
-    """The work of this size, with the data that the project prepares for it."""
+def prepare(project: Path, todo: Work, folder: Path) -> Work:
+    """The same work with the data that the project prepares for it, in this new folder."""
     folder.mkdir()
-    command = [sys.executable, "-c", PREPARE, *work.flags(size), "--output_dir", str(folder)]
-    printed = subprocess.run(
-        command, cwd=project, env=environment(), capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", PREPARE, *work.flags(todo), "--output_dir", str(folder)]
+    options = {"cwd": project, "env": environment(), "capture_output": True, "text": True}
+    printed = subprocess.run(command, **options)
     if printed.returncode:
         sys.exit(f"no data:\n{printed.stderr}")
-    return Work(size, str(project), str(folder), str(folder))
+    return replace(todo, project=str(project), data=str(folder), output=str(folder))
 
 
-def count(run: Run) -> dict:
+def count(run: Run, micro_batches: int) -> dict:
     """What the peer did in its first steps: FLOPs and loss items of a step, and losses."""
-    answers, size = run.answers(), run.size.micro_batches
-    losses, tokens = [], []
-    for first in range(0, min(len(each["losses"]) for each in answers) - size + 1, size):
-        step = [each for own in answers for each in own["losses"][first : first + size]]
-        tokens.append(sum(terms for _, terms in step))
+    answers, losses, tokens = run.answers(), [], []
+    counted = min(len(each["losses"]) for each in answers)
+    for first in range(0, counted - micro_batches + 1, micro_batches):
+        step = [each for own in answers for each in own["losses"][first : first + micro_batches]]
+        tokens.append(sum(items for _, items in step))
         losses.append(math.fsum(loss for loss, _ in step) / tokens[-1])
-    return {
-        "gflop": sum(each["flops"] for each in answers) / 1e9,
-        "tokens": tokens[0],
-        "losses": losses,
-    }
+    gflop = sum(each["flops"] for each in answers) / 1e9
+    return {"gflop": gflop, "tokens": tokens[0], "losses": losses}
 
 
 def check_same_work(counts: dict[str, dict], counted: int) -> None:
-    """Ends the program unless all peers did the same: tokens, FLOPs to 1 %, losses to 0.1 %."""
-    reference = counts[PLAIN]
+    """Ends the program unless all did what the first peer did: tokens, FLOPs to 1 %, losses to
+    0.1 %."""
+    first, reference = next(iter(counts.items()))
     for name, found in counts.items():
         pairs = list(zip(found["losses"], reference["losses"], strict=False))
         far = max(abs(mine / theirs - 1) for mine, theirs in pairs)
@@ -175,48 +165,47 @@ def check_same_work(counts: dict[str, dict], counted: int) -> None:
             and abs(found["gflop"] / reference["gflop"] - 1) < 0.01
             and far < 1e-3  # of 20 steps, in which AdamW lets rounding grow
         )
-        found["loss_difference"] = far
         if not same:
-            sys.exit(f"{name} does not do the work of {PLAIN}:\n{found}\n{reference}")
-
-
-# ---- Measuring -----------------------------------------------------------------------------------
+            sys.exit(f"{name} does not do the work of {first}:\n{found}\n{reference}")
 
 
 def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps: int) -> dict:
-    """For each peer: what was counted, and seconds and CPU seconds a step in each round."""
-    name, runs, found = Path(todo.output).name, {}, {}
+    """For each peer: what was counted, and the seconds of a step in each round."""
+    runs, found = {}, {}
     try:
-        for peer in peers:
-            output = f"{todo.output}/{peer}-{processes}"
-            todo_here = Work(todo.size, todo.project, todo.data, output)
-            runs[peer] = Run(peer, todo_here, processes)
-            found[peer] = count(runs[peer])
-        check_same_work(found, todo.size.counted)
-        take_turns(runs, found, f"{name}, {processes} x CPU", rounds, steps)
+        for name in peers:
+            output = f"{todo.output}/{name}-{processes}"
+            runs[name] = Run(name, replace(todo, output=output), processes)
+            found[name] = count(runs[name], todo.micro_batches) | {"seconds": []}
+        check_same_work(found, todo.counted)
+        for number in range(rounds):
+            say(f"{Path(todo.output).name}, {processes} x CPU: round {number + 1} of {rounds}")
+            for name in random.sample(peers, len(peers)):
+                runs[name].train(1)  # its data comes back into the caches
+                found[name]["seconds"].append(runs[name].train(steps))
     finally:
         for run in runs.values():
             run.end()
     return found
 
 
-def take_turns(runs: dict[str, Run], found: dict[str, dict], name: str, rounds: int, steps: int):
-    """Adds to what was found of each run its seconds and CPU seconds a step in each round."""
-    names = [*runs]
-    for number in range(rounds):
-        say(f"{name}: round {number + 1} of {rounds}")
-        for each in names[number % len(names) :] + names[: number % len(names)]:
-            runs[each].train(1)  # its data comes back into the caches
-            timed = runs[each].train(steps)
-            for clock, seconds in timed.items():
-                found[each].setdefault(clock, []).append(seconds)
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# ---- Showing -------------------------------------------------------------------------------------
+def measure(asked: argparse.Namespace, folder: Path) -> dict:
+    project, found = bake(folder), {processes: {} for processes in asked.processes}
+    for name in asked.sizes:
+        todo = prepare(project, SIZES[name], folder / name)
+        rounds, steps = asked.rounds or todo.rounds, asked.steps or todo.steps
+        for processes in asked.processes:
+            if asked.micro_batch:
+                todo = replace(todo, micro_batches=todo.batch // processes // asked.micro_batch)
+            found[processes][name] = time_steps(todo, asked.peers, processes, rounds, steps)
+    return {"peers": asked.peers, "steps": found}
+
+
+# ---- The table, and the program ------------------------------------------------------------------
 
 
 def ratios(values: list[float], others: list[float]) -> tuple[float, float, float]:
@@ -226,22 +215,17 @@ def ratios(values: list[float], others: list[float]) -> tuple[float, float, floa
 
 
 def describe(report: dict) -> str:
-    """Rows of peers; for each size the step, its ratio to the plain loop, that of its CPU time."""
-    columns = ["", "processes"]
-    for name in report["sizes"]:
-        gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
-        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time"]
-    rows = []
+    """A row for each peer: milliseconds of a step of the first, of the others the ratio to it."""
+    first, *others = report["peers"]
+    columns, rows = ["a step"], [[peer] for peer in report["peers"]]
     for processes, sizes in report["steps"].items():
-        for peer in report["peers"]:
-            row = [peer, processes]
-            for found in sizes.values():
-                mine, plain = found[peer], found[PLAIN]
-                ratio, low, high = ratios(mine["seconds"], plain["seconds"])
-                row.append(f"{1e3 * median(mine['seconds']):.1f}")
-                row.append(f"{ratio:.3f} ({low:.3f} to {high:.3f})")
-                row.append(f"{ratios(mine['cpu'], plain['cpu'])[0]:.3f}")
-            rows.append(row)
+        for size, found in sizes.items():
+            seconds = found[first]["seconds"]
+            columns.append(f"{size}, processes: {processes}")
+            rows[0].append(f"{1e3 * median(seconds):.1f} ms")
+            for row, peer in zip(rows[1:], others, strict=True):
+                values = ratios(found[peer]["seconds"], seconds)
+                row.append("{:.2f} ({:.2f}-{:.2f})".format(*values))
     return markdown(columns, rows)
 
 
@@ -260,30 +244,16 @@ def about(report: dict) -> str:
     )
 
 
-def write_page(command: str, text: str) -> None:
-    """Replaces what stands between the marks of this command in docs/benchmarks.md."""
-    begin, end = f"<!-- {command} -->", f"<!-- end of {command} -->"
-    before, rest = PAGE.read_text().split(begin)
-    after = rest.split(end)[1]
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def about_machine() -> dict:
-    """Processor, versions and date."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    date = datetime.date.today().isoformat()
-    return {"device": f"{model}, {os.cpu_count()} cores", "versions": found, "date": date}
-
-
-# ---- A program -----------------------------------------------------------------------------------
+    """Processor, versions, date, and the load at the beginning."""
+    file = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
+    device = f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+    installed = {each.name: each.version for each in metadata.distributions()}
+    versions = {name: installed[name] for name in PACKAGES if name in installed}
+    versions = {"python": platform.python_version(), **versions}
+    date, load = datetime.date.today().isoformat(), [os.getloadavg()[0]]
+    return {"device": device, "versions": versions, "date": date, "load": load}
 
 
 def parser_of(about: str, name: str) -> argparse.ArgumentParser:
@@ -291,48 +261,32 @@ def parser_of(about: str, name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default=name, help="name of the file of results")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
     return parser
 
 
-def publish(asked: argparse.Namespace, command: str, measure: Callable, describe: Callable) -> None:
-    """Calls measure(asked, folder) for what it adds to a report; prints the report's tables, and
-    writes it to the .json, and if that is asked for the tables to the page."""
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
-    report: dict = {**about_machine(), "load": [os.getloadavg()[0]]}
-    try:
-        report |= measure(asked, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def publish(asked: argparse.Namespace, measure: Callable, describe: Callable) -> None:
+    """Calls measure(asked, folder) for what it adds to a report; prints the report's tables, which
+    docs/benchmarks.md quotes, and writes it to the .json."""
+    report = about_machine()
+    with tempfile.TemporaryDirectory(prefix="bench", ignore_cleanup_errors=True) as folder:
+        report |= measure(asked, Path(folder))
     report["load"].append(os.getloadavg()[0])
-    text, path = f"{describe(report)}\n\n{about(report)}", asked.output / f"{asked.name}.json"
-    print(text)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{describe(report)}\n\n{about(report)}")
+    path = asked.output / f"{asked.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report) + "\n")
     print(path)
-    if asked.docs:
-        write_page(command, text)
-
-
-def measure(asked: argparse.Namespace, folder: Path) -> dict:
-    peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
-    project, found = bake(folder), {processes: {} for processes in asked.processes}
-    for name in asked.sizes:
-        size, todo = SIZES[name], prepare(project, SIZES[name], folder / name)
-        rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
-        for processes in asked.processes:
-            found[processes][name] = time_steps(todo, peers, int(processes), rounds, steps)
-    return {"peers": peers, "sizes": asked.sizes, "steps": found}
 
 
 def main() -> None:
     parser = parser_of(__doc__, "cpu")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
-    parser.add_argument("--processes", nargs="+", choices=("1", "2"), default=["1", "2"])
-    parser.add_argument("--rounds", type=int, help="instead of those of work.py")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS][:-1])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--micro_batch", type=int, help="samples, instead of those of work.py")
+    parser.add_argument("--rounds", type=int, help="likewise")
     parser.add_argument("--steps", type=int, help="steps in a round, likewise")
-    publish(parser.parse_args(), "make bench", measure, describe)
+    publish(parser.parse_args(), measure, describe)
 
 
 if __name__ == "__main__":

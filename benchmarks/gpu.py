@@ -4,7 +4,6 @@
     make gpu ARGS="--minutes 10"            # what has no time left is not run
     make gpu ARGS="--rows exact bench"      # the checks whose names contain these words
     make gpu ARGS="--device cpu"            # tiny models: does the program itself work?
-    python benchmarks/gpu.py --minutes 10   # the same, without make, .venv or a network
 
 results/gpu-DEVICE.json keeps the table, and the rows of earlier calls. The exit code is 1 if a
 check failed. The folder for temporary files needs 20 GB. docs/gpu-checklist.md has what is to be
@@ -19,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -35,14 +33,14 @@ from statistics import median
 import compare
 import work
 from compare import HERE
-from work import Size, Work
+from work import Work
 
 NEEDED = "accelerate cookiecutter datasets psutil pydantic pytest rich torch transformers".split()
 TASKS = ("causal_lm", "text_classification", "image_classification", "seq2seq", "preference")
 DATA = "library.txt"  # the source of Python's library, 5 MB
-LARGE = Size(2048, 18, 16, context=2048, batch=8, vocabulary=24_576, data=DATA)  # 1.08 B
+LARGE = Work(2048, 18, 16, context=2048, batch=8, vocabulary=24_576, source=DATA)  # 1.08 B
 MIDDLE = replace(LARGE, hidden=1024, layers=12)  # 214 M parameters
-TINY = Size(64, 2, 4, context=64, batch=8, steps=3, rounds=2)
+TINY = Work(64, 2, 4, context=64, batch=8, steps=3, rounds=2)
 WARM_UP = 8  # steps before the timing, which compile
 GOAL = "baked, 16 x 4"  # at least 0.55 of the peak; the goal is 0.6
 
@@ -77,7 +75,7 @@ SPEEDS = {
 
 @dataclass
 class Row:
-    """A line of the table; `result` is passed, failed, skipped or not run."""
+    """A line of the table; `result` is passed, failed or not run."""
 
     check: str
     result: str
@@ -95,9 +93,9 @@ class Place:
     project: Path
     deadline: float = 0.0
 
-    def size(self, size: Size) -> Size:
-        """This size; on a CPU a tiny one."""
-        return size if self.device == "cuda" else replace(TINY, batch=size.batch)
+    def size(self, todo: Work) -> Work:
+        """This work; on a CPU a tiny one."""
+        return todo if self.device == "cuda" else replace(TINY, batch=todo.batch)
 
     def environment(self, **extra: str) -> dict[str, str]:
         """The variables of a process. It sees one GPU: Trainer would use all that it sees."""
@@ -127,7 +125,7 @@ class Place:
                     runs.append(run)
                 while None in [run.poll() for run in runs] and not until():
                     if time.monotonic() > self.deadline:
-                        raise TimeoutError("no time was left")
+                        raise TimeoutError
                     time.sleep(0.02)
             finally:  # what stays would keep the GPU
                 for run in [run for run in runs if run.poll() is None]:
@@ -251,20 +249,19 @@ def hardware(here: Place, verb: str) -> Iterator[Row]:
 
 def speed(here: Place, name: str) -> Iterator[Row]:
     """Tokens a second, the share of the peak, and the peak of memory."""
-    row, size = SPEEDS[name], here.size(LARGE)
-    kept = here.project / "work.json"  # data is prepared once
-    if not kept.exists():
-        kept.write_text(compare.prepare(here.project, size, here.project / "data").to_json())
-    output = tempfile.mkdtemp(dir=here.project)
-    size = replace(size, batch=row.micro_batch * row.accumulation, micro_batches=row.accumulation)
-    todo = replace(Work.from_json(kept.read_text()), size=size, output=output)
+    row = SPEEDS[name]
+    todo = compare.prepare(here.project, here.size(LARGE), here.project / name)
+    batch = row.micro_batch * row.accumulation
+    todo = replace(todo, batch=batch, micro_batches=row.accumulation)
     env = {"BENCH_WORK": todo.to_json(), "BENCH_ROW": json.dumps(asdict(row))}
     here.launch(__file__, hardware=row.hardware, **env)
-    found = json.loads(Path(output, "report.json").read_text())
-    tokens = size.batch * size.context / median(found["seconds"])
-    share = tokens * flops_a_token(size) / found["peak"]
-    note = f"{share:.1%} of the peak, {found['memory'] / 1e9:.1f} GB"
-    good = name != GOAL or share >= 0.55 or here.device == "cpu"
+    found = json.loads(Path(todo.output, "report.json").read_text())
+    tokens = todo.batch * todo.context / median(found["seconds"])
+    note, good = f"{found['memory'] / 1e9:.1f} GB", True
+    if found["peak"]:
+        share = tokens * flops_a_token(todo) / found["peak"]
+        note = f"{share:.1%} of the peak, {note}"
+        good = name != GOAL or share >= 0.55
     yield judged(name, good, note, tokens, "tokens/s")
 
 
@@ -288,29 +285,14 @@ CHECKS: dict[str, tuple] = {
 # ---- A process that is timed ---------------------------------------------------------------------
 
 
-def train(row: Speed, todo: Work) -> None:
-    """A peer of peers.py, in bf16 on a GPU."""
-    import peers
-
-    if row.peer == "plain":
-        peers.plain(todo, "cuda" if on_gpu() else "cpu", row.compile)
-    elif row.peer == "trainer":
-        peers.trainer(todo, use_cpu=not on_gpu(), bf16=on_gpu(), torch_compile=row.compile)
-    else:
-        peers.baked(todo, compile=str(row.compile).lower(), **row.flags)
-
-
-def on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def measure(row: Speed, todo: Work):
     """Times steps; it yields before each micro-batch, and at the end leaves the process."""
     import torch
 
-    gpu, size = on_gpu(), todo.size
+    from samestep.report.peaks import peaks_of
+
+    gpu = torch.cuda.is_available()
+    peaks = peaks_of(torch.device("cuda" if gpu else "cpu"))
 
     def now() -> float:
         if gpu:
@@ -322,47 +304,39 @@ def measure(row: Speed, todo: Work):
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(size.rounds):
+    for _ in range(todo.rounds):
         began = now()
-        for _ in range(size.steps * row.accumulation):
+        for _ in range(todo.steps * row.accumulation):
             yield
-        seconds.append((now() - began) / size.steps)
+        seconds.append((now() - began) / todo.steps)
     memory = torch.cuda.max_memory_allocated() if gpu else 0
-    found = {"seconds": seconds, "memory": memory, "peak": peak()}
+    found = {"seconds": seconds, "memory": memory, "peak": 1e12 * peaks.get("bf16", 0)}
     Path(todo.output, "report.json").write_text(json.dumps(found))
     os._exit(0)
 
 
-def peak() -> float:
-    """FLOP/s of the data sheet in bf16; of another device those of a large matrix product."""
-    import torch
-
-    from samestep.report.peaks import PEAKS
-
-    name = torch.cuda.get_device_name() if on_gpu() else ""
-    known = [numbers[2] for card, numbers in PEAKS.items() if name and card in name]
-    if known and known[0]:
-        return known[0] * 1e12
-    a, b = (torch.randn(1024, 1024) for _ in range(2))
-    began = time.perf_counter()
-    a @ b
-    return 2 * 1024**3 / (time.perf_counter() - began)
-
-
-def flops_a_token(size: Size) -> float:
-    layer = 13 * size.hidden**2 + 2 * size.hidden  # attention 4, feed-forward 9, two norms
-    weights = size.layers * layer + size.hidden + size.vocabulary * size.hidden  # and the head
-    return 6 * weights + 12 * size.layers * size.hidden * size.context
+def flops_a_token(todo: Work) -> float:
+    layer = 13 * todo.hidden**2 + 2 * todo.hidden  # attention 4, feed-forward 9, two norms
+    weights = todo.layers * layer + todo.hidden + todo.vocabulary * todo.hidden  # and the head
+    return 6 * weights + 12 * todo.layers * todo.hidden * todo.context
 
 
 def worker() -> None:
-    """One process of a row of SPEEDS."""
+    """Trains as a row of SPEEDS says, by a peer of peers.py: in bf16 on a GPU."""
+    import torch
+
     import clock
+    import peers
 
     row = Speed(**json.loads(os.environ["BENCH_ROW"]))
-    todo = Work.from_json(os.environ["BENCH_WORK"])
+    todo, gpu = Work(**json.loads(os.environ["BENCH_WORK"])), torch.cuda.is_available()
     clock.attach(measure(row, todo))
-    train(row, todo)
+    if row.peer == "plain":
+        peers.plain(todo, "cuda" if gpu else "cpu", row.compile)
+    elif row.peer == "trainer":
+        peers.trainer(todo, use_cpu=not gpu, bf16=gpu, torch_compile=row.compile)
+    else:
+        peers.baked(todo, compile=str(row.compile).lower(), **row.flags)
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -375,13 +349,11 @@ def run_check(name: str, here: Place, end: float) -> list[Row]:
     here = replace(here, deadline=min(now + 60 * minutes, end))
     try:
         if now >= end:
-            raise TimeoutError("no time was left")
+            raise TimeoutError
         rows.extend(check(here))
-    except TimeoutError as error:
-        cut_off = here.deadline == end
-        rows.append(
-            Row(name, "not run", str(error)) if cut_off else Row(name, "failed", "too long")
-        )
+    except TimeoutError:
+        late = Row(name, "not run", "no time was left")
+        rows.append(late if here.deadline == end else Row(name, "failed", "too long"))
     except Exception as error:  # the rows before it are kept
         rows.append(Row(name, "failed", f"{type(error).__name__}: {error}"[:200]))
     return rows
@@ -416,7 +388,7 @@ def main() -> int:
     end = time.monotonic() + 60 * asked.minutes
     sources = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sources))
-    report = {**compare.about_machine(), "load": [os.getloadavg()[0]]}
+    report = compare.about_machine()
     if asked.device == "cuda":
         report["device"] = torch.cuda.get_device_name()
         report["versions"]["CUDA"] = torch.version.cuda
@@ -424,10 +396,9 @@ def main() -> int:
     name = re.sub(r"[^a-z0-9]+", "-", f"gpu {report['device']}".lower()).strip("-")
     file = asked.output.resolve() / f"{name}.json"
     kept = json.loads(file.read_text())["rows"] if file.exists() else {}
-    folder = Path(tempfile.mkdtemp(prefix="checks"))
     rows: list[Row] = []
-    try:
-        here = Place(asked.device, compare.bake(folder))
+    with tempfile.TemporaryDirectory(prefix="checks", ignore_cleanup_errors=True) as folder:
+        here = Place(asked.device, compare.bake(Path(folder)))
         library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         texts = "\n".join(path.read_text("utf-8", errors="replace") for path in library)
         (here.project / DATA).write_text(texts)
@@ -437,8 +408,6 @@ def main() -> int:
                 rows += new
                 kept |= {row.check: {**asdict(row), "date": report["date"]} for row in new}
                 file.write_text(json.dumps({**report, "rows": kept}, indent=1) + "\n")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     report["load"].append(os.getloadavg()[0])
     print(show(report, rows), file, sep="\n")
     return int(any(row.result == "failed" for row in rows))

@@ -1,4 +1,4 @@
-"""The peers: six programs that do the work of work.py, each as its documentation writes it.
+"""The peers: programs that do the work of work.py, each as its documentation writes it.
 
     python benchmarks/peers.py NAME
 
@@ -6,11 +6,13 @@ is one process of a peer. compare.py starts it, with BENCH_WORK and, for several
 variables of torchrun. clock.py stops it between two steps, from outside of its loop.
 """
 
+import json
 import os
 import runpy
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import work
 from work import Work
@@ -24,7 +26,7 @@ def plain(todo: Work, device: str = "cpu", compiled: bool = False) -> None:
     from torch.nn.utils import clip_grad_norm_
     from torch.utils.data import DataLoader, DistributedSampler
 
-    model, dataset, sampler = work.build_model(todo.size), work.build_dataset(todo), None
+    model, dataset, sampler = work.build_model(todo), work.build_dataset(todo), None
     on_gpu = device == "cuda"
     optimizer = work.build_optimizer(model.to(device))
     forward = torch.compile(model) if compiled else model
@@ -33,7 +35,7 @@ def plain(todo: Work, device: str = "cpu", compiled: bool = False) -> None:
         forward = model = DistributedDataParallel(model)
         sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, todo.micro_batch, sampler=sampler, pin_memory=on_gpu)
-    losses, micro_batches = [], todo.size.micro_batches
+    losses, micro_batches = [], todo.micro_batches
     for number, batch in enumerate(loader, 1):
         last = number % micro_batches == 0
         alone = nullcontext() if last or todo.processes == 1 else model.no_sync()
@@ -61,9 +63,9 @@ def raw_accelerate(todo: Work) -> None:
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    micro_batches = todo.size.micro_batches
+    micro_batches = todo.micro_batches
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
-    model, dataset = work.build_model(todo.size), work.build_dataset(todo)
+    model, dataset = work.build_model(todo), work.build_dataset(todo)
     loader = DataLoader(dataset, batch_size=todo.micro_batch)
     optimizer = work.build_optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -88,40 +90,36 @@ def trainer(todo: Work, **options) -> None:
     """Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
-    model, dataset = work.build_model(todo.size), work.build_dataset(todo)
+    model, dataset = work.build_model(todo), work.build_dataset(todo)
     options = {"use_cpu": True, **options}
     arguments = TrainingArguments(
         output_dir=todo.output,
         per_device_train_batch_size=todo.micro_batch,
-        gradient_accumulation_steps=todo.size.micro_batches,
+        gradient_accumulation_steps=todo.micro_batches,
         train_sampling_strategy="sequential",
-        max_steps=len(dataset) // todo.size.batch,
+        max_steps=len(dataset) // todo.batch,
         max_grad_norm=work.MAX_GRAD_NORM,
         lr_scheduler_type="constant",
         logging_steps=work.LOG_EVERY,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        seed=work.SEED,
         **options,
     )
-    Trainer(
-        model, arguments, train_dataset=dataset, optimizers=(work.build_optimizer(model), None)
-    ).train()
+    optimizers = (work.build_optimizer(model), None)
+    Trainer(model, arguments, train_dataset=dataset, optimizers=optimizers).train()
 
 
 def lightning(todo: Work) -> None:
     """Trainer of Lightning."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
-    from torch.utils.data import DataLoader, DistributedSampler
+    from torch.utils.data import DataLoader
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = work.build_model(todo.size)
+            self.model = work.build_model(todo)
 
         def training_step(self, batch):
             loss = self.model(**batch)["loss"]
@@ -131,20 +129,13 @@ def lightning(todo: Work) -> None:
         def configure_optimizers(self):
             return work.build_optimizer(self)
 
-    dataset, sampler = work.build_dataset(todo), None
-    if todo.processes > 1:  # Lightning's own would shuffle
-        sampler = DistributedSampler(
-            dataset, num_replicas=todo.processes, rank=todo.rank, shuffle=False
-        )
-    loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
+    loader = DataLoader(work.build_dataset(todo), batch_size=todo.micro_batch)
     lightning.Trainer(
         accelerator="cpu",
         devices=todo.processes,
-        strategy="ddp" if todo.processes > 1 else "auto",
-        use_distributed_sampler=False,
         max_epochs=1,
         gradient_clip_val=work.MAX_GRAD_NORM,
-        accumulate_grad_batches=todo.size.micro_batches,
+        accumulate_grad_batches=todo.micro_batches,
         logger=CSVLogger(todo.output),
         log_every_n_steps=work.LOG_EVERY,
         enable_checkpointing=False,
@@ -160,12 +151,12 @@ def training(todo: Work) -> None:
 
     from samestep import Training
 
-    accelerator, model = Accelerator(cpu=True), work.build_model(todo.size)
+    accelerator, model = Accelerator(cpu=True), work.build_model(todo)
     model, optimizer = accelerator.prepare(model, work.build_optimizer(model))
     rows = work.build_dataset(todo).dataset
     training = Training(
         accelerator, model, optimizer, rows, folder=f"{todo.output}/run", seed=work.SEED,
-        global_batch_size=todo.size.batch, micro_batch_size=todo.micro_batch,
+        global_batch_size=todo.batch, micro_batch_size=todo.micro_batch,
         count=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), log_every=work.LOG_EVERY,
     )  # fmt: skip
     for step in training.steps(1_000_000):
@@ -184,9 +175,8 @@ def baked(todo: Work, **changes) -> None:
     """train.py of a baked project, unchanged."""
     os.chdir(todo.project)
     sys.path[0] = todo.project
-    flags = work.flags(todo.size, micro_batch_size=todo.micro_batch, **changes)
-    flags += ["--output_dir", f"{todo.output}/run", *os.environ.get("BENCH_FLAGS", "").split()]
-    sys.argv = ["train.py", *flags]
+    flags = work.flags(todo, micro_batch_size=todo.micro_batch, **changes)
+    sys.argv = ["train.py", *flags, "--output_dir", f"{todo.output}/run"]
     runpy.run_path("train.py", run_name="__main__")
 
 
@@ -197,12 +187,13 @@ PEERS = {
     "Lightning": lightning,
     "Training": training,
     "baked project": baked,
+    "exact": partial(baked, exact="true"),
 }
 
 if __name__ == "__main__":
     import clock
 
     warnings.simplefilter("ignore")
-    todo = Work.from_json(os.environ["BENCH_WORK"])
-    clock.install(todo.size)
+    todo = Work(**json.loads(os.environ["BENCH_WORK"]))
+    clock.install(todo)
     PEERS[sys.argv[1]](todo)

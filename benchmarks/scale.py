@@ -6,23 +6,24 @@
 
 `samestep prepare` turns the same texts, as .jsonl, .csv, .jsonl.gz and one .txt, into sequences of
 512 tokens. Their words are those of Python's sources in a random order, and one in twenty is new.
-MB/s per core are of CPU time, of all processes together, start-up included. Memory is their peak
-together. Then 32 random rows of the project are read, of texts and of packed documents, also into
-tensors by a DataLoader, beside nanoGPT's get_batch: each round in a process of their own.
+MB/s per core are of the CPU time of its one process, start-up included; memory is its peak. Then 32
+random rows of the project are read, of texts and of packed documents, also into tensors by a
+DataLoader, beside nanoGPT's get_batch: each round in a process of their own.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE
 
 import datasets
 import numpy as np
@@ -56,27 +57,17 @@ def write_texts(megabytes: float, path: Path) -> None:
 def run(checkout: Path, project: Path, *words: str) -> tuple[str, float, float]:
     """What a program prints, its CPU seconds, and its peak memory in MB."""
     env = compare.environment(PYTHONPATH=f"{checkout}/src{os.pathsep}{compare.HERE}")
-    began, peak = sum(os.times()[2:4]), 0.0
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=project, env=env, stdout=subprocess.PIPE, text=True
-    )
+    began, peak = sum(os.times()[2:4]), 0
+    process = psutil.Popen([sys.executable, *words], cwd=project, env=env, stdout=PIPE, text=True)
     while process.poll() is None:
-        peak = max(peak, memory(process.pid))
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            used = process.memory_full_info()
+            peak = max(peak, getattr(used, "pss", used.rss))  # pss: of shared pages its part
         time.sleep(0.1)
     printed = process.stdout.read()
     if process.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{printed}")
-    return printed, sum(os.times()[2:4]) - began, peak
-
-
-def memory(pid: int) -> float:
-    """MB of a process and its descendants; on Linux each page once, elsewhere the resident ones."""
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        found = [process.memory_full_info() for process in processes]
-    except psutil.Error:  # one has ended meanwhile
-        return 0.0
-    return sum(getattr(each, "pss", each.rss) for each in found) / 1e6
+    return printed, sum(os.times()[2:4]) - began, peak / 1e6
 
 
 def time_batches(texts: str, packed: str) -> None:
@@ -161,7 +152,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns")
-    compare.publish(parser.parse_args(), "make bench-scale", measure, describe)
+    compare.publish(parser.parse_args(), measure, describe)
 
 
 if __name__ == "__main__":

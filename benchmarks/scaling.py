@@ -3,99 +3,70 @@
     make bench-scaling                                           # in the template: CPU processes
     python benchmarks/scaling.py --hardware multi_gpu_bf16 --processes 1 2 4 8 --micro_batch 32
 
-Strong scaling: the step stays the same, and its micro-batches are dealt to more devices. Weak
-scaling: the step grows with the devices, and the micro-batches of each stay as many. All numbers of
-processes take their turns in each round, and each run is a launch of its own, whose first lines of
-metrics do not count. Efficiency is the speed-up divided by the number of devices.
-
-On a CPU a process computes with one thread; more processes than cores show what that costs.
+Strong scaling: the global batch stays the same, and its micro-batches are distributed to more
+devices. Weak scaling: the global batch grows with the devices. All numbers of processes take their
+turns in each round, and each run is a launch of its own, whose first lines of metrics do not count.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
 import compare
 from compare import say
 
-KINDS = ("strong", "weak")
 WARM = 2  # lines of metrics that do not count
 
 
 def throughput(project: Path, asked: argparse.Namespace, kind: str, processes: int) -> float:
-    """Loss terms a second: the median of a run's lines."""
-    batch = asked.batch * (processes if kind == "weak" else 1)
+    """Items in the loss a second: the median of a run's lines."""
+    output = tempfile.mkdtemp(dir=project)
+    batch = asked.batch * processes if kind == "weak" else asked.batch
+    flags = (
+        f"--global_batch_size {batch} --micro_batch_size {asked.micro_batch} "
+        f"--max_steps {asked.steps} --log_every {max(asked.steps // 10, 1)} --warmup_steps 0 "
+        f"--eval_every 0 --save_every 0 --check_export false --output_dir {output}"
+    )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [f"configs/accelerate/{asked.hardware}.yaml", "--num_processes", str(processes)]
-    settings = {
-        "max_steps": asked.steps,
-        "log_every": max(asked.steps // 10, 1),
-        "global_batch_size": batch,
-        "micro_batch_size": asked.micro_batch,
-        "eval_every": 0,
-        "save_every": 0,
-        "warmup_steps": 0,
-        "resume": "never",
-        "check_export": "false",
-        "output_dir": f"runs/{kind}-{processes}",
-    }
-    command += ["train.py", *(f"--{name}={value}" for name, value in settings.items())]
+    command += ["train.py", *flags.split(), *asked.flags]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(
-        [*command, *asked.flags], cwd=project, env=env, capture_output=True, text=True
-    )
+    found = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     if found.returncode:
         sys.exit(f"{' '.join(command)}\n{found.stdout[-2000:]}{found.stderr[-2000:]}")
-    text = (project / settings["output_dir"] / "metrics.jsonl").read_text()
-    lines = [
-        each["tokens_per_second"]
-        for each in map(json.loads, text.splitlines())
-        if "tokens_per_second" in each
-    ]
-    shutil.rmtree(project / settings["output_dir"])
-    return median(lines[WARM:])
-
-
-def rows_of(found: dict[str, dict[int, list[float]]]) -> list[dict]:
-    """A row of the table for each kind and number of devices; ratios are those of one round."""
-    rows = []
-    for kind, by_number in found.items():
-        first = min(by_number)
-        for number, speeds in by_number.items():
-            row = {"scaling": kind, "devices": number, "items/s": median(speeds)}
-            speed_up = [first * each for each in compare.ratios(speeds, by_number[first])]
-            row |= {"speed-up": speed_up[0], "range": speed_up[1:]}
-            rows.append({**row, "efficiency": speed_up[0] / number})
-    return rows
-
-
-def describe(report: dict) -> str:
-    """A table in Markdown."""
-    cells = []
-    for row in report["rows"]:
-        low, high = row["range"]
-        speed_up = f"{row['speed-up']:.2f} ({low:.2f} to {high:.2f})"
-        line = [row["scaling"], row["devices"], f"{row['items/s']:,.0f}", speed_up]
-        cells.append([*line, f"{row['efficiency']:.0%}"])
-    columns = ["scaling", "devices", "items in the loss/s", "speed-up", "efficiency"]
-    return compare.markdown(columns, cells)
+    text = Path(output, "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return median(speeds[WARM:])
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> dict:
     project = compare.bake(folder)
-    found: dict[str, dict] = {kind: {number: [] for number in asked.processes} for kind in KINDS}
+    found = {kind: {number: [] for number in asked.processes} for kind in ("strong", "weak")}
     for number in range(asked.rounds):
-        for kind, processes in ((k, p) for p in asked.processes for k in KINDS):
-            say(f"round {number + 1} of {asked.rounds}: {kind}, {processes}")
-            speed = throughput(project, asked, kind, processes)
-            found[kind][processes].append(speed)
-    settings = {n: value for n, value in vars(asked).items() if n not in ("output", "name", "docs")}
-    return {"asked": settings, "rows": rows_of(found)}
+        for kind, by_processes in found.items():
+            for processes, speeds in by_processes.items():
+                say(f"round {number + 1} of {asked.rounds}: {kind}, {processes}")
+                speeds.append(throughput(project, asked, kind, processes))
+    return {"found": found}
+
+
+def describe(report: dict) -> str:
+    """A row for each kind: items in the loss a second on the first number of devices, and the
+    speed-up on the others."""
+    rows = []
+    for kind, by_processes in report["found"].items():
+        first, *others = by_processes.values()
+        row = [kind, f"{median(first):,.0f} items/s"]
+        for speeds in others:
+            row.append("{:.2f} ({:.2f}-{:.2f})".format(*compare.ratios(speeds, first)))
+        rows.append(row)
+    return compare.markdown(["devices", *by_processes], rows)
 
 
 def main() -> None:
@@ -107,7 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     asked, asked.flags = parser.parse_known_args()
-    compare.publish(asked, "make bench-scaling", measure, describe)
+    compare.publish(asked, measure, describe)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """The work that all peers do: the same model, samples, loss and optimizer settings.
 
 A peer gets it as a `Work`, from the environment variable BENCH_WORK. The samples are those of the
-baked project, in its order, saved as tensors. So the losses of all peers are the same to rounding,
-and clock.py checks that.
+baked project, in its order, saved as tensors: the losses of all peers are the same to rounding, and
+compare.py checks that. torch is imported late: gpu.py says first which packages are missing.
 """
 
 import json
 import os
 from dataclasses import asdict, dataclass
-
-# torch and transformers are imported late: what a peer does not need must not count in its start-up
-# time.
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.99), 0.1, 1.0
 LOG_EVERY = 10  # steps between lines of metrics
@@ -18,8 +15,11 @@ SEED = 0
 
 
 @dataclass
-class Size:
-    """A Llama and its batch. The width of its feed-forward layers is 3 x hidden."""
+class Work:
+    """A Llama and its batch, and what one process of a peer is told.
+
+    The width of the feed-forward layers is 3 x hidden.
+    """
 
     hidden: int
     layers: int
@@ -30,23 +30,38 @@ class Size:
     steps: int = 20  # steps that are timed in a round
     rounds: int = 3
     vocabulary: int = 1024
-    data: str = "manual"
+    source: str = "manual"  # the project's task.data
     micro_batches: int = 1  # of a process in a step
+    project: str = ""  # folder of the baked project
+    data: str = ""  # folder of its samples, rows.pt, and their numbers in its order, order.npy
+    output: str = ""  # folder for what the peer writes
+
+    @property
+    def processes(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch."""
+        return self.batch // self.processes // self.micro_batches
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
 
 SIZES = {
-    "small": Size(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40, micro_batches=2),
-    "large": Size(480, 5, 8, context=128, batch=8, counted=2, steps=2, rounds=10),
+    "small": Work(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40, micro_batches=2),
+    "large": Work(480, 5, 8, context=128, batch=8, counted=2, steps=2, rounds=10),
 }
 
 
-def flags(size: Size, **changes) -> list[str]:
+def flags(work: Work, **changes) -> list[str]:
     """The same work as flags of a baked project's train.py, with some of them changed."""
     settings = {
         "seed": SEED,
         "max_steps": 1_000_000,  # the benchmark ends the run
-        "global_batch_size": size.batch,
-        "micro_batch_size": size.batch // size.micro_batches,
+        "global_batch_size": work.batch,
+        "micro_batch_size": work.batch // work.micro_batches,
         "learning_rate": LEARNING_RATE,
         "beta1": BETAS[0],
         "beta2": BETAS[1],
@@ -58,46 +73,15 @@ def flags(size: Size, **changes) -> list[str]:
         "save_every": 0,
         "log_every": LOG_EVERY,
         "tracker": "none",
-        "task.data": size.data,
-        "task.context_length": size.context,
-        "task.vocab_size": size.vocabulary,
-        "task.hidden_size": size.hidden,
-        "task.num_layers": size.layers,
-        "task.num_heads": size.heads,
+        "task.data": work.source,
+        "task.context_length": work.context,
+        "task.vocab_size": work.vocabulary,
+        "task.hidden_size": work.hidden,
+        "task.num_layers": work.layers,
+        "task.num_heads": work.heads,
     }
     settings |= changes
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-@dataclass
-class Work:
-    """What one process of a peer is told."""
-
-    size: Size
-    project: str  # folder of the baked project
-    data: str  # folder of its samples, rows.pt, and their numbers in its order, order.npy
-    output: str  # folder for what the peer writes
-
-    @property
-    def processes(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", 1))
-
-    @property
-    def rank(self) -> int:
-        return int(os.environ.get("RANK", 0))
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of a micro-batch."""
-        return self.size.batch // self.processes // self.size.micro_batches
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Work":
-        values = json.loads(text)
-        return cls(**{**values, "size": Size(**values["size"])})
 
 
 def build_dataset(work: Work):
@@ -110,7 +94,7 @@ def build_dataset(work: Work):
     return Subset(StackDataset(**rows), np.load(f"{work.data}/order.npy").tolist())
 
 
-def build_model(size: Size):
+def build_model(work: Work):
     """A model that takes a batch and returns {"loss": mean cross entropy}."""
     import torch
     from transformers import LlamaConfig
@@ -118,12 +102,12 @@ def build_model(size: Size):
 
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        max_position_embeddings=size.context,
+        vocab_size=work.vocabulary,
+        hidden_size=work.hidden,
+        intermediate_size=3 * work.hidden,
+        num_hidden_layers=work.layers,
+        num_attention_heads=work.heads,
+        max_position_embeddings=work.context,
     )
     return LlamaForCausalLM(config)
 

@@ -15,21 +15,24 @@ import compare  # noqa: E402
 import gpu  # noqa: E402
 import scale  # noqa: E402, F401
 import scaling  # noqa: E402, F401
-import steps  # noqa: E402, F401
 
-PLAIN, BAKED = compare.PLAIN, compare.BAKED
-PEERS = [PLAIN, BAKED]
+PEERS = PLAIN, BAKED = ["plain loop", "baked project"]
+
+
+def run(program, *words):
+    """What a benchmark printed, and the report that it wrote."""
+    command = [sys.executable, ROOT / "benchmarks" / program, *words]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (file,) = words[-1].glob("*.json")
+    return result, json.loads(file.read_text())
 
 
 @pytest.mark.slow
 def test_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
     """All did what the plain loop did, each step was timed, and a row shows each."""
     flags = ["--sizes", "small", "--rounds", 1, "--steps", 2, "--peers", *PEERS]
-    command = [sys.executable, ROOT / "benchmarks" / "compare.py", "--output", tmp_path, *flags]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (file,) = tmp_path.glob("*.json")
-    report = json.loads(file.read_text())
+    result, report = run("compare.py", *flags, "--output", tmp_path)
     for processes in ("1", "2"):
         found = report["steps"][processes]["small"]
         assert list(found) == PEERS
@@ -39,9 +42,8 @@ def test_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
             losses = peer["losses"]
             assert len(losses) >= 20
             assert losses == pytest.approx(found[PLAIN]["losses"][: len(losses)], rel=1e-3)
-            assert len(peer["seconds"]) == len(peer["cpu"]) == 1
-            assert min(peer["seconds"]) > 0 < min(peer["cpu"])
-        assert result.stdout.count(f"| {processes} ") >= len(PEERS)
+            assert len(peer["seconds"]) == 1 and peer["seconds"][0] > 0
+    assert all(f"\n| {peer} |" in result.stdout for peer in PEERS)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +64,8 @@ CHECKED = ["exact, bf16", "kills, bf16", gpu.GOAL]
 @pytest.mark.slow
 def test_checks_of_a_gpu_run_on_a_cpu(tmp_path):
     """Processes that share a device have the bytes of one, killed ones too; then a speed."""
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu"]
-    command += ["--minutes", 60, "--output", tmp_path, "--rows", *CHECKED]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=3600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (file,) = tmp_path.glob("gpu-*.json")
-    rows = json.loads(file.read_text())["rows"]
+    flags = ["--device", "cpu", "--minutes", 60, "--rows", *CHECKED]
+    rows = run("gpu.py", *flags, "--output", tmp_path)[1]["rows"]
     assert list(rows) == CHECKED
     assert {row["result"] for row in rows.values()} == {"passed"}
     for name in CHECKED[:2]:
