@@ -153,8 +153,7 @@ def count(run: Run, micro_batches: int) -> dict:
 
 
 def check_same_work(counts: dict[str, dict], counted: int) -> None:
-    """Ends the program unless all did what the first peer did: tokens, FLOPs to 1 %, losses to
-    0.1 %."""
+    """Ends the program unless all peers did the same: tokens, FLOPs to 1 %, losses to 0.1 %."""
     first, reference = next(iter(counts.items()))
     for name, found in counts.items():
         pairs = list(zip(found["losses"], reference["losses"], strict=False))
@@ -265,8 +264,7 @@ def parser_of(about: str, name: str) -> argparse.ArgumentParser:
 
 
 def publish(asked: argparse.Namespace, measure: Callable, describe: Callable) -> None:
-    """Calls measure(asked, folder) for what it adds to a report; prints the report's tables, which
-    docs/benchmarks.md quotes, and writes it to the .json."""
+    """Prints the tables of what measure(asked, folder) found, and writes it to the .json."""
     report = about_machine()
     with tempfile.TemporaryDirectory(prefix="bench", ignore_cleanup_errors=True) as folder:
         report |= measure(asked, Path(folder))

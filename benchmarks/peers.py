@@ -114,7 +114,7 @@ def lightning(todo: Work) -> None:
     """Trainer of Lightning."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, DistributedSampler
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -129,10 +129,13 @@ def lightning(todo: Work) -> None:
         def configure_optimizers(self):
             return work.build_optimizer(self)
 
-    loader = DataLoader(work.build_dataset(todo), batch_size=todo.micro_batch)
+    dataset, rank = work.build_dataset(todo), int(os.environ.get("RANK", 0))
+    sampler = DistributedSampler(dataset, todo.processes, rank, shuffle=False)
+    loader = DataLoader(dataset, batch_size=todo.micro_batch, sampler=sampler)
     lightning.Trainer(
         accelerator="cpu",
         devices=todo.processes,
+        use_distributed_sampler=False,  # it would shuffle
         max_epochs=1,
         gradient_clip_val=work.MAX_GRAD_NORM,
         accumulate_grad_batches=todo.micro_batches,

@@ -57,8 +57,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict:
 
 
 def describe(report: dict) -> str:
-    """A row for each kind: items in the loss a second on the first number of devices, and the
-    speed-up on the others."""
+    """A row for each kind: items in the loss a second on the fewest devices, and speed-ups."""
     rows = []
     for kind, by_processes in report["found"].items():
         first, *others = by_processes.values()
