@@ -7,7 +7,6 @@ exist. Slow tests run commands of them.
 import ast
 import json
 import re
-import shlex
 import shutil
 import sys
 import textwrap
@@ -56,13 +55,6 @@ def commands(page):
     return OURS.findall("\n".join(shown).replace("\\\n", ""))
 
 
-def comments(folder):
-    """The commands in the comments of a project's YAMLs and jobs."""
-    for path in sorted([*folder.glob("configs/*/*.yaml"), *folder.glob("cluster/*")]):
-        text = path.read_text(encoding="utf-8").replace("\\\n# ", "")
-        yield from re.findall(r"^# +((?:make|accelerate|python) .*)", text, flags=re.M)
-
-
 @pytest.fixture(scope="module")
 def baked(tmp_path_factory):
     """A project of each task, with all clusters, and with recipes that train for a few steps."""
@@ -75,9 +67,6 @@ def baked(tmp_path_factory):
             text = recipe.read_text(encoding="utf-8")
             recipe.write_text(re.sub(r"^max_steps: \d+", "max_steps: 6", text, flags=re.M))
     return projects
-
-
-# ---- Pages ---------------------------------------------------------------------------------------
 
 
 def test_first_pages_are_short_and_that_of_the_template_shows_the_loop(baked):
@@ -116,10 +105,13 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("place", [*TASKS, "template"])
-def test_links_lead_to_pages_and_headings(baked, place):
+def test_links_lead_to_pages_and_headings_and_python_parses(baked, place):
     folder = ROOT if place == "template" else baked[place].path
     all_pages, reached = pages(folder), set()
     for name, page in all_pages.items():
+        for language, block in FENCE.findall(page.read_text("utf-8")):
+            if language == "python":
+                ast.parse(textwrap.dedent(block), filename=name)
         for target in LINK.findall(prose(page)):
             path, _, heading = target.replace("%7B", "{").replace("%7D", "}").partition("#")
             found = (page.parent / path).resolve() if path else page
@@ -131,9 +123,6 @@ def test_links_lead_to_pages_and_headings(baked, place):
     reached |= {(ROOT / "docs" / f"{name}.md").resolve() for name in listed}
     lonely = {name for name, page in all_pages.items() if page.resolve() not in reached}
     assert lonely <= {"README.md", "CONTRIBUTING.md", "docs/index.md"}, "no page links these"
-
-
-# ---- Commands ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +144,12 @@ def test_commands_name_what_is_there(baked, flags, place):
     folders = [baked[TASKS[0]].path, ROOT] if place == "template" else [baked[place].path]
     makefiles = [(folder / "Makefile").read_text("utf-8") for folder in (*folders, ROOT)]
     targets = {*re.findall(r"^([a-z-]+):", "\n".join(makefiles), flags=re.M)}
-    for name, page in pages(folders[-1]).items():
-        text = "\n".join([*commands(page), *comments(folders[-1])])
+    texts = {name: "\n".join(commands(page)) for name, page in pages(folders[-1]).items()}
+    for path in [*folders[-1].glob("configs/*/*.yaml"), *folders[-1].glob("cluster/*")]:
+        comments = path.read_text(encoding="utf-8").replace("\\\n# ", "")
+        found = re.findall(r"^# +((?:make|accelerate|python) .*)", comments, flags=re.M)
+        texts[path.name] = "\n".join(found)
+    for name, text in texts.items():
         unknown = {*re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", text, flags=re.M)} - targets
         unknown |= {*re.findall(r"-m samestep ([a-z]+)", text)} - {*VERBS}
         unknown |= {*re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)} - flags
@@ -165,9 +158,6 @@ def test_commands_name_what_is_there(baked, flags, place):
             if not there and not path.endswith("X.yaml"):
                 unknown.add(path)
         assert not unknown, f"{name} names {sorted(unknown)}"
-        for language, block in FENCE.findall(page.read_text("utf-8")):
-            if language == "python":
-                ast.parse(textwrap.dedent(block), filename=name)
 
 
 # A page, and what it says to type: one after the other, in a project with two runs.
@@ -206,23 +196,16 @@ def test_the_first_command_tunes_a_model_on_the_rows_beside_it(tmp_path, baked, 
     length = {"text_classification": 512, "preference": 1024}.get(task)  # those of the recipe
     longer = ["--task.max_length", length] if length else []
     project.train(1, *SMOKE, *longer)
-    first = (project.path / "README.md").read_text(encoding="utf-8").split("## Start")[0]
     (project.path / "photos").mkdir()
     for i in range(60):
         Image.new("RGB", (40, 40), (i, 0, 0)).save(project.path / "photos" / f"{i}.jpg")
-    blocks = FENCE.findall(first)
-    scripts = [text.replace("\\\n", "") for language, text in blocks if language == "bash"]
-    listed = "\n".join(scripts).splitlines()
-    (words,) = [shlex.split(each) for each in listed if "--task.data" in each]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    flags = shlex.split(given["ARGS"])
-    flags[flags.index("--task.model_name_or_path") + 1] = "runs/default/model"
-    data = flags[flags.index("--task.data") + 1]
-    rows = dict(blocks)["json"].splitlines() * 60
+    blocks = FENCE.findall((project.path / "README.md").read_text(encoding="utf-8"))
+    rows = dict(reversed(blocks))["json"].splitlines() * 60
     rows = [re.sub(r'(?<=[.?])(?=")', f" {i}", row) for i, row in enumerate(rows[:60])]
     rows = [re.sub(r"photos/\d", f"photos/{i}", row) for i, row in enumerate(rows)]
-    (project.path / data).write_text("\n".join(rows))
-    recipe = f"configs/train/{given.get('RECIPE', 'default')}.yaml"
-    small = ["--max_steps", 2, "--global_batch_size", 4, "--micro_batch_size", 4]
-    project.train(1, "--config", recipe, *flags, *small)
+    command = next(text for _, text in blocks if "--task.data" in text).split("\nmake ")[0]
+    (project.path / re.search(r"--task.data (\S+)", command)[1]).write_text("\n".join(rows))
+    command = re.sub(r"(?<=--task.model_name_or_path )\S+", "runs/default/model", command)
+    small = "--max_steps 2 --global_batch_size 4 --micro_batch_size 4"
+    project.run("bash", "-ec", command.replace('ARGS="', f'ARGS="{small} '))
     assert status(project.path / "runs" / "tuned")["state"] == "finished"

@@ -28,9 +28,6 @@ def write(run, lines):
     return run
 
 
-# ---- Reading -------------------------------------------------------------------------------------
-
-
 def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path):
     lines = [
         {"note": "started"},
@@ -48,20 +45,10 @@ def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path):
     assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
 
 
-# ---- Pictures ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn."""
-    found = []
-    save = curves.save_figure
-    monkeypatch.setattr(curves, "save_figure", lambda f, path: (found.append(f), save(f, path))[1])
-    return found
-
-
-def test_the_curves_are_those_of_the_lines(tmp_path, figures):
+def test_the_curves_are_those_of_the_lines(tmp_path, monkeypatch):
     """Panels of the loss, the learning rate, the rate, and of four scores at most."""
+    figures = []
+    monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure))
     lines = curve(last=2.0)
     lines[-1] |= {"unigram_loss": 2.8, **{f"score_{name}": 1 for name in "abcdef"}}
     curves.draw([write(tmp_path / "a", lines)], tmp_path / "a.png")
@@ -83,37 +70,18 @@ def test_odd_data_are_drawn(tmp_path):
     curves.draw([run, write(tmp_path / "b", curve())], tmp_path / "both.png")
 
 
-# ---- Command line --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("project")
-    write(folder / "runs" / "a", curve())
-    write(folder / "runs" / "b", curve(last=1.5))
-    write(folder / "runs" / "started", [{"note": "no step yet"}])
-    return folder
-
-
-def test_the_path_is_printed(folder):
-    for runs, picture in ((["runs/a"], "runs/a/curves.png"), (["runs/a", "runs/b"], "curves.png")):
-        result = programs.run(plot, folder, *runs)
-        assert (result.returncode, result.stdout, result.stderr) == (0, picture + "\n", "")
-        assert (folder / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["runs/c"], "[Errno 2] No such file or directory: 'runs/c/metrics.jsonl'"),
+def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
+    for name in "ab":
+        write(tmp_path / "runs" / name, curve())
+    write(tmp_path / "runs" / "started", [{"note": "no step yet"}])
+    for runs, figure in ((["runs/a"], "runs/a/curves.png"), (["runs/a", "runs/b"], "curves.png")):
+        result = programs.run(plot, tmp_path, *runs)
+        assert (result.returncode, result.stdout, result.stderr) == (0, figure + "\n", "")
+        assert (tmp_path / figure).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for words, said in [
+        (["runs/c"], "No such file or directory: 'runs/c/metrics.jsonl'"),
         (["runs/started"], "runs/started/metrics.jsonl has no training line yet; the first comes"),
         (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported (supported formats: "),
-        (["runs/a", "--outpt", "x.png"], "unrecognized arguments: --outpt x.png"),
-    ],
-)
-def test_bad_input_gets_one_line(folder, arguments, line):
-    result = programs.run(plot, folder, *arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"samestep plot: {line}")
-    assert result.stderr.count("\n") == 1
+    ]:
+        assert programs.refused(programs.run(plot, tmp_path, *words), said)
