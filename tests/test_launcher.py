@@ -90,24 +90,12 @@ def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
 
 
-# What `accelerate config` writes.
+# As `accelerate config` writes it.
 FULL = """
-compute_environment: LOCAL_MACHINE
-debug: true
-distributed_type: MULTI_GPU
-downcast_bf16: 'no'
-dynamo_config: {dynamo_backend: INDUCTOR}
-enable_cpu_affinity: false
-gpu_ids: 0,1
-machine_rank: 1
-main_process_ip: 10.0.0.1
-main_process_port: 7
-mixed_precision: bf16
-num_machines: 2
-num_processes: 4
-rdzv_backend: c10d
-same_network: false
-tpu_env: []
+{compute_environment: LOCAL_MACHINE, debug: true, distributed_type: MULTI_GPU, downcast_bf16: 'no',
+dynamo_config: {dynamo_backend: INDUCTOR}, enable_cpu_affinity: false, gpu_ids: '0,1',
+machine_rank: 1, main_process_ip: 10.0.0.1, main_process_port: 7, mixed_precision: bf16,
+num_machines: 2, num_processes: 4, rdzv_backend: c10d, same_network: false, tpu_env: []}
 """
 
 
@@ -135,19 +123,14 @@ ONE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
 MANY = "distributed_type: MULTI_GPU\nnum_processes: "
 FSDP = "distributed_type: FSDP\nnum_processes: 2\n"
 WRONG = {  # a YAML, and what is said
-    "": "expected lines of the form 'key: value'",
     ONE + "num_process: 2\n": "had unknown keys (['num_process'])",
     ONE + "num_processes: 2\n": "is given twice",
     "distributed_type: NO\nnum_processes: 2\n": "starts 1 process for this distributed_type, not 2",
     ONE + "mixed_precision: no\n": "mixed_precision is False; write it in quotes",
-    ONE + "mixed_precision: half\n": "Unknown mixed_precision mode: half",
     MANY + "2\nuse_cpu: true\n": "use_cpu has no effect with this distributed_type; see cpu_multi",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
-    MANY + "\n": "num_processes is None; give a whole number",
-    MANY + "2\ngpu_ids: 0\n": "gpu_ids is 0; write it in quotes",
     MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
     MANY + "2\nfsdp_config: {fsdp_version: 2}\n": "fsdp_config has no effect here: write distribut",
-    ONE + "parallelism_config: {parallelism_config_tp_size: 2}": "parallelism_config has no effec",
     FSDP + "fsdp_config: {fsdp_verion: 2}\n": "no key fsdp_verion; did you mean fsdp_version?",
     "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: a\n"
     "iam_role_name: b\n": "compute_environment: write LOCAL_MACHINE; others are not supported",
@@ -176,13 +159,12 @@ def test_a_wrong_yaml_is_one_line_and_eval_fails(tmp_path, monkeypatch, capsys, 
     [
         ([], "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help\n"),
         (["none.yaml"], "samestep env: none.yaml: No such file or directory\n"),
-        ([FOLDER / "cpu.yaml", "--num_procesess", 2], "error"),
-        ([FOLDER / "cpu.yaml", "--num_processes", 2], "starts 1 process"),
+        ([FOLDER / "cpu.yaml", "--num_procesess", 2], "--num_procesess"),
     ],
 )
 def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
     code, _, errors = lines_of(monkeypatch, capsys, *words)
-    assert code == 2 and errors.count("\n") == 1 and (said in errors or said == "error"), errors
+    assert code == 2 and errors.count("\n") == 1 and said in errors, errors
 
 
 # ---- A process that no launcher has started ------------------------------------------------------
@@ -199,13 +181,10 @@ STARTED = [  # the environment, and what is said
     ({}, ""),
     (SBATCH, "SLURM_STEP_NUM_TASKS is 2, and no launcher has set RANK: start"),
     (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
-    (SBATCH | {"RANK": "3", "WORLD_SIZE": "4"}, ""),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
-    ({"RANK": "1"}, ""),  # it counts beside WORLD_SIZE alone
     ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
     ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
-    ({"PET_NPROC_PER_NODE": "gpu"}, "PET_NPROC_PER_NODE is gpu, and no launcher"),
     ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
     (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
 ]
