@@ -7,6 +7,7 @@ import shutil
 import types
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -254,19 +255,15 @@ def test_a_stream_has_the_samples_of_prepared_rows(task, tmp_path, kind):
 
 
 def test_a_store(task, tmp_path):
-    import fsspec
-
-    store = fsspec.filesystem("memory")
     data = write_shards(tmp_path / "data", 4, "parquet")
-    store.put(str(data), "/texts", recursive=True)
-    local = prepared(task, tmp_path / "a", data, lanes=2)[2][0]
-    remote = prepared(task, tmp_path / "b", "memory://texts", lanes=2)[2][0]
-    for stream in (local, remote):
+    fsspec.filesystem("memory").put(str(data), "/texts", recursive=True)
+    found = []
+    for place in (data, "memory://texts"):
+        stream, _ = prepared(task, tmp_path, place, lanes=2)[2]
         stream.begin(1, 4)
-    own, theirs = (stream.__getitems__([*range(40)]) for stream in (local, remote))
-    assert [i for i, _ in own] == [i for i, _ in theirs]
-    for (_, mine), (_, other) in zip(own, theirs, strict=True):
-        assert (mine["input_ids"] == other["input_ids"]).all()
+        samples = stream.__getitems__([*range(40)])
+        found.append([(i, row["input_ids"].tolist()) for i, row in samples])
+    assert found[0] == found[1]
 
 
 def test_shards_are_known_by_their_names(task, tmp_path):
@@ -358,33 +355,27 @@ task.loss_sum = slow
 @pytest.mark.slow
 def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     flags = [*FLAGS, "--task.data", "texts", "--micro_batch_size", 1, "--max_steps", 16]
-    flags += ["--save_every", 14, "--num_workers", 1]
-    streamed.train(1, *flags, "--output_dir", tmp_path / "one")
-    streamed.train(
-        2, *flags, "--output_dir", tmp_path / "two", "--device_shares", "auto", before=SLOW
-    )
-    assert lines(tmp_path / "two", "shares")
+    flags += ["--save_every", 14, "--num_workers", 1, "--output_dir"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    streamed.train(1, *flags, one)
+    streamed.train(2, *flags, two, "--device_shares", "auto", before=SLOW)
+    assert lines(two, "shares")
     keys = ("samples", "loss", "batch_hash")
-    one, two = (
-        [[line[key] for key in keys] for line in lines(tmp_path / run, "loss")]
-        for run in ("one", "two")
-    )
-    assert one == two
-    saved = [json.loads((tmp_path / run / SAVED).read_text())["lanes"] for run in ("one", "two")]
-    assert saved[0] == saved[1]
+    found, wanted = ([[e[k] for k in keys] for e in lines(run, "loss")] for run in (two, one))
+    assert found == wanted
+    found, wanted = (json.loads((run / SAVED).read_text())["lanes"] for run in (two, one))
+    assert found == wanted
 
 
 def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys):
-    """Files that describe shards are not read."""
     _, row = ROWS["chats"]
     data = write_shards(tmp_path / "all", 4, row=row, each=30)
     (data / "part-2.jsonl").write_text("")
-    for name in ("README.md", "notes.xyz"):
-        (data / name).write_text("About these rows.")
+    (data / "README.md").write_text("About these rows.")
     fields = {"lanes": 1, "context_length": 64}
     fields["validation_data"] = str(write_table(tmp_path, [row(n) for n in range(30)], name="held"))
     stream, _ = prepared(task, tmp_path, data, **fields)[2]
-    assert "4 shards to train on, 1 to evaluate on, 2 not read\n" in capsys.readouterr().out
+    assert "4 shards to train on, 1 to evaluate on, 1 not read\n" in capsys.readouterr().out
     found = [sum(map(len, map(stream.samples, stream.blocks(each)))) for each in stream.shards]
     assert sorted(found)[0] == 0 < 5 < sorted(found)[1] and len(found) == 4
     fields["validation_data"] = str(data / "part-2.jsonl")
@@ -395,25 +386,19 @@ def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys)
 def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
     _, row = ROWS["chats"]
-    write_shards(tmp_path, 3, row=row)
-    fields = {"data": str(tmp_path), "vocab_size": 300, "streaming": True, "lanes": 1}
-    fields |= {"cache_dir": str(tmp_path / ".cache"), "context_length": 64, "rows": "chat"}
-
-    data = prepare_task(task, task.TaskConfig(**fields))
-    stream, _ = task.views(task.TaskConfig(**fields), data)
+    data = write_shards(tmp_path / "data", 3, row=row)
+    fields = {"lanes": 1, "context_length": 64, "rows": "chat"}
+    _, _, (stream, _) = prepared(task, tmp_path, data, **fields)
     path = Path(stream.shards[0])
     content = path.read_text() + "\n"
     for wrong, said in (
         ('{"conversations": [', "after line 60: Expecting value"),
         ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
-        ('{"conversations": ["a"]}', "line 61: message 1 is 'a' but must be an object"),
     ):
         path.write_text(f"{content}{wrong}\n")
-        with pytest.raises(ValueError, match="task.data: .*part-.") as error:
+        with pytest.raises(ValueError, match=f"task.data: .*part-.*{said}"):
             [*stream.blocks(str(path))]
-        assert said in str(error.value)
-    path.write_text(content + '{"conversations": []}\n')
-    stream, _ = task.views(task.TaskConfig(**fields, incomplete_rows="skip"), data)
+    _, _, (stream, _) = prepared(task, tmp_path, data, incomplete_rows="skip", **fields)
     capsys.readouterr()
     assert sum(len(block["chat"]) for block in stream.blocks(str(path))) == 60
     assert capsys.readouterr().out == ""  # each process that reads the shard would print it
