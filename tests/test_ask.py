@@ -132,10 +132,8 @@ def test_what_cannot_be_asked_is_one_line(tiny, quick, killed, tmp_path):
     refused("tells of steps 1 to 12; give one", "rows", killed, "--step", 13)
     refused("no folder of a run", "when", tmp_path, 3)
     refused("row 37: there are 37 rows", "when", killed, 37)
-    refused("no row has the text", "when", killed, "no such text")
     refused("--without 99 is not a row of the step", *replay, "--without", 99)
     refused("asks about a step; give --step", "replay", killed, "--without", 3)
-    refused("argument --top: 0 is not a whole number from 1 on", *replay, "--top", 0)
     other = "import task\ntask.torch.randn = task.torch.rand"
     refused("the data have changed since step 7", *replay, before=other)
     refused("BatchNorm, whose statistics", *replay, before=NORM)

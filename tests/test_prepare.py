@@ -77,7 +77,6 @@ RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--sed", 1], "command line: there is no field sed; did you mean seed?"),
         (RAISED, "no prepare_data here"),
         (["--check"], "only train.py can do --check; leave it out"),
     ],
