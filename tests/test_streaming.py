@@ -128,53 +128,40 @@ def prepared(task, folder, data, **fields):
     return cfg, data, task.views(cfg, data)
 
 
-def hashes(stream, cut, workers, steps, first=0, last=None):
-    """The ids of each step by a process, which computes the micro-batches `cut` of 3 samples."""
-    rows = batches.SampleDataset(stream, None, 5)
-    stream.begin(5, STEP, first * STEP, last)
+TASK = types.SimpleNamespace(collate=torch.utils.data.default_collate, count=len)
+
+
+def steps_of(stream, shares, workers, steps, first=0, last=None):
+    """The ids of each step, whose micro-batches of 3 samples processes compute in these shares."""
     found = [[] for _ in range(steps)]
-    plan = batches.StepPlan(STEP, 3, cut[0], cut[1])
-    sampler = batches.StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
-    loader = batches.make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
-    for number, (_, _, ids) in enumerate(loader):
-        found[number // len(plan.run())] += ids.tolist()
+    for rank in range(len(shares)):
+        rows = batches.SampleDataset(stream, None, 5)
+        stream.begin(5, STEP, first * STEP, last)
+        plan = batches.StepPlan(STEP, 3, shares, rank)
+        sampler = batches.StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
+        loader = batches.make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
+        for number, (_, _, ids) in enumerate(loader):
+            found[number // len(plan.run())] += ids.tolist()
     return found
-
-
-def collate(rows):
-    return {"input_ids": torch.stack([torch.from_numpy(row["input_ids"]) for row in rows])}
-
-
-def count_rows(batch):
-    return len(batch["input_ids"])
-
-
-TASK = types.SimpleNamespace(collate=collate, count=count_rows)
-CUTS = {"1": (8,), "2": (4, 4), "3": (3, 3, 2), "5/3": (5, 3)}
-
-
-def steps_of(stream, cut, workers, steps, first=0, last=None):
-    parts = [
-        hashes(stream, (CUTS[cut], rank), workers, steps, first, last)
-        for rank in range(len(CUTS[cut]))
-    ]
-    return [sum(own, []) for own in zip(*parts, strict=True)]
 
 
 def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
-    kinds = {"parquet": [("1", 0), ("5/3", 0), ("2", 2)], "jsonl.gz": [("3", 0), ("1", 2)]}
+    kinds = {
+        "parquet": [((8,), 0), ((5, 3), 0), ((4, 4), 2)],
+        "jsonl.gz": [((3, 3, 2), 0), ((8,), 2)],
+    }
     for kind, cuts in kinds.items():
         data = write_shards(tmp_path / kind, SHARDS, kind)
         _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
         assert len(validation) > 10
-        for cut, workers in cuts:
-            found.append(steps_of(stream, cut, workers, 20))
+        for shares, workers in cuts:
+            found.append(steps_of(stream, shares, workers, 20))
         whole = found[-1]
         share = STEP // LANES
         last = [whole[16][(lane + 1) * share - 1] for lane in range(LANES)]
-        found.append(whole[:17] + steps_of(stream, "3", 0, 3, 17, last))
+        found.append(whole[:17] + steps_of(stream, (3, 3, 2), 0, 3, 17, last))
     assert all(each == found[0] for each in found)
     places = {tuple(lanes.unpack_id(i)[1:3]) for step in found[0] for i in step}
     assert len({shard for shard, _ in places}) >= LANES
@@ -184,9 +171,9 @@ def test_chats_go_on_inside_of_a_shard(task, tmp_path):
     fields, row = ROWS["chats"]
     data = write_shards(tmp_path / "rows", 6, row=row)
     _, _, (stream, _) = prepared(task, tmp_path, data, context_length=64, **fields)
-    whole, share = steps_of(stream, "1", 0, 9), STEP // LANES
+    whole, share = steps_of(stream, (8,), 0, 9), STEP // LANES
     last = [whole[2][(lane + 1) * share - 1] for lane in range(LANES)]
-    assert steps_of(stream, "2", 0, 6, 3, last) == whole[3:]
+    assert steps_of(stream, (4, 4), 0, 6, 3, last) == whole[3:]
 
 
 def test_sequences_are_those_of_the_texts(task, tmp_path):
