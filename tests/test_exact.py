@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import (
-    BakedProject,
-    bake,
-    digest,
-    lines,
-    load_task,
-    newest,
-    read_weights,
-    with_ddp,
-)
+from conftest import BakedProject, bake, digest, lines, load_task, newest, read_weights, with_ddp
 from test_continuing import KILL
 from test_invariance import DROPOUT, check_same_curve, timeless
 

@@ -4,15 +4,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conftest import (
-    checkpoint,
-    copy_until,
-    digest,
-    lines,
-    load_task,
-    read_checkpoint,
-    status,
-)
+from conftest import checkpoint, copy_until, digest, lines, load_task, read_checkpoint, status
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
 ASYNC = [*FLAGS, "--async_save", "true"]

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    TorchDynamoPlugin,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, parse_flag_from_env
 
 from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process

@@ -28,13 +28,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line, print_on_main
-from samestep.base.files import (
-    DISK_FULL,
-    fsync,
-    read_json_object,
-    remove,
-    replace_text,
-)
+from samestep.base.files import DISK_FULL, fsync, read_json_object, remove, replace_text
 from samestep.data import views
 from samestep.project import prepared_key
 from samestep.project.config import fields_of

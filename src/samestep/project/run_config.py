@@ -5,13 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from samestep.base.fields import (
-    NOTHING,
-    ROUNDING,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from samestep.base.fields import NOTHING, ROUNDING, NonNegativeInt, PositiveFloat, PositiveInt
 from samestep.project.config import ONE_COMMAND, UNSAVED
 
 Workers = Annotated[int, Field(ge=0, le=256)]
