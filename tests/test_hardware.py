@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,23 +191,19 @@ def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
         combinations.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
-@pytest.mark.parametrize(
-    "row, is_right",
-    [
-        ({"input_ids": 64, "labels": 64}, True),
-        ({"input_ids": 64, "labels": 64, "position_ids": 64}, False),
-        ({"input_ids": 64, "labels": 1}, False),
-    ],
-)
-def test_rows_that_context_parallelism_cannot_cut(row, is_right):
-    rows = [{name: [0] * length for name, length in row.items()}]
+def test_rows_that_context_parallelism_cannot_cut():
     task = SimpleNamespace(check_context_parallel=lambda: None)
-    said = f"into 4 equal parts, and the first has {row['input_ids']} input_ids"
-    with contextlib.nullcontext() if is_right else pytest.raises(ValueError, match=said):
-        startup.check_parts(rows, task, 4)
-    for wrong in (SimpleNamespace(), SimpleNamespace(**vars(task), eval_outputs=id)):
+    right = {"input_ids": [0] * 64, "labels": [0] * 64}
+    startup.check_parts([right], task, 4)
+    said = "into 4 equal parts, and the first has 64 input_ids"
+    for row, wrong in (
+        (right | {"position_ids": [0] * 64}, task),
+        (right | {"labels": [0]}, task),
+        (right, SimpleNamespace()),
+        (right, SimpleNamespace(**vars(task), eval_outputs=id)),
+    ):
         with pytest.raises(ValueError, match=said):
-            startup.check_parts(rows, wrong, 4)
+            startup.check_parts([row], wrong, 4)
 
 
 GIVEN = """
@@ -279,9 +274,8 @@ def test_frozen_weights_have_no_gradients_and_no_moments():
 
 
 def test_the_largest_unit_is_a_block_or_what_lies_in_no_block():
-    model = torch.nn.Sequential(
-        torch.nn.Bilinear(2, 2, 2), torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-    )
+    parts = [torch.nn.Bilinear(2, 2, 2), torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)]
+    model = torch.nn.Sequential(*parts)
     model[1].requires_grad_(False)
     for blocks, largest in ((["Bilinear"], 76), (["Linear"], 40), (None, 86)):
         model._no_split_modules = blocks
@@ -291,17 +285,6 @@ def test_the_largest_unit_is_a_block_or_what_lies_in_no_block():
 # ---- Programs that samestep hardware starts ------------------------------------------------------
 
 GPU = devices.Devices("cuda", 2, "bf16", Path("configs/accelerate/multi_gpu_bf16.yaml"))
-
-
-def test_children_know_nothing_of_the_launcher(monkeypatch):
-    told = "RANK WORLD_SIZE MASTER_ADDR TORCHELASTIC_RUN_ID ACCELERATE_USE_FSDP FSDP_VERSION "
-    told += "PET_NNODES GROUP_RANK EXIT_CODE_FILE LAUNCHING"
-    for name in [*told.split(), "OMP_NUM_THREADS"]:
-        monkeypatch.setenv(name, "1")
-    code = "import os, sys; print(*os.environ); sys.exit(3)"
-    ended, printed = devices.run([sys.executable, "-c", code])
-    assert ended == 3 and not {*printed.split()} & {*told.split()}
-    assert "OMP_NUM_THREADS" in printed.split()
 
 
 @pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
@@ -337,44 +320,33 @@ def test_another_gpu_is_tested_where_a_yaml_names_it(monkeypatch):
 
 # ---- check ---------------------------------------------------------------------------------------
 
-RIGHT = ("H100", 1.0, "")
 LISTED = "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100"
 LOST = "Unable to determine the device handle for GPU1: 0000:1B:00.0: GPU is lost."
-
-
-@pytest.fixture
-def checked(monkeypatch):
-    """check on two GPUs: what nvidia-smi prints to its first word, and what the second one says."""
-
-    def run(listed=(0, LISTED), seen=2, second=RIGHT, **printed):
-        smi = {"-L": listed} | printed
-        monkeypatch.setattr(devices, "nvidia_smi", lambda word, *_: smi.get(word, (1, "")))
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
-        monkeypatch.setattr(devices, "ask", lambda *_: [RIGHT, second] if seen else [RIGHT])
-        monkeypatch.setattr(devices, "run", lambda words: (0, ""))
-        used = GPU if seen else devices.Devices("cpu", 1, "no", GPU.yaml)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        section = devices.Section()
-        devices.check(section, used)
-        return section
-
-    return run
+ECC = {devices.ERRORS: (0, "0, 0, No\n1, 3, No")}
 
 
 @pytest.mark.parametrize(
-    "case, said",
+    "printed, seen, problem, said",  # by nvidia-smi, by torch, by the second GPU
     [
-        ({}, None),
-        ({"listed": (15, LOST), "seen": 0}, f"nvidia-smi: {LOST}; see docs/problems.md, a lost"),
-        ({"seen": 0}, "torch sees 0 GPUs, and nvidia-smi lists 2: "),
-        ({"second": ("H100", 1.0, "out of order")}, "device 1: out of order"),
-        ({devices.ERRORS: (0, "0, 0, No\n1, 3, No")}, "GPU 1 has errors in its memory (ECC: 3"),
+        ({}, 2, "", None),
+        ({"-L": (15, LOST)}, 0, "", f"nvidia-smi: {LOST}; see docs/problems.md, a lost"),
+        ({}, 0, "", "torch sees 0 GPUs, and nvidia-smi lists 2: "),
+        ({}, 2, "out of order", "device 1: out of order"),
+        (ECC, 2, "", "GPU 1 has errors in its memory (ECC: 3"),
     ],
 )
-def test_what_makes_training_wrong_is_a_failure(checked, case, said):
-    failures = checked(**case).failures
-    assert len(failures) == (said is not None)
-    assert all(line.startswith(said) for line in failures)
+def test_what_makes_training_wrong_is_a_failure(monkeypatch, printed, seen, problem, said):
+    smi = {"-L": (0, LISTED)} | printed
+    answers = [("H100", 1.0, ""), ("H100", 1.0, problem)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    monkeypatch.setattr(devices, "nvidia_smi", lambda word, *_: smi.get(word, (1, "")))
+    monkeypatch.setattr(devices, "ask", lambda *_: answers[: seen or 1])
+    monkeypatch.setattr(devices, "run", lambda words: (0, ""))
+    section = devices.Section()
+    devices.check(section, GPU if seen else devices.Devices("cpu", 1, "no", GPU.yaml))
+    assert len(section.failures) == (said is not None)
+    assert all(line.startswith(said) for line in section.failures)
 
 
 def test_wrong_products_are_named(monkeypatch):
@@ -395,17 +367,15 @@ def test_a_slow_device_is_named_with_what_to_do():
 
 def test_what_is_slower_than_in_an_older_report_is_said(tmp_path, capsys):
     path = tmp_path / "baseline.json"
-
-    def compared(found="8 x H100", **figures):
-        hardware_program.compare(devices.Section({"devices": found}, figures), path)
-        return capsys.readouterr().out
-
     old = {"bench": {"facts": {"devices": "8 x H100"}, "figures": {"x": [100.0, 90.0]}}}
     path.write_text(json.dumps(old))
-    assert compared(x=[85.0, 90.0], y=[1.0]).startswith("0 figures are more than 20% slower")
-    assert compared(x=[200.0, 70.0]).startswith("slower: x, 1: 70, was 90\n1 figures are more")
-    other = f"{path} has other devices, another recipe or precision: not compared\n"
-    assert compared("7 x H100") == other
+    for found, figures, said in (
+        ("8 x H100", {"x": [85.0, 90.0], "y": [1.0]}, "0 figures are more than 20% slower"),
+        ("8 x H100", {"x": [200.0, 70.0]}, "slower: x, 1: 70, was 90\n1 figures are more"),
+        ("7 x H100", {}, f"{path} has other devices, another recipe or precision: not compared\n"),
+    ):
+        hardware_program.compare(devices.Section({"devices": found}, figures), path)
+        assert capsys.readouterr().out.startswith(said)
 
 
 # ---- For real ------------------------------------------------------------------------------------
