@@ -49,7 +49,7 @@ def files(folder):
 
 
 def check_files_parse(project):
-    """Parse every file of a project with the parser of its kind."""
+    """Parse every file of a project with the parser of its kind; ruff parses Python."""
     for name in files(project):
         path = project / name
         if name.suffix == ".whl":
@@ -57,9 +57,7 @@ def check_files_parse(project):
         text = path.read_text(encoding="utf-8")
         assert text.strip(), f"{name} is empty"
         assert text.endswith("\n") and not text.endswith("\n\n"), f"{name}: its end"
-        if name.suffix == ".py":
-            ast.parse(text, filename=str(path))
-        elif name.suffix in (".yaml", ".yml"):
+        if name.suffix in (".yaml", ".yml"):
             assert list(yaml.safe_load_all(text))
         elif name.suffix == ".toml":
             tomllib.loads(text)
@@ -73,9 +71,6 @@ def check_ruff(folder):
         words = [sys.executable, "-m", "ruff", *command, "--no-cache", str(folder)]
         ruff = subprocess.run(words, capture_output=True, text=True)
         assert ruff.returncode == 0, (ruff.stdout + ruff.stderr)[:3000]
-
-
-# ---- Answers that are taken ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("license_name, cluster, task, tracker", ANSWERS)
@@ -124,11 +119,12 @@ def test_the_lowest_versions_that_are_tried_are_the_bounds_of_a_project():
     assert {*lowest} == {each for each in bounds if each[0] != "setuptools"}
 
 
-def imports(path):
-    """The modules that a file imports when it runs; those of the library with their own names."""
+def imports(path, at_once=False):
+    """The modules that a file imports when it runs, or at its start; the library's by their own
+    names."""
     found, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [each for each in tree.body if ast.unparse(each)[:16] != "if TYPE_CHECKING"]
-    for node in ast.walk(tree):
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -229,9 +225,6 @@ def test_a_project_is_a_few_files_on_the_library(projects, task):
         assert f"configs/train/{name}.yaml" in text
 
 
-# ---- The template itself -------------------------------------------------------------------------
-
-
 def test_golden_tree(tmp_path):
     """The files of a project; if they change: make test ARGS="-k golden_tree" UPDATE_GOLDEN=1"""
     names = [re.sub(r"[+]\w{8}", "+CONTENT", str(name)) for name in files(bake(tmp_path).path)]
@@ -271,8 +264,6 @@ def is_one_line(ended, words):
     assert code == 1 and written == []
     assert output.count("\n") == 1 and words in output and len(output) < 300, output
 
-
-# ---- Hostile answers -----------------------------------------------------------------------------
 
 INJECTION = '"; import os; os.system("touch pwned") #'
 ACCEPTED = [
@@ -331,9 +322,6 @@ def test_the_command_says_what_is_next_and_drops_caches(tmp_path):
     said = f"{DEFAULT_SLUG} is ready. Next, in it: make setup, then make train\n"
     assert (result.stdout, result.stderr) == (said, "")
     assert files(tmp_path / "new" / DEFAULT_SLUG) == files(bake(tmp_path / "clean").path)
-
-
-# ---- Answers and folders that are there already --------------------------------------------------
 
 
 def test_a_replayed_answer_is_checked_again_and_runs_no_code(tmp_path, cook):

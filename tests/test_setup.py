@@ -149,9 +149,6 @@ def test_a_machine_that_cannot_be_set_up_gets_one_line(machine, env, said, tried
     assert said in error and len(log) == tried
 
 
-# ---- make ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ready(machine):
     """A machine that is set up, with the project's hardware files and two recipes."""

@@ -1,6 +1,5 @@
 """The library as a package: its version, what indexes and installers read of it, its types."""
 
-import ast
 import importlib.metadata
 import os
 import subprocess
@@ -14,6 +13,7 @@ from packaging.version import Version
 
 import samestep
 from conftest import ROOT, SOURCE, copy_template, edit
+from test_bake import imports
 
 # Imports that have another name than the package.
 PACKAGES = {"PIL": "pillow", "pydantic_core": "pydantic", "sklearn": "scikit-learn"}
@@ -80,40 +80,22 @@ def test_the_wheel_says_its_version_license_and_types(wheels):
 def test_types_of_what_a_project_imports_say_what_may_be_none():
     """mypy checks these modules with strict_optional; `make test-all` runs it."""
     files = [ROOT / SOURCE / "train.py", *ROOT.glob("templates/*/task.py")]
-    names = set()
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    module = node.module
-                    if module == "samestep":
-                        module = samestep.contents()[alias.name]
-                    names |= {module, f"{module}.{alias.name}"}
-    source = ROOT / "src"
-    modules = {
-        name for name in names if source.joinpath(*name.split(".")).with_suffix(".py").is_file()
-    }
+    names = set().union(*map(imports, files))
+    for name, module in samestep.contents().items():
+        if f"samestep.{name}" in names:
+            names |= {module, f"{module}.{name}"}
+    places = {name: ROOT.joinpath("src", *name.split(".")).with_suffix(".py") for name in names}
+    modules = {name for name, place in places.items() if place.is_file()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
     (override,) = settings["overrides"]
     assert override["strict_optional"] is True
     assert len(modules) > 20 and {*override["module"]} == modules
 
 
-def imported_packages(path):
-    """The packages that a file imports at once, and those that it imports later or perhaps."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = [set(), set()]
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        tops = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names} - OWN
-        found[node not in tree.body] |= {PACKAGES.get(name, name) for name in tops}
-    return found
+def packages(path, at_once=False):
+    """The packages that a file imports, or those that it imports at its start."""
+    tops = {name.partition(".")[0] for name in imports(path, at_once)}
+    return {PACKAGES.get(name, name) for name in tops - {*sys.stdlib_module_names} - OWN}
 
 
 def test_the_wheel_requires_what_it_imports(wheels):
@@ -125,9 +107,8 @@ def test_the_wheel_requires_what_it_imports(wheels):
         (extra if requirement.marker else required)[requirement.name] = requirement
     at_once, later = set(), set()
     for path in folder.rglob("*.py"):
-        first, second = imported_packages(path)
-        later |= first | second
+        later |= packages(path)
         if "examples" not in path.parts:
-            at_once |= first
+            at_once |= packages(path, at_once=True)
     assert len(at_once) > 10 and at_once <= required.keys()
     assert len(later) > len(at_once) and later <= required.keys() | extra.keys()
