@@ -45,37 +45,35 @@ def project(tmp_path_factory):
     return project
 
 
-def exported(folder):
-    """The weights of an export, and the dtype that its config names."""
-    config = json.loads((folder / "model" / "config.json").read_text())
-    return load_file(folder / "model" / "model.safetensors"), config["dtype"]
+def run_of(project, output, code):
+    """The weights of an export, the dtype that its config names, and what was printed."""
+    printed = train(project, output, code, flags=FLAGS)
+    config = json.loads((output / "model" / "config.json").read_text())
+    return load_file(output / "model" / "model.safetensors"), config["dtype"], printed
 
 
-def kept(before, after):
+def kept(project, after):
     """The share of the weights of the head that are what they were, bit for bit."""
+    before = load_file(project.path / "half" / "model.safetensors")
     return float((before["lm_head.weight"] == after["lm_head.weight"]).float().mean())
 
 
 def test_half_weights_of_a_file_train_and_are_exported_in_float32(project, tmp_path):
-    printed = train(project, tmp_path / "run", OWN, flags=FLAGS)
+    after, dtype, printed = run_of(project, tmp_path, OWN)
     assert "12 weights in half precision are float32 now, since they train: model.embed" in printed
     assert "weights as built" not in printed
-    before = load_file(project.path / "half" / "model.safetensors")
-    after, dtype = exported(tmp_path / "run")
     assert dtype == "float32" and {each.dtype for each in after.values()} == {torch.float32}
-    assert kept(before, after) < 0.01
+    assert kept(project, after) < 0.01
 
 
 def test_weights_as_built_keep_their_dtype_and_the_first_line_says_so(project, tmp_path):
-    code = f'{OWN}\n\nWEIGHTS = "as built"\n'
-    printed = train(project, tmp_path / "run", code, flags=FLAGS)
+    after, dtype, printed = run_of(project, tmp_path, f'{OWN}\n\nWEIGHTS = "as built"\n')
     assert "fp32, weights as built, distributed: NO" in printed
     assert "12 weights in half precision train as built: " in printed
-    after, dtype = exported(tmp_path / "run")
     assert dtype == "bfloat16" and {each.dtype for each in after.values()} == {HALF}
-    assert kept(load_file(project.path / "half" / "model.safetensors"), after) > 0.8
+    assert kept(project, after) > 0.8
     more = [*FLAGS, "--max_steps", 4, "--accept_changes", "true"]
-    printed = train(project, tmp_path / "run", OWN, flags=more, codes=[2])
+    printed = train(project, tmp_path, OWN, flags=more, codes=[2])
     assert "is torch.bfloat16 in the checkpoint and torch.float32 in the model" in printed
     printed = train(project, tmp_path / "x", OWN + '\n\nWEIGHTS = "bf16"\n', codes=[2])
     assert "task.WEIGHTS is 'bf16'; write \"as built\", or leave it out" in printed
@@ -83,12 +81,11 @@ def test_weights_as_built_keep_their_dtype_and_the_first_line_says_so(project, t
 
 def test_frozen_weights_keep_their_dtype_and_the_export_loads_unrounded(project, tmp_path):
     """The first weight is frozen: transformers names its dtype, and would round all others."""
-    printed = train(project, tmp_path / "run", FROZEN, flags=FLAGS)
+    after, dtype, printed = run_of(project, tmp_path, FROZEN)
     assert "11 weights in half precision are float32 now" in printed
-    after, dtype = exported(tmp_path / "run")
     halves = [name for name, values in after.items() if values.dtype == HALF]
     assert halves == ["model.embed_tokens.weight"] and dtype == "float32"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert all(torch.equal(loaded[name], values.float()) for name, values in after.items())
 
 
@@ -148,16 +145,16 @@ def test_biases_vectors_and_marked_weights_have_no_decay():
 
 
 def test_modules_without_a_weight_that_trains_stay_in_eval_mode():
-    block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())  # noqa: E731
-    model = torch.nn.ModuleDict({"student": block(), "teacher": block()})
-    model["teacher"].requires_grad_(False)
-    model["student"].add_module("drop", torch.nn.Dropout())
-    model["student"].add_module("norm", torch.nn.BatchNorm1d(2).requires_grad_(False))
+    student, teacher = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()) for _ in range(2)
+    )
+    student.append(torch.nn.BatchNorm1d(2).requires_grad_(False))
+    model = torch.nn.ModuleDict({"student": student, "teacher": teacher.requires_grad_(False)})
     module = TaskModule(model)
     for _ in range(2):
         assert module.train() is module
         modes = {name: each.training for name, each in model.named_modules()}
-        still = {"teacher", "teacher.0", "teacher.1", "student.norm"}
+        still = {"teacher", "teacher.0", "teacher.1", "student.2"}
         assert {name for name, mode in modes.items() if not mode} == still
         module.eval()
         assert not any(each.training for each in module.modules())
