@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -92,46 +91,36 @@ def test_pairs_of_equal_answers_are_incomplete_rows(kit, prepare, capsys):
     assert "64 at most; 1 have 64, where rows are truncated\n" in said
 
 
-def test_what_a_template_leaves_out_is_refused(kit, prepare, tmp_path):
-    rows = []
-    for i in range(20):
-        answers = [{**RIGHT, "content": f"<think>{i} is {w}</think>{i}"} for w in "ab"]
-        asked = [{**USER, "content": f"{i}?"}]
-        rows.append({"prompt": asked, "chosen": [answers[0]], "rejected": [answers[1]]})
-    _, data, _ = prepare(rows)
-    template = kit.tokenizer(data).chat_template
-    parts = template.replace("or ''", "or '').split('</think>')[-1]").replace("= m", "= (m")
-    (tmp_path / "a.jinja").write_text(parts)
-    with pytest.raises(ValueError, match=r"leaves out '. is a' of message 2 .assistant"):
-        prepare(rows, chat_template=str(tmp_path / "a.jinja"))
-
-
 # ---- Losses --------------------------------------------------------------------------------------
+
+
+def answer_sums(model, batch):
+    """The log-probability of each answer, and its number of tokens: (B, 2)."""
+    ids, labels = (batch[name].flatten(0, 1) for name in ("input_ids", "labels"))
+    logs = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
+    counted = labels[:, 1:] >= 0
+    chosen = logs.gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    return (chosen * counted).sum(1).view(-1, 2), counted.sum(1).view(-1, 2)
 
 
 def by_hand(model, reference, batch, cfg):
     """The losses of the papers, from the logits of transformers."""
-    sums = []
-    for each in filter(None, (model, reference)):
-        for answer in (0, 1):
-            ids, labels = (batch[name][:, answer] for name in ("input_ids", "labels"))
-            logs = each(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
-            chosen = logs.gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
-            sums.append((chosen * (labels[:, 1:] >= 0)).sum(1))
-    n_w, n_l = (batch["labels"][:, :, 1:] >= 0).sum(2).unbind(1)
+    own, sizes = answer_sums(model, batch)
+    means = own / sizes
     if cfg.loss_type == "simpo":
-        margin = cfg.beta * (sums[0] / n_w - sums[1] / n_l) - cfg.simpo_gamma
+        margin = cfg.beta * (means[:, 0] - means[:, 1]) - cfg.simpo_gamma
         losses = -F.logsigmoid(margin)
     else:
-        ratio_w, ratio_l = sums[0] - sums[2], sums[1] - sums[3]
-        margin = cfg.beta * (ratio_w - ratio_l)
+        ratios = own - answer_sums(reference, batch)[0]
+        margin = cfg.beta * (ratios[:, 0] - ratios[:, 1])
+        by_token = (ratios / sizes)[:, 0] - (ratios / sizes)[:, 1]
         losses = {
             "sigmoid": -(1 - cfg.label_smoothing) * F.logsigmoid(margin)
             - cfg.label_smoothing * F.logsigmoid(-margin),
             "hinge": (1 - margin).clamp(min=0),
-            "ipo": (ratio_w / n_w - ratio_l / n_l - 1 / (2 * cfg.beta)) ** 2,
+            "ipo": (by_token - 1 / (2 * cfg.beta)) ** 2,
         }[cfg.loss_type]
-    return (losses - cfg.rpo_alpha * sums[0] / n_w).sum()
+    return (losses - cfg.rpo_alpha * means[:, 0]).sum()
 
 
 @pytest.fixture
@@ -178,17 +167,12 @@ def test_losses_and_gradients_are_those_of_the_papers(task, moved, fields):
 def test_scores_are_means_over_pairs_and_tokens(task, moved):
     cfg, _, model, batch = moved(beta=0.3)
     scores = task.metrics({n: v.double() for n, v in task.eval_sums(model, batch).items()})
-    plain = copy.deepcopy(model)
-    plain._modules.pop("reference")
-    ids, labels = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1)[:, 1:]
-    counted = labels >= 0
-    own = plain(input_ids=ids).logits[:, :-1].log_softmax(-1)
     margin = scores["chosen_reward"] - scores["rejected_reward"]
     assert scores["margin"] == pytest.approx(margin) and scores["margin"] != 0
-    chosen = own.gather(2, labels.clamp(min=0)[..., None])[..., 0]
-    means = ((chosen * counted).sum(1) / counted.sum(1)).view(-1, 2).mean(0)
-    for name, mean in zip(("chosen_logp", "rejected_logp"), means, strict=True):
-        assert scores[name] == pytest.approx(mean.item(), rel=1e-5)
+    model._modules.pop("reference")
+    sums, sizes = answer_sums(model, batch)
+    means = [scores["chosen_logp"], scores["rejected_logp"]]
+    assert means == pytest.approx((sums / sizes).mean(0).tolist(), rel=1e-5)
 
 
 def test_dropout_is_off_in_training(task, prepare, kit, tmp_path):
@@ -258,19 +242,16 @@ def test_exact_has_the_same_bytes_on_any_processes_and_under_fsdp2(base, tmp_pat
     check_same(tmp_path / "cpu_multi", tmp_path / "fsdp2")
 
 
-def test_the_report_has_the_answers_of_the_base_and_of_the_export(base, tuned, monkeypatch):
-    kind, output, printed = tuned
-    monkeypatch.chdir(base.path)  # an adapter names its base from there
-    Trained = AutoPeftModelForCausalLM if kind == "lora" else AutoModelForCausalLM
-    models = {
-        "before": AutoModelForCausalLM.from_pretrained("runs/base/model"),
-        "after": Trained.from_pretrained(output / "model"),
-    }
-    tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    shown = re.findall(r"^(before|after) \d: (.*) -> (.*)$", printed, re.M)
-    assert len(shown) == 4
-    for name, prompt, answer in shown:
+def test_the_report_has_the_answers_of_the_base(base, tuned):
+    """Before, and those of the trained model after."""
+    printed = tuned[2]
+    model = AutoModelForCausalLM.from_pretrained(base.path / "runs/base/model")
+    tokenizer = AutoTokenizer.from_pretrained(base.path / "runs/base/model")
+    assert len(re.findall(r"^after \d: .* -> ", printed, re.M)) == 2
+    shown = re.findall(r"^before \d: (.*) -> (.*)$", printed, re.M)
+    assert len(shown) == 2
+    for prompt, answer in shown:
         tokens = tokenizer(prompt, return_tensors="pt").input_ids
-        found = models[name].generate(input_ids=tokens, max_new_tokens=60, do_sample=False)
+        found = model.generate(input_ids=tokens, max_new_tokens=60, do_sample=False)
         text = tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
         assert one_line(text, 200) == answer
