@@ -31,6 +31,7 @@ ROWS = [
 
 SEVERAL = {"problem_type": "multi_label_classification"}
 NAMES = ["a", "it's b"]
+CLASS = datasets.ClassLabel(names=["no", "yes"])  # -1 is none, for example of SNLI
 READ = [  # labels in turn, the names of the classes, and what each label is; None: left out
     ("parquet", [1.0, 2.0, float("nan")], {}, ["1", "2"], [0, 1, None]),
     ("csv", [2, 10, 1], {}, ["1", "2", "10"], [1, 2, 0]),
@@ -38,15 +39,23 @@ READ = [  # labels in turn, the names of the classes, and what each label is; No
     ("csv", ["a", "nan", None], {}, ["a", "nan"], [0, 1, None]),
     ("csv", ['["it\'s b", "a"]', "[]", '["a"]'], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
     ("csv", ["it's b;a", "", "a"], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
+    (CLASS, [1, 0, -1], {}, ["no", "yes"], [1, 0, None]),
+    (datasets.List(CLASS), [[1, -1], [0, -1]], SEVERAL, ["no", "yes"], [[0, 1], [1, 0]]),
 ]
 
 
 @pytest.mark.parametrize("kind, values, fields, names, read", READ)
 def test_labels_of_any_kind_are_read(kit, prepare, tmp_path, kind, values, fields, names, read):
-    rows = [(text, values[i % len(values)]) for i, text in enumerate(TEXTS)]
-    _, prepared, parts = prepare(kit.write(tmp_path, rows, kind), incomplete_rows="skip", **fields)
+    given = [values[i % len(values)] for i in range(len(TEXTS))]
+    if isinstance(kind, str):
+        data = kit.write(tmp_path, [*zip(TEXTS, given, strict=True)], kind)
+    else:
+        rows = datasets.Dataset.from_dict({"text": TEXTS, "label": given})
+        data = tmp_path / "a.parquet"
+        rows.cast_column("label", kind).to_parquet(data)
+    _, prepared, parts = prepare(data, incomplete_rows="skip", **fields)
     assert labels.read(prepared.folder)["names"] == names
-    wanted = [read[i % len(read)] for i in range(len(rows))]
+    wanted = [read[i % len(read)] for i in range(len(TEXTS))]
     found = [row["labels"].tolist() for part in parts for row in part]
     assert sorted(found) == sorted(each for each in wanted if each is not None)
 
@@ -62,21 +71,6 @@ REFUSED = [
 def test_labels_that_are_not_what_they_seem_are_refused(kit, tmp_path, values, fields, said):
     rows = [(text, values[i % len(values)]) for i, text in enumerate(TEXTS)]
     assert said in refusal(kit, kit.config(tmp_path, rows, **fields))
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_class_of_minus_1_is_none(prepare, tmp_path, several):
-    """As `datasets` says it, for example of SNLI."""
-    kind = datasets.ClassLabel(names=["no", "yes"])
-    values = [[i % 2, -1] if several else i % 3 - 1 for i in range(30)]
-    rows = datasets.Dataset.from_dict({"text": TEXTS[:30], "label": values})
-    rows = rows.cast_column("label", datasets.List(kind) if several else kind)
-    rows.to_parquet(tmp_path / "a.parquet")
-    fields = SEVERAL if several else {"incomplete_rows": "skip"}
-    _, prepared, parts = prepare(tmp_path / "a.parquet", **fields)
-    assert labels.read(prepared.folder)["names"] == ["no", "yes"]
-    assert sum(map(len, parts)) == (30 if several else 20)
-    assert not several or {row["labels"].sum() for part in parts for row in part} == {1}
 
 
 def test_texts_lie_in_the_folder_of_their_class(prepare, tmp_path):
@@ -226,46 +220,39 @@ LABELS = {
 @pytest.mark.parametrize("kind", LABELS)
 def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepare, tmp_path, kind):
     rows = [(text, label) for (text, _), label in zip(ROWS, LABELS[kind], strict=True)]
-    fields = {"problem_type": kind, "validation_fraction": 0.5}
-    cfg, prepared, (_, rows) = prepare(rows, **fields)
+    cfg, prepared, (_, rows) = prepare(rows, problem_type=kind, validation_fraction=0.5)
     torch.manual_seed(1)
-    model = task.build_model(cfg, prepared).eval()
-    rows = [*rows]
+    model, rows = task.build_model(cfg, prepared).eval(), [*rows]
     whole = task.collate(rows, prepared)
     with torch.no_grad():
         inputs = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
         mean, logits = model(**inputs, return_dict=True).to_tuple()[:2]
-    assert task.count(whole) == len(rows)
     assert task.loss_sum(model, whole).item() / len(rows) == pytest.approx(mean.item(), rel=1e-5)
-
-    halves = [task.collate(part, prepared) for part in (rows[:7], rows[7:])]
-    sums = [task.eval_sums(model, half) for half in halves]
-    sums = {name: sum(part[name].double() for part in sums) for name in sums[0]}
-    scores = task.metrics(sums, prepared)
-    assert scores["loss"] == pytest.approx(mean.item(), rel=1e-5)
-    truth, said = whole["labels"].double().numpy(), (logits > 0).int().numpy()
+    halves = [task.eval_sums(model, task.collate(part, prepared)) for part in (rows[:7], rows[7:])]
+    sums = {name: sum(part[name].double() for part in halves) for name in halves[0]}
+    truth, logits = whole["labels"].double().numpy(), logits.double().numpy()
     if kind == "regression":  # in its own unit, 2 around 1003
-        mean, deviation = labels.read(prepared.folder).values()
-        truth, said = ((each * deviation + mean) for each in (truth, logits[:, 0].double().numpy()))
+        mean_label, deviation = labels.read(prepared.folder).values()
+        truth, said = truth * deviation + mean_label, logits[:, 0] * deviation + mean_label
         assert min(truth) == pytest.approx(1000) and max(truth) == pytest.approx(1006)
-        assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
-        assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)
-        assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
-        part = task.metrics(task.eval_sums(model, halves[0]), prepared)  # as those of a source
-        assert part["r2"] == pytest.approx(r2_score(truth[:7], said[:7]), rel=1e-4)
-        return
-    if kind == "single_label_classification":
-        said = logits.argmax(1).numpy()
-        assert scores["accuracy"] == pytest.approx((truth == said).mean())
-        assert task.report(model, sums, tmp_path, cfg, prepared)["confusion"].stat().st_size > 5000
+        errors = truth - said
+        expected = {"mae": np.abs(errors).mean(), "rmse": np.sqrt((errors**2).mean())}
+        expected["r2"] = r2_score(truth, said)
     else:
-        micro = f1_score(truth, said, average="micro", zero_division=0)
-        assert scores["micro_f1"] == pytest.approx(micro)
-    macro = f1_score(truth, said, average="macro", zero_division=0)
-    assert scores["macro_f1"] == pytest.approx(macro)
-    text = task.report(model, sums, tmp_path, cfg, prepared)["classes"]
-    assert "macro avg" in text and "samples avg" not in text  # the table has no samples
-    assert all(name in text for name in model.config.label2id)
+        single = kind == "single_label_classification"
+        said = logits.argmax(1) if single else (logits > 0).astype(int)
+        micro, macro = (
+            f1_score(truth, said, average=average, zero_division=0)
+            for average in ("micro", "macro")
+        )
+        expected = {"accuracy" if single else "micro_f1": micro, "macro_f1": macro}
+        report = task.report(model, sums, tmp_path, cfg, prepared)
+        assert "macro avg" in report["classes"] and "samples avg" not in report["classes"]
+        assert all(name in report["classes"] for name in model.config.label2id)
+        assert not single or report["confusion"].stat().st_size > 5000
+    expected["loss"] = mean.item()
+    scores = task.metrics(sums, prepared)
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, prepare):
