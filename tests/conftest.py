@@ -431,8 +431,10 @@ def load_module(name, path):
 
 
 def load_task(name):
-    """train.py, a task of templates/ under its name, or one of the library, as a module."""
+    """train.py, a task of templates/ or examples/ under its name, or a module of the library."""
     path = ROOT / "templates" / name / "task.py"
+    if not path.exists():
+        path = ROOT / "examples" / f"{name}.py"
     if name == "train":
         path = ROOT / SOURCE / "train.py"
     if name not in sys.modules and path.exists():

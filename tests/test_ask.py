@@ -161,6 +161,8 @@ def test_padding_is_no_text():
     ids, labels = np.array([5, 0, 7, 0, 0, 0]), np.array([-100, 0, 7, 0, -100, -100])
     assert Part.text(part, {"input_ids": ids, "labels": labels}) == "[5, 0, 7, 0]"
     assert Part.text(part, {"input_ids": ids, "labels": labels[:2]}) == str(ids.tolist())
+    parts = {"input_ids": [[5], [7, 8]]}  # as of choices
+    assert Part.text(part, parts) == "[5, 7, 8]"
 
 
 def test_a_text_is_not_found_over_rows_that_are_not_cut(monkeypatch):

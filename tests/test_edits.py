@@ -1,12 +1,11 @@
 """Usual edits of a task, each as its owner would make it: tests/edits/NN.patch.
 
-Each takes few lines and applies. Two are trained, and keep the promises: one process and two train
-the same, and a run that lost its last steps ends with the same bytes. That of docs/from-trainer.md
-has a collator of transformers; the tenth edit, of train.py, is in test_cookbook.py.
+Each takes few lines and applies. The one whose rows depend on each other keeps the promises. That
+of docs/from-trainer.md has a collator of transformers; the tenth edit, of train.py, is in
+test_cookbook.py.
 """
 
 import itertools
-import json
 import math
 import shutil
 
@@ -14,37 +13,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
-from conftest import ROOT, SOURCE, bake, lines, load_module
+from conftest import ROOT, SOURCE, bake, lines, load_module, write_table
 from samestep.core.batches import seed_micro_batch
 from test_cookbook import apply
-from test_tasks import check_two_processes_and_a_lost_half
+from test_tasks import BY_NAME, STEPS, check_two_processes_and_a_lost_half
 
 # Lines that an edit may add.
 LINES = {"01": 5, "02": 5, "03": 11, "04": 6, "05": 3, "06": 10, "07": 12, "08": 41, "09": 15}
 LINES |= {"11": 10}
-SMALL = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_heads": 2}
-SMALL |= {"num_layers": 1}
-STEPS = ["--max_steps", 6, "--save_every", 3, "--eval_every", 3, "--log_every", 1]
-STEPS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 2]
-STEPS += ["--keep_checkpoints", 0, "--task.data", "mine.jsonl", "--check_export", "false"]
+STEPS = [*STEPS, "--micro_batch_size", 4, "--warmup_steps", 2]
+STEPS += ["--task.data", "mine.jsonl", "--check_export", "false"]
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A project of a language model, with rows and a teacher."""
-    project = bake(tmp_path_factory.mktemp("edits"), task="causal_lm", tracker="none")
-    rows = []
-    for i in range(120):
-        text = " ".join(WORDS[(i * k) % 17] for k in range(1, 9 + i % 29))
-        rows.append({"text": text})
-    (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    torch.manual_seed(0)
-    size = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}
-    size |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
-    LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
-    return project
 
 
 def read(name):
@@ -56,12 +35,20 @@ def added_lines(patch):
     return sum(each.startswith("+") and not each.startswith("+++") for each in patch.split("\n"))
 
 
-def test_a_teacher_is_not_saved_and_its_bytes_are_known(base, tmp_path):
+def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
     """The ninth edit."""
+    base = bake(tmp_path, task="causal_lm", tracker="none")
     project = apply(base, read("09"), tmp_path / "project")
-    flags = [*STEPS, *(word for key, n in SMALL.items() for word in (f"--task.{key}", n))]
-    check_two_processes_and_a_lost_half(project, tmp_path, *flags)
+    texts = [" ".join(WORDS[i * k % 17] for k in range(1, 9 + i % 29)) for i in range(120)]
+    write_table(project.path, [{"text": text} for text in texts], name="mine")
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    size |= {"vocab_size": 300, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
+    LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
+    flags = [*STEPS, *BY_NAME["causal_lm"].flags(context_length=32)]
     whole = tmp_path / "whole"
+    project.train(1, *flags, "--output_dir", whole)
     saved = LlamaForCausalLM.from_pretrained(whole / "model")
     assert not any("teacher" in key for key, _ in saved.named_parameters())
     last = lines(whole, "eval_loss")[-1]
@@ -104,7 +91,7 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
     base = bake(tmp_path, task="seq2seq", tracker="none")
     project = apply(base, read("08"), tmp_path / "project")
     rows = [{"source": f"the {a} is here {i}", "target": b} for i, (a, b) in enumerate(PAIRS)]
-    (project.path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_table(project.path, rows, name="mine")
     flags = [*STEPS, "--task.vocab_size", 300, "--task.hidden_size", 16, "--task.num_layers", 1]
     check_two_processes_and_a_lost_half(project, tmp_path, *flags)
     output = tmp_path / "hand"

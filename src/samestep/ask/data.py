@@ -21,6 +21,14 @@ from samestep.text.sequences import Sequences
 WIDTH = 60  # characters of a text
 
 
+def _to_array(value: Any) -> np.ndarray:
+    """Numbers or text; parts of unequal lengths, as of a tuple, follow each other."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.concatenate([_to_array(each).ravel() for each in value])
+
+
 class Part:
     """The rows between two changes of their order, and what a person sees of each."""
 
@@ -53,9 +61,9 @@ class Part:
         """A row as text: tokens decoded, other numbers by their names."""
         words: list[Any] = []
         for name, value in row.items() if isinstance(row, Mapping) else [("row", row)]:
-            values = np.asarray(value)
+            values = _to_array(value)
             if self.tokenizer and name.endswith("input_ids"):
-                labels = np.asarray(row.get("labels"))
+                labels = _to_array(row.get("labels"))
                 if labels.shape == values.shape:  # behind the last one is padding
                     values = values[: np.flatnonzero(labels >= 0).max(initial=-1) + 1]
                 words.append(self.tokenizer.decode(values[values >= 0], skip_special_tokens=True))
