@@ -22,7 +22,6 @@ PART.weight = torch.nn.Parameter(torch.ones(4, 12)[:, ::2])
 GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("metrics", {"loss": 1, "acc": ONE_TENSOR}, "'acc' is a tensor, float32, of shape (3,)"),
     ("metrics", {"loss": 1, "step": 3}, "a score cannot be called 'step'"),
-    ("metrics", {"los": 1.0}, "give a dict of floats, with 'loss'"),
     ("sums", {"loss": HALF}, "rounds no sums: call .float()"),
     ("sums", ONE_TENSOR, "eval_sums returns a tensor, float32, of shape (3,)"),
     ("loss", HALF, f"the loss is a tensor, bfloat16, of shape (); {SCALAR}"),
@@ -34,8 +33,6 @@ GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("model", PART, "task.build_model: the weight weight is a part of another tensor, with gaps"),
     ("count", -1, "count returns -1, int"),
     ("batch", {"names": [0.5]}, "'names[0]' is 0.5, float; give a tensor on the CPU"),
-    ("batch", {"text": {"ids": 1}}, "'text.ids' is 1, int; give a tensor on the CPU"),
-    ("views", [1], "give (train, validation)"),
     ("views", ([1], iter([1])), "give datasets with len() and [i]"),
     ("views", ([], [1]), "task.views returns no row to train on; give at least one"),
 ]
@@ -57,6 +54,8 @@ CHANGING = {"y": torch.ones(4), "counted": torch.ones(4), "poison": 0.0}
 CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("views", None, "task.py has no function prepare_data or views"),
     ("metrics", None, "no function metrics; to write a whole task"),
+    ("eval_outputs", lambda model, batch: {}, "is called as metrics(sums, outputs)"),
+    ("metrics", lambda sums, outputs: {}, "is called as metrics(sums)"),
     ("build_model", lambda config: None, "build_model(config) is called as build_model(cfg, data)"),
     ("Numbers.sizes", lambda rows: [1, 2], "sizes() of task.views returns an array of shape"),
     ("check_config", lambda cfg: int(f"{cfg.width} wide"), "int() with base 10: '32 wide'"),

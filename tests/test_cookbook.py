@@ -26,8 +26,6 @@ from conftest import (
 )
 
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
-# It takes most of the time.
-NO_PICTURE = "from samestep.report import curves; curves.draw = lambda *_: 'none'"
 # The tiny task with a head called as those of real models, and with other rows to evaluate on.
 MORE = """
 
@@ -108,9 +106,9 @@ def cooked(base, tmp_path_factory):
     @functools.cache
     def cooked(heading):
         folder = tmp_path_factory.mktemp("cooked")
-        project, before = apply(base, recipes()[heading], folder / "project"), NO_PICTURE
+        project, before = apply(base, recipes()[heading], folder / "project"), ""
         if heading == "A learning rate for each layer":  # layers are called 0 and 3
-            before += "\nimport task; task.build_model = task.numbered"
+            before = "import task; task.build_model = task.numbered"
         train = functools.partial(project.train, before=before)
         if heading in RUNS:
             train(1, "--output_dir", folder / "whole", *RUNS[heading][0])

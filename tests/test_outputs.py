@@ -12,7 +12,6 @@ from conftest import ROOT, lines, make_tiny, train_module
 from samestep.base.errors import UserError
 from samestep.core import mesh
 from samestep.core.outputs import EvaluationOutputs, merge, to_part
-from samestep.project import contract
 
 OUTPUTS = """
 
@@ -106,7 +105,7 @@ def expected(output):
 def test_scores_of_all_rows_are_the_same_on_any_number_of_processes(project, tmp_path):
     """With micro-batches of 8 and 3, and with two sources."""
     found = {}
-    for processes, micro in [(1, 8), (1, 3), (2, 8), (2, 3)]:
+    for processes, micro in [(1, 8), (2, 8), (2, 3)]:
         output = tmp_path / f"{processes}-{micro}"
         train(project, output, processes, "--micro_batch_size", micro)
         found[output] = lines(output, "eval_loss")[-1]
@@ -199,19 +198,3 @@ def test_each_row_counts_once_and_is_padded_in_its_type():
         right[[0, 2], 0] = 1
         assert torch.equal(merged[name].float(), right), name
     assert merged["torch.bfloat16"].dtype == torch.float32
-
-
-def test_metrics_gets_outputs_if_the_task_has_them(tmp_path):
-    with train_module(ROOT / "tests" / "tasks" / "tiny.py") as module:
-        task = module.task
-        contract.check_functions(task)
-        task.eval_outputs = lambda model, batch: {}
-        with pytest.raises(ValueError) as error:
-            contract.check_functions(task)
-        assert "is called as metrics(sums, outputs)" in str(error.value)
-        task.metrics = lambda sums, outputs: {}
-        contract.check_functions(task)
-        del task.eval_outputs
-        with pytest.raises(ValueError) as error:
-            contract.check_functions(task)
-        assert "is called as metrics(sums)" in str(error.value)

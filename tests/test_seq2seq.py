@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.mbart import tokenization_mbart as mbart
 
 from conftest import lines
@@ -49,8 +49,17 @@ def test_a_model_for_shorter_texts_is_refused(kit, config, bart):
 # ---- Languages -----------------------------------------------------------------------------------
 
 
+def build(config, model, **fields):
+    """A tiny model with random weights."""
+    sizes = {"d_model": 16, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
+    torch.manual_seed(0)
+    return model(config(**sizes, **fields))
+
+
 def save_translator(folder, kind):
-    """A tiny NLLB or mBART with random weights and its tokenizer."""
+    """A tiny NLLB or mBART and its tokenizer."""
     marks, characters = ["<s>", "<pad>", "</s>", "<unk>"], ["\u2581", *map(chr, range(33, 127))]
     if kind == "nllb":
         vocabulary = {piece: i for i, piece in enumerate([*marks, *characters])}
@@ -60,13 +69,9 @@ def save_translator(folder, kind):
         pieces = [*marks, *characters, *mbart.FAIRSEQ_LANGUAGE_CODES, "<mask>"]
         tokenizer = transformers.MBartTokenizer(vocab=[(piece, -1.0) for piece in pieces])
         config, model = transformers.MBartConfig, transformers.MBartForConditionalGeneration
-    sizes = {"vocab_size": len(tokenizer), "d_model": 16, "max_position_embeddings": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-    torch.manual_seed(0)
-    built = model(config(**sizes, **ids, init_std=0.5))
-    built.save_pretrained(folder)
+    ids["vocab_size"] = len(tokenizer)
+    build(config, model, **ids, init_std=0.5).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -86,8 +91,8 @@ def test_languages_are_in_sources_targets_and_what_is_generated(kit, task, tmp_p
     assert {row["labels"][place] for row in rows} == {codes[1]}
 
     task.export(task.build_model(cfg, data), tmp_path / "out", cfg, data)
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     inputs = tokenizer("a b c", return_tensors="pt")
     assert inputs["input_ids"][0, place] == codes[0]
     tokens = model.generate(**inputs, do_sample=False)
@@ -131,9 +136,7 @@ def test_languages_have_names_without_the_marks_of_their_tokens():
 
 @pytest.fixture(scope="module")
 def bart(task, tmp_path_factory):
-    """A folder with a tiny BART with random weights and its tokenizer."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
+    """A folder with a tiny BART and its tokenizer."""
     folder = tmp_path_factory.mktemp("bart")
     texts = [text for row in ROWS for text in row]
     tokenizing.learn_vocabulary(texts, 300, folder, ends=True)
@@ -143,14 +146,10 @@ def bart(task, tmp_path_factory):
         eos_token=tokenizing.END_OF_TEXT,
         model_input_names=["input_ids", "attention_mask"],
     )
-    sizes = {"vocab_size": 300, "d_model": 16, "max_position_embeddings": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
     ids = dict.fromkeys(["pad_token_id", "decoder_start_token_id"], tokenizer.pad_token_id)
     ids |= dict.fromkeys(["bos_token_id", "eos_token_id", "forced_eos_token_id"], 299)
-    torch.manual_seed(0)
-    config = BartConfig(**sizes, **ids)
-    model = BartForConditionalGeneration(config)
+    kinds = (transformers.BartConfig, transformers.BartForConditionalGeneration)
+    model = build(*kinds, vocab_size=300, **ids)
     # Settings of a beam search, as the BART that summarises has them.
     model.generation_config.update(num_beams=4, early_stopping=True, length_penalty=2.0)
     model.save_pretrained(folder)
@@ -166,8 +165,6 @@ def test_a_pretrained_model_trains_and_answers(kit, baked, bart, tmp_path):
     printed = baked.train(1, *flags, "--output_dir", output)
     assert "generation: BLEU" in printed and "(7 rows, 2 beams)" in printed
     assert "new weights" not in printed
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
     model = AutoModelForSeq2SeqLM.from_pretrained(output / "model")
     start = AutoModelForSeq2SeqLM.from_pretrained(bart)
     for mine, theirs in zip(model.parameters(), start.parameters(), strict=True):
@@ -189,7 +186,6 @@ def test_a_pretrained_model_trains_and_answers(kit, baked, bart, tmp_path):
 def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_writes(task, baked):
     """The report is that of transformers and sacrebleu alone, from the exported model."""
     from sacrebleu import corpus_bleu, corpus_chrf
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     short = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
     output = baked.path / "runs" / "learnt"

@@ -14,23 +14,15 @@ from conftest import lines, read_weights
 from samestep.report import tracking
 from test_continuing import KILL
 
-STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
-SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
-SMALL += ["--learning_rate", 3e-3]
-SHAPE = ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.dropout", 0.1]
-SHAPE += ["--task.data", "docs", "--task.context_length", 64]
-FLAGS = [*STEPS, *SMALL, *SHAPE, "--keep_checkpoints", 0]
+FLAGS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
+FLAGS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4]
+FLAGS += ["--keep_checkpoints", 0, "--learning_rate", 3e-3, "--task.data", "docs"]
+FLAGS += ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.context_length", 64]
 
 
-@pytest.fixture(scope="module")
-def one(project, tmp_path_factory):
-    """A run of one process; its folder, and what was printed."""
-    output = tmp_path_factory.mktemp("one") / "run"
-    return output, project.train(1, *FLAGS, "--output_dir", output, "--tracker", "none")
-
-
-def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(one):
-    output, printed = one
+def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(project, tmp_path):
+    output = tmp_path / "run"
+    printed = project.train(1, *FLAGS, "--output_dir", output, "--tracker", "none")
     assert {p.name for p in output.iterdir()} >= {
         "config.yaml", "hardware.yaml", "metrics.jsonl", "checkpoints", "model", "curves.png",
         "status.json",
