@@ -30,8 +30,7 @@ FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
 # Of recipes of the cookbook, train_pipeline.py, torchrun and ckpt-chaos.
 OTHER_FLAGS = "--config --patience --ema_decay --stages --tensor_parallel --nproc-per-node"
-OTHER_FLAGS += " --nnodes --rdzv-endpoint --checkpoint-glob --ckpt-ignore-size --modes"
-OTHER_FLAGS += " --result-file --step-regex --no-deps --ipc --shm-size"
+OTHER_FLAGS += " --nnodes --rdzv-endpoint --no-deps --ipc --shm-size"
 # A command of ours, or flags by themselves.
 OURS = re.compile(r"^(?:(?!.*\bpip ).*(?:\bmake |train\.py|-m samestep ).*|--.*)$", flags=re.M)
 
