@@ -1,12 +1,13 @@
 """A script of one's own with one mistake: own_mistakes.py MISTAKE FOLDER [STEPS]."""
 
 import ast
-import contextlib
 import json
 import os
 import signal
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,7 @@ exact = mistake in ("batchnorm", "frozen", "unequal_frozen")
 accelerator = Accelerator(gradient_accumulation_steps=4 if mistake == "accumulation" else 1)
 rank = accelerator.process_index
 set_seed(0, device_specific=mistake == "weights_differ")
-source = rank if mistake == "rows_differ" else 0
-x = torch.randn(41, 4, generator=torch.Generator().manual_seed(source))
+x = torch.randn(41, 4, generator=torch.Generator().manual_seed(0))
 rows = TensorDataset(x, x.sum(1, keepdim=True) + (rank if mistake == "targets_differ" else 0))
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
 if mistake == "batchnorm":
@@ -37,10 +37,10 @@ if "frozen" in mistake:
         model[0].weight.data.mul_(1.5)
 kind = torch.optim.LBFGS if mistake == "lbfgs" else torch.optim.AdamW
 trained = model[1] if mistake == "head_alone" else model
-rate = float(os.environ.get("RATE", 1e-2))
+rate = 2e-2 if mistake == "other_rate" else 1e-2
 optimizer = kind([p for p in trained.parameters() if p.requires_grad], lr=rate)
 scheduler = None
-if mistake in ("scheduler", "scheduler_inside", "kept_rate"):
+if mistake in ("scheduler", "scheduler_inside", "kept_rate", "other_rate"):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     if mistake != "scheduler":
         accelerator.register_for_checkpointing(scheduler)
@@ -51,20 +51,9 @@ part.train(mistake != "evaluate")  # as a teacher, or a BatchNorm whose statisti
 if mistake == "compiled":
     model = torch.compile(model)
 own = torch.Generator().manual_seed(0)
-
-
-class Bag:
-    """What has a state that is no number, text, list, dict or tensor."""
-
-    def state_dict(self):
-        return {"bag": {1, 2}}
-
-    def load_state_dict(self, state):
-        pass
-
-
 if mistake == "odd_state":
-    accelerator.register_for_checkpointing(Bag())
+    bag = SimpleNamespace(state_dict=lambda: {"bag": {1, 2}}, load_state_dict=print)
+    accelerator.register_for_checkpointing(bag)
 
 
 def collate(batch):
@@ -78,33 +67,25 @@ def collate(batch):
     return x, y
 
 
-settings = {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}
-if mistake == "two_sizes":
-    settings["global_batch_size"] = 2
-given = {
-    "seed": rank if mistake == "seed_differs" else 0,
-    "global_batch_size": 4 if mistake == "small_steps" else 8,
-    "micro_batch_size": 2,
-    "count": (lambda batch: 3) if mistake == "count" else None,
-    "settings": settings,
-    "accept_changes": mistake in ("small_steps", "accept_changes"),
-}
+given = {"settings": {"lr": 2e-2 if mistake == "settings" else 1e-2, "task": "sst2"}}
+given |= {"folder": folder, "collate": collate, "exact": exact, "micro_batch_size": 2}
+given["seed"] = rank if mistake == "seed_differs" else 0
+given["global_batch_size"] = 4 if mistake == "small_steps" else 8
+given["accept_changes"] = mistake in ("small_steps", "accept_changes")
+if mistake == "count":
+    given["count"] = lambda batch: 3
 if "=" in mistake:
     given[mistake.partition("=")[0]] = ast.literal_eval(mistake.partition("=")[2])
-training = Training(
-    accelerator, model, optimizer, rows, folder=folder, collate=collate, exact=exact, **given
-)
+training = Training(accelerator, model, optimizer, rows, **given)
 if mistake == "warm_up":
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
     accelerator.register_for_checkpointing(scheduler)
 if mistake == "full_disk" and Path(folder, "checkpoints").exists():
     load, TrainingState.load = TrainingState.load, None
-    with contextlib.suppress(TypeError):
+    with suppress(TypeError):
         training.resume()
     TrainingState.load = load
     assert training.resume() == 4
-if mistake == "no_rows":
-    training.evaluate([], len)
 if mistake == "late_scheduler":
     training.resume()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -122,19 +103,15 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         net = accelerator.unwrap_model(model) if mistake == "inner_model" else model
         reduction = {"mean": "mean", "count": "mean", "vector": "none"}.get(mistake, "sum")
-        dtype = part.weight.dtype
-        loss = F.mse_loss(net(x.to(dtype)), y.to(dtype), reduction=reduction).float()
+        x, y = x.to(part.weight.dtype), y.to(part.weight.dtype)
+        loss = F.mse_loss(net(x), y, reduction=reduction).float()
         if mistake == "always_nan" or (mistake == "nan" and step.number == 3):
             loss = loss * float("nan")
         if mistake == "nan_gradient":
             loss = loss + (part.weight * 0).square().sqrt().sum()
-        inside = (
-            accelerator.accumulate(model) if mistake == "accumulate" else contextlib.nullcontext()
-        )
-        with inside:
-            if mistake == "plain_backward":
-                accelerator.backward(loss)
-            elif mistake != "no_backward":
+        gathered = accelerator.accumulate(model) if mistake == "accumulate" else nullcontext()
+        with gathered:
+            if mistake != "no_backward":
                 step.backward(loss, mean=mistake == "count")
         if mistake == "two_backwards":
             step.backward(F.mse_loss(model(x), y))
@@ -142,10 +119,8 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
             optimizer.step()
         if mistake == "break_inside" and step.number == 2:
             break
-        if mistake == "killed" and step.number == 3 and rank == accelerator.num_processes - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if mistake == "signal" and step.number == 3 and rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if mistake.startswith("SIG") and step.number == 3 and rank == accelerator.num_processes - 1:
+            os.kill(os.getpid(), getattr(signal, mistake))
         if mistake == "exception" and step.number == 3 and rank == 0:
             raise KeyError("a bug of the script")
     if mistake != "no_clip":
@@ -160,7 +135,7 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
         next(model.parameters()).data.add_(1)
     if mistake == "full_disk" and step.number == 3:
         write, training.saver.write = training.saver.write, None
-        with contextlib.suppress(TypeError):
+        with suppress(TypeError):
             training.save()
         training.saver.write = write
         training.save()

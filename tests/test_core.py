@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import samestep
-from conftest import ROOT, SOURCE, BakedProject, digest, newest, preloaded, status
+from conftest import ROOT, SOURCE, BakedProject, digest, edit, newest, preloaded, status
 from samestep.base.errors import UserError
 from samestep.core import script as own_script
 from samestep.core import stop
@@ -64,7 +64,6 @@ MISTAKES = {
     "vector": (1, "the loss is a tensor, float32, of shape (2, 1); give"),
     "no_backward": (1, "step.backward was called 0 times for a batch; call it once"),
     "two_backwards": (1, "step.backward was called 2 times for a batch; call it once"),
-    "plain_backward": (1, "step.backward was called 0 times for a batch; call it once"),
     "accumulate": (1, "the loop calls accelerator.accumulate; leave it out"),
     "step_inside": (1, "optimizer.step() in step 1, whose gradient is not added up: first"),
     "zero_grad_inside": (1, "optimizer.zero_grad() in the loop over the batches deletes the"),
@@ -79,23 +78,21 @@ MISTAKES = {
     "lbfgs": (1, "LBFGS computes the loss itself, several times a step: give an optimizer whose"),
     "unprepared": (1, "Training takes what accelerator.prepare(model, optimizer) returns"),
     "compiled": (1, "torch.compile has wrapped the model: call model.compile() before"),
-    "no_rows": (1, "rows are empty; give at least one"),
     "odd_state": (1, "bag is a set"),
-    "two_sizes": (1, "global_batch_size is 8, and in settings 2; give the same"),
+    "settings={'global_batch_size': 2}": (1, "is 8, and in settings 2; give the same"),
     "batchnorm": (1, "exact: "),
     "sum": (1, "the loss is 3.4"),
     "stream": (1, "rows are a IterableDataset; give a dataset with len() and [i]"),
     "count": (1, "rows together, but "),
-    "rows_differ": (2, "the rows are others on another process"),
+    "micro_batch_size=0": (1, "micro_batch_size is 0; give a whole number, at least 1"),
+    "seed=None": (1, "seed is None; give a whole number, at least 0"),
+    "settings=['lr']": (1, "settings are a list; give a dict, as vars(args)"),
     "targets_differ": (2, "the rows are others on another process"),
     "seed_differs": (2, "setting seed is 0 on process 0 and 1 on process 1; give all of them"),
     "inner_model": (2, "after the first step process 1 has other weights than process 0"),
     "main_alone": (2, "process 1 has other weights than process 0"),
     "exception": (2, "KeyError: 'a bug of the script'"),
 }
-# What changes nothing at all, and what only has to work.
-SAME = ["no_zero_grad", "weights_differ", "collate_texts", "accumulation"]
-HARMLESS = ["collate_draws", "nan", "frozen", "half"]
 
 
 def script(processes, *arguments, seconds=120, program=(MISTAKES_SCRIPT,), **env):
@@ -143,29 +140,9 @@ def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
         assert (about["state"], about["exit_code"]) == ("failed", ended[0][0])
 
 
-# Arguments of Training, and words of the line.
-ARGUMENTS = {
-    "micro_batch_size=0": "micro_batch_size is 0; give a whole number, at least 1",
-    "global_batch_size='8'": "global_batch_size is '8'; give a whole number, at least 1",
-    "log_every=0": "log_every is 0; give a whole number, at least 1",
-    "seed=1.5": "seed is 1.5; give a whole number, at least 0",
-    "seed=None": "seed is None; give a whole number, at least 0",
-    "num_workers=-1": "num_workers is -1; give a whole number, at least 0",
-    "settings=['lr']": "settings are a list; give a dict, as vars(args)",
-}
-
-
-def test_an_argument_that_training_cannot_take_is_one_line(tmp_path):
-    for argument, said in ARGUMENTS.items():
-        ((code, _, errors),) = script(1, argument, tmp_path)
-        assert code == 2 and errors.strip() == f"own_mistakes.py: {said}"
-    assert not any(tmp_path.iterdir())
-
-
 # Facts of an Accelerator, whether exact is asked for, and words of the line.
 SETUPS = [
-    ({"parallelism_config": {"tp_size": 2}}, False, "not with tensor or context parallelism"),
-    ({"parallelism_config": {"cp_size": 2}}, False, "not with tensor or context parallelism"),
+    ({"tp_size": 2}, False, "not with tensor or context parallelism"),
     ({"kind": "FSDP", "mixed_precision": "fp16", "policy": {}}, False, "precision takes bf16"),
     ({"kind": "FSDP", "policy": {"reduce_dtype": None}}, False, "adds gradients in float32"),
     ({"kind": "FSDP", "policy": {"output_dtype": torch.bfloat16}}, False, "precision takes bf16"),
@@ -186,8 +163,8 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
     if "policy" in facts:
         given = {"reduce_dtype": torch.float32, "output_dtype": torch.float32, **facts["policy"]}
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **given)
-    if "parallelism_config" in facts:
-        config = SimpleNamespace(total_size=2, **facts["parallelism_config"])
+    if "tp_size" in facts:
+        config = SimpleNamespace(total_size=2, tp_size=2)
         monkeypatch.setenv("WORLD_SIZE", "2")
     offload = facts.get("offload", OffloadPolicy())
     plugin = SimpleNamespace(mixed_precision_policy=policy, cpu_offload=offload)
@@ -221,28 +198,33 @@ def test_what_is_left_over_is_nothing(tmp_path, mistake):
         assert code == 0, errors
 
 
-def test_another_learning_rate_under_the_scheduler_of_before_is_refused(tmp_path):
-    """Its state would bring the old one back."""
-    assert script(1, "kept_rate", tmp_path)[0][0] == 0
-    ((code, _, errors),) = script(1, "kept_rate", tmp_path, 6, RATE="0.02")
-    assert code == 2 and "a scheduler with the learning rate 0.01, which it keeps" in errors
+# The runs one after another, with the steps until which they train, and the last checkpoint; and
+# the run that ends with the same bytes.
+IN_PARTS = {
+    # Its learning rate of 0 is none that the code has changed.
+    "warm_up": ([("warm_up", 2, 2), ("warm_up", 4, 4)], ("warm_up", 4)),
+    # Further steps in the same process, after which the lock is taken again.
+    "again": ([("again", 4, 6)], ("nothing", 6)),
+    "break": ([("break", 4, 2), ("save_and_break", 4, 3), ("nothing", 4, 4)], ("nothing", 4)),
+}
 
 
-def test_a_warm_up_that_begins_after_training_is_made_goes_on(tmp_path):
-    """Its learning rate of 0 is none that the code has changed."""
-    for steps in (2, 4):
-        words_of(script(1, "warm_up", tmp_path / "run", steps))
-    words_of(script(1, "warm_up", tmp_path / "whole", 4))
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_a_run_in_parts_ends_as_a_whole_one(tmp_path, case):
+    parts, whole = IN_PARTS[case]
+    for mistake, steps, saved in parts:
+        printed = words_of(script(1, mistake, tmp_path / "run", steps))
+        assert newest(tmp_path / "run").name == f"step-{saved:08}"
+        stopped = "stopped" if "break" in mistake else "finished"
+        assert status(tmp_path / "run")["state"] == stopped
+    expected = words_of(script(1, whole[0], tmp_path / "whole", whole[1]))
+    assert printed.splitlines()[-1] == expected.splitlines()[-1]
     assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))
 
 
-def test_steps_go_on_in_the_same_process(tmp_path):
-    """The lock, which ends with the steps, is taken again; the state is running meanwhile."""
-    again = words_of(script(1, "again", tmp_path / "again"))
-    whole = words_of(script(1, "nothing", tmp_path / "whole", 6))
-    assert again.splitlines()[-1] == whole.splitlines()[-1]
-    assert digest(newest(tmp_path / "again")) == digest(newest(tmp_path / "whole"))
-    assert status(tmp_path / "again")["state"] == "finished"
+# What changes nothing at all, and what only has to work.
+SAME = ["no_zero_grad", "weights_differ", "collate_texts", "accumulation"]
+HARMLESS = ["collate_draws", "nan", "frozen", "half"]
 
 
 def test_what_is_harmless_gives_the_weights_of_the_plain_script(plain, tmp_path):
@@ -261,22 +243,19 @@ def test_evaluate_counts_each_row_once(tmp_path, processes):
     assert re.search(r"^rows 41\.0 errors [\d.]+$", found, re.MULTILINE)
 
 
-def test_a_break_out_of_the_steps_goes_on_from_what_was_saved(plain, tmp_path):
-    words_of(script(1, "break", tmp_path))
-    assert newest(tmp_path).name == "step-00000002" and status(tmp_path)["state"] == "stopped"
-    words_of(script(1, "save_and_break", tmp_path))
-    assert newest(tmp_path).name == "step-00000003"
-    assert "continues from" in words_of(script(1, "nothing", tmp_path))
-    assert digest(newest(tmp_path)) == digest(newest(plain(1)[0]))
+# What is trained, what is started then, and words of the line.
+REFUSED = [
+    ("kept_rate", "other_rate", "a scheduler with the learning rate 0.01, which it keeps"),
+    ("frozen", "unequal_frozen", "was trained with other pretrained weights"),
+    ("nothing", "settings", "was made with other settings (lr: 0.01 -> 0.02"),
+]
 
 
-def test_other_settings_and_other_frozen_weights_are_refused(plain, tmp_path):
-    words_of(script(1, "frozen", tmp_path))
-    ((code, _, errors),) = script(1, "unequal_frozen", tmp_path, 6)
-    assert code == 2 and "was trained with other pretrained weights" in errors
-    shutil.copytree(plain(1)[0], tmp_path / "other")
-    ((code, _, errors),) = script(1, "settings", tmp_path / "other", 6)
-    assert code == 2 and "was made with other settings" in errors and "lr: 0.01 -> 0.02" in errors
+@pytest.mark.parametrize("first, then, said", REFUSED)
+def test_another_run_in_the_same_folder_is_refused(tmp_path, first, then, said):
+    words_of(script(1, first, tmp_path))
+    ((code, _, errors),) = script(1, then, tmp_path, 6)
+    assert code == 2 and said in errors
 
 
 def test_steps_of_another_size_go_on_at_the_next_sample(tmp_path):
@@ -348,32 +327,29 @@ def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes
     assert digest(newest(tmp_path)) == digest(newest(folder))
 
 
-@pytest.mark.parametrize(
-    "more, said",
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "FSDP2 in half precision takes bf16"),
-        (
-            {"FSDP_IGNORED_MODULES": "classifier", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
-            "FSDP ignores classifier.weight, classifier.bias, and would not reduce their gradients",
-        ),
-    ],
-)
-def test_fsdp2_that_would_train_otherwise_is_refused(tmp_path, more, said):
+OTHERWISE = {
+    "FSDP2 in half precision takes bf16": {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    "FSDP ignores classifier.weight, classifier.bias, and would not reduce their gradients": {
+        "FSDP_IGNORED_MODULES": "classifier", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", OTHERWISE)
+def test_fsdp2_that_would_train_otherwise_is_refused(tmp_path, said):
     """accelerate's own bf16, and weights that each process would train alone."""
-    program = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
-    ended = script(2, *FLAGS[1:], tmp_path, program=program, **FSDP2 | more)
+    ended = script(2, *FLAGS[1:], tmp_path, program=SHARDED, **FSDP2 | OTHERWISE[said])
     assert [code for code, *_ in ended] == [2, 2] and said in str(ended)
 
 
 def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
-    lines = EXAMPLE.read_text()
-    lines = lines.replace("= Accelerator()", f"= Accelerator(fsdp_plugin={POLICY})")
-    call = "            loss = model(**batch).loss"
-    lines = lines.replace(call, f"            with accelerator.autocast():\n    {call}")
-    program = tmp_path / "script.py"
-    program.write_text(f"import accelerate, torch.distributed.fsdp\n{lines}")
+    program, loss = tmp_path / "script.py", "loss = model(**batch).loss"
+    shutil.copy(EXAMPLE, program)
+    edit(program, "= Accelerator()", f"= Accelerator(fsdp_plugin={POLICY})")
+    edit(program, loss, f"with accelerator.autocast():\n                {loss}")
+    program.write_text(f"import accelerate, torch.distributed.fsdp\n{program.read_text()}")
     bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
-    program = [ROOT / "tests" / "sharded_on_cpu.py", program]
+    program = [SHARDED[0], program]
     found = losses_of(words_of(script(2, *FLAGS[1:], tmp_path, program=program, **bf16)))
     half, whole = ([float(line.split()[1]) for line in each] for each in (found, alone[1]))
     assert half != whole and half == pytest.approx(whole, abs=0.01)
@@ -410,7 +386,7 @@ def test_what_is_drawn_registered_or_fetched_by_workers_changes_no_byte(tmp_path
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_run_that_is_killed_resumes_to_the_same_bytes(plain, tmp_path, processes):
     """By SIGKILL to one process; the others end. Without exact and find_unused_parameters."""
-    ended = script(processes, "killed", tmp_path)
+    ended = script(processes, "SIGKILL", tmp_path)
     assert ended[-1][0] == -signal.SIGKILL and {code for code, *_ in ended[:-1]} <= {1}
     assert newest(tmp_path).name == "step-00000002"
     assert "continues from" in words_of(script(processes, "nothing", tmp_path))
@@ -419,7 +395,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(plain, tmp_path, process
 
 def test_a_signal_saves_the_step_and_exits_with_75(plain, tmp_path):
     """All processes, for a signal to one of them."""
-    ended = script(2, "signal", tmp_path)
+    ended = script(2, "SIGTERM", tmp_path)
     assert [code for code, *_ in ended] == [75, 75]
     assert "stopped after step" in ended[0][1]
     assert status(tmp_path)["state"] == "stopped" and status(tmp_path)["exit_code"] == 75
