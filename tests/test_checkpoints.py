@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import shutil
 
@@ -62,10 +61,8 @@ def crash_at(limit, owners, action):
     return len(calls)
 
 
-COMMIT = [
-    (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
-    (checkpoints.json, "dumps"), (checkpoints, "describe_files"),
-]  # fmt: skip
+COMMIT = [(os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename")]
+COMMIT += [(checkpoints.json, "dumps"), (checkpoints, "describe_files")]
 
 
 def crash_at_each_call(folder):
@@ -89,50 +86,36 @@ def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
     assert crash_at_each_call(tmp_path) > 15
 
 
-def damages():
-    """Ways to spoil a checkpoint."""
-
-    def at(name, change):
-        return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
-
-    name = "inner/rng.pkl"
-    yield "an empty file", at(name, lambda _: b"")
-    yield "a shorter file", at(name, lambda content: content[:-1])
-    yield "a longer file", at(name, lambda content: content + b"\0")
-    yield "one bit of a file", at(name, lambda content: bytes([content[0] ^ 1]) + content[1:])
-    yield "no file", lambda path: (path / name).unlink()
-    manifest = checkpoints.MANIFEST
-    yield "delete the manifest", lambda path: (path / manifest).unlink()
-    yield "half a manifest", at(manifest, lambda content: content[: len(content) // 2])
-    yield "manifest is a list", at(manifest, lambda _: b"[]")
-    yield "manifest without files", at(manifest, lambda _: b'{"step": 2}')
-    yield "manifest of another", lambda p: shutil.copy(p.parent / "step-00000001" / manifest, p)
-    yield (
-        "files swapped",
-        lambda p: (
-            (p / "optimizer.bin").rename(p / "x"),
-            (p / "inner" / "rng.pkl").rename(p / "optimizer.bin"),
-            (p / "x").rename(p / "inner" / "rng.pkl"),
-        ),
-    )
-    yield "another step", at(manifest, lambda content: content.replace(b'"step": 2', b'"step": 3'))
-    yield (
-        "fewer files",
-        lambda p: reseal(p, files=dict([*json.load(open(p / manifest))["files"].items()][:2])),
-    )
-    yield "no files", lambda p: reseal(p, files={})
-    yield "a file outside", lambda p: reseal(p, files={"../x": {"bytes": 0, "sha256": ""}})
-    yield "a step that is a text", lambda p: reseal(p, step="2")
-    yield "the name of another step", lambda p: reseal(p, step=3)
-    yield "a config that is a list", lambda p: reseal(p, config=[1])
-    yield "a manifest that is a pipe", lambda p: ((p / manifest).unlink(), os.mkfifo(p / manifest))
-    yield "a file more", lambda p: (p / "scheduler.bin").write_bytes(b"")
-    yield "a link to nothing", lambda p: (p / "link").symlink_to("nothing")
-    yield "a file in the place of the checkpoint", lambda p: (shutil.rmtree(p), p.write_bytes(b""))
-    yield "file of another", lambda p: shutil.copy(p.parent / "step-00000001" / "optimizer.bin", p)
+def at(name, change):
+    """Changes the bytes of a file."""
+    return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
 
-DAMAGES = dict(damages())
+RNG, MANIFEST = "inner/rng.pkl", checkpoints.MANIFEST
+
+
+DAMAGES = {
+    "an empty file": at(RNG, lambda _: b""),
+    "a longer file": at(RNG, lambda content: content + b"\0"),
+    "one bit of a file": at(RNG, lambda content: bytes([content[0] ^ 1]) + content[1:]),
+    "no file": lambda path: (path / RNG).unlink(),
+    "the file of another": lambda p: shutil.copy(p.parent / "step-00000001" / RNG, p / RNG),
+    "a file more": lambda p: (p / "scheduler.bin").write_bytes(b""),
+    "a link to nothing": lambda p: (p / "link").symlink_to("nothing"),
+    "a file in the place of the checkpoint": lambda p: (shutil.rmtree(p), p.write_bytes(b"")),
+    "no manifest": lambda path: (path / MANIFEST).unlink(),
+    "half a manifest": at(MANIFEST, lambda content: content[: len(content) // 2]),
+    "a manifest that is a list": at(MANIFEST, lambda _: b"[]"),
+    "a manifest that is a pipe": lambda p: ((p / MANIFEST).unlink(), os.mkfifo(p / MANIFEST)),
+    "the manifest of another": lambda p: shutil.copy(p.parent / "step-00000001" / MANIFEST, p),
+    "another step": at(MANIFEST, lambda content: content.replace(b'"step": 2', b'"step": 3')),
+    "the name of another step": lambda p: reseal(p, step=3),
+    "a step that is a text": lambda p: reseal(p, step="2"),
+    "a config that is a list": lambda p: reseal(p, config=[1]),
+    "fewer files": lambda p: reseal(p, files=dict([*checkpoints.verify(p)["files"].items()][:2])),
+    "no files": lambda p: reseal(p, files={}),
+    "a file outside": lambda p: reseal(p, files={"../x": {"bytes": 0, "sha256": ""}}),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -164,32 +147,30 @@ def test_each_bit_of_a_manifest_counts(tmp_path):
     assert refused > 0.8 * 8 * len(content)  # the rest is white space
 
 
-@pytest.mark.parametrize("block, shares", [(1, 1), (4, 3), (1000, 2), (6999, 4)])
+@pytest.mark.parametrize("block, shares", [(4, 3), (1000, 2)])
 def test_files_dealt_to_any_number_of_processes_vouch_for_the_same(
     tmp_path, monkeypatch, block, shares
 ):
     """A file of several blocks has the digest of their digests."""
     monkeypatch.setattr(checkpoints, "BLOCK", block)
-    partial, manifest = write(tmp_path, 3)
+    (partial, manifest), found = write(tmp_path, 3), {}
     (partial / "empty").write_bytes(b"")
-    parts, files = [checkpoints.hash_files(partial, i, shares) for i in range(shares)], {}
-    for part in parts:
-        assert not {*part} & {*files}
-        files |= part
-    for name, about in files.items():
+    for share in range(shares):
+        part = checkpoints.hash_files(partial, share, shares)
+        assert not {*part} & {*found}
+        found |= part
+    for name, about in found.items():
         content = (partial / name).read_bytes()
         blocks = [content[i : i + block] for i in range(0, max(len(content), 1), block)]
         digests = [hashlib.sha256(each).hexdigest() for each in blocks]
         joined = hashlib.sha256("".join(digests).encode()).hexdigest()
-        expected = {"bytes": len(content), "sha256": joined if digests[1:] else digests[0]}
-        assert about == expected
+        assert about["bytes"] == len(content)
+        assert about["sha256"] == (joined if len(digests) > 1 else digests[0])
     with pytest.raises(ValueError, match="empty is not visible to every process"):
-        checkpoints.commit(partial, manifest, {n: f for n, f in files.items() if n != "empty"})
-    path = checkpoints.commit(partial, manifest, files)
-    assert checkpoints.verify(path)["files"] == files
-    content = bytearray((path / "model.safetensors").read_bytes())
-    content[5000] ^= 1
-    (path / "model.safetensors").write_bytes(content)
+        checkpoints.commit(partial, manifest, {n: f for n, f in found.items() if n != "empty"})
+    path = checkpoints.commit(partial, manifest, found)
+    assert checkpoints.verify(path)["files"] == found
+    at("model.safetensors", lambda content: content[:5000] + b"X" + content[5001:])(path)
     with pytest.raises(ValueError, match="model.safetensors is not the file"):
         checkpoints.verify(path)
 
@@ -216,19 +197,6 @@ def test_checkpoints_of_each_so_many_steps_stay_for_good(tmp_path):
     assert names(tmp_path) == [f"step-{step:08d}" for step in (6, 12, 14, 18, 22)]
 
 
-def test_pruning_reads_no_bytes_of_other_checkpoints(tmp_path, monkeypatch):
-    """They may be large, and all processes wait."""
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    read = []
-    describe = checkpoints.describe_files
-    note = lambda folder, names: (read.append(folder.name), describe(folder, names))[1]  # noqa: E731
-    monkeypatch.setattr(checkpoints, "describe_files", note)
-    save(tmp_path, 4, 1, best=1)
-    assert read == [".step-00000004.partial"]
-    assert names(tmp_path) == ["step-00000001", "step-00000004"]
-
-
 def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
     """It is none of those to keep, and is left for people to look at."""
     for step in (1, 2, 3):
@@ -237,27 +205,18 @@ def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
     (tmp_path / "step-00000003" / "manifest.json").write_text("[]")
     save(tmp_path, 4, 1, best=1)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 4)]
-    save(tmp_path, 5, 2, best=1)
-    save(tmp_path, 6, 2, best=1)
-    assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
+    save(tmp_path, 5, 1, best=1)
+    assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5)]
 
 
-def test_what_has_the_name_of_a_checkpoint_is_replaced_when_that_is_saved(tmp_path):
-    """A broken one, links, a file, a pipe."""
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_has_the_name_of_a_checkpoint_is_replaced_when_that_is_saved(tmp_path, make):
+    make(tmp_path / "step-00000003")
     path = save(tmp_path, 3)
-    (path / "optimizer.bin").unlink()
-    for make in (
-        lambda: path.symlink_to("nothing"),
-        lambda: path.symlink_to(path.name),
-        lambda: path.write_text("a file"),
-        lambda: os.mkfifo(path),
-    ):
-        save(tmp_path, 3)
-        files.remove(path)
-        make()
-        save(tmp_path, 3)
-        assert names(tmp_path) == ["step-00000003"]
-        assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
+    (path / "optimizer.bin").unlink()  # a broken one
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000003"]
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
 
 
 def test_scores_are_added_to_a_manifest_in_one_step(tmp_path):
@@ -282,11 +241,9 @@ def test_scores_are_added_to_a_manifest_in_one_step(tmp_path):
 def test_ways_to_start(tmp_path):
     own, other = tmp_path / "own", tmp_path / "other"
     assert checkpoints.find_checkpoint(own, "auto") == (None, {}, [])
-    assert checkpoints.find_checkpoint(own, "never") == (None, {}, [])
     given = save(other, 5, samples=40)
     found, manifest, passed_over = checkpoints.find_checkpoint(other, "auto")
-    assert found == given == other / "step-00000005" and names(other) == [given.name]
-    assert manifest["samples"] == 40 and {*manifest["files"]} == {*FILES} and passed_over == []
+    assert found == given and manifest["samples"] == 40 and passed_over == []
     assert checkpoints.find_checkpoint(own, str(given))[1]["step"] == 5
     with pytest.raises(ValueError, match="has no manifest.json"):
         checkpoints.find_checkpoint(own, str(other))

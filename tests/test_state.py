@@ -56,30 +56,7 @@ class Counting(torch.optim.SGD):
                 state["mean"] = state.get("mean", torch.zeros(p.shape)) + 1 / 3
 
 
-class Composed(torch.optim.Optimizer):
-    """Two optimizers: both use the state and the groups that are loaded."""
-
-    def __init__(self, groups, lr):
-        self.parts = [torch.optim.SGD(groups[:1], lr, momentum=0.9)]
-        self.parts.append(torch.optim.AdamW(groups[1:], lr))
-        super().__init__(groups, {"lr": lr})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-        self.connect()
-
-    def connect(self):
-        for i, part in enumerate(self.parts):
-            part.state, part.param_groups = self.state, self.param_groups[i : i + 1]
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.connect()
-
-
-KINDS = [Counting, torch.optim.AdamW, Composed]
+KINDS = [Counting, torch.optim.AdamW]
 
 
 def state_of(model, optimizer):
