@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -53,10 +52,8 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
 
     cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
     """
-    if hardware in ("cpu", "cpu_multi"):
-        env = {"ACCELERATE_MIXED_PRECISION": precision}
-        program = ["train.py"]
-    else:
+    env, program = {"ACCELERATE_MIXED_PRECISION": precision}, ["train.py"]
+    if hardware not in ("cpu", "cpu_multi"):
         config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
         env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
     envs = [{**each, **env} for each in project.envs(processes)]
@@ -117,12 +114,13 @@ def alone(small, run_once):
 # ---- The same numbers ----------------------------------------------------------------------------
 
 
-LAYOUTS = [("hsdp", 4), ("tensor_parallel", 2)]
+LAYOUTS = [("fsdp2", 2)]
+LAYOUTS += [
+    pytest.param(each, marks=pytest.mark.slow) for each in [("hsdp", 4), ("tensor_parallel", 2)]
+]
 
 
-@pytest.mark.parametrize(
-    "case", [("fsdp2", 2), *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS)]
-)
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
     """Eight micro-batches a step; evaluation, and an export that was sharded before."""
     drawing = BakedProject(small.path, pictures=True)
@@ -131,20 +129,14 @@ def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, ca
     assert (tmp_path / "run" / "curves.png").exists()
 
 
-# DDP, FSDP2 in halves and in parts of unequal size, HSDP as 2 x 3 copies.
-WITH_EXACT = {
-    "no": [("cpu_multi", 2), ("fsdp2", 2), ("fsdp2", 3), ("hsdp_odd", 6)],
-    "bf16": [("fsdp2", 2)],
-}
+WITH_EXACT = {"no": [("fsdp2", 3), ("hsdp_odd", 6)], "bf16": [("fsdp2", 2)]}
 # torch's fused kernel for CPUs rounds the last values of a tensor, those that fill no vector, in
 # another way: in parts of 11, 11 and 10 of 32 values they are others than in a whole tensor.
 NOT_FUSED = """
 
-
 class AdamW(torch.optim.AdamW):
     def __init__(self, *given, fused, **more):
         super().__init__(*given, fused=False, **more)
-
 
 torch.optim.AdamW = AdamW
 """
@@ -153,24 +145,18 @@ torch.optim.AdamW = AdamW
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", WITH_EXACT)
 def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
-    """As one process has it."""
+    """That of one process, also in parts of unequal size and as 2 x 3 copies."""
     config = small.path / "configs" / "accelerate"
     odd = (config / "hsdp.yaml").read_text().replace("dp_shard_size: 2", "dp_shard_size: 3")
     (config / "hsdp_odd.yaml").write_text(odd)
-    cases = [("cpu", 1), *WITH_EXACT[precision]]
-    small = with_task(small, tmp_path, NOT_FUSED)
-    outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
-    for (hardware, processes), output in zip(cases, outputs, strict=True):
+    small, outputs = with_task(small, tmp_path, NOT_FUSED), []
+    for hardware, processes in [("cpu", 1), *WITH_EXACT[precision]]:
+        outputs.append(tmp_path / hardware)
         flags = ["--exact", "true", "--task.dropout", "0.1", "--global_batch_size", "24"]
-        flags += ["--max_steps", "2", "--output_dir", output]
+        flags += ["--max_steps", "2", "--output_dir", outputs[-1]]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
     assert len({lines(output, "state")[-1]["state"] for output in outputs}) == 1
-
-
-def losses(output):
-    """Loss and gradient norm of each step."""
-    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
 
 
 # Traced and differentiated as for inductor, whose C++ compiles for minutes.
@@ -181,11 +167,10 @@ torch.nn.Module.compile = lambda module: compile_module(module, backend="aot_eag
 """
 CHUNKED = ["--gradient_checkpointing", "true", "--task.packing", "best_fit", "--max_steps", "3"]
 CHUNKED += ["--task.loss_chunk", "16", "--micro_batch_size", "4"]
-COMPILED = ["--max_steps", "3", "--max_grad_norm", "0"]
 CASES = [
     ("fsdp2", CHUNKED, []),
     ("tensor_parallel", CHUNKED, []),
-    ("fsdp2", COMPILED, ["--compile", "true"]),
+    ("fsdp2", ["--max_steps", "3", "--max_grad_norm", "0"], ["--compile", "true"]),
 ]
 
 
@@ -224,94 +209,74 @@ def test_a_run_moves_between_all_layouts(small, tmp_path, exact):
         assert ("continuing from" in text) == (i > 0)
     steps = ["--max_steps", str(2 * len(STATIONS[exact])), "--output_dir", one]
     train(small, "cpu", 1, *flags, *steps)
-    agree(moved, one, loss=2e-6, norm=2e-5)
-    if exact == "true":
-        assert model_digest(moved) == model_digest(one) and losses(moved) == losses(one)
+    agree(moved, one, *((0, 0) if exact == "true" else (2e-6, 2e-5)))
+    assert exact == "false" or model_digest(moved) == model_digest(one)
 
 
 # ---- What may go wrong ---------------------------------------------------------------------------
 
-SPOIL = """
-
-import os
-calls, plain_loss_sum = [0], loss_sum
-
-
-def loss_sum(model, batch):
-    calls[0] += model.training
-    loss = plain_loss_sum(model, batch)
-    bad = model.training and calls[0] in range(9, 13) and os.environ["RANK"] == "1"
-    return loss * float("nan") if bad else loss
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", ["false", "true"])
-def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, exact):
-    """The second process has NaN losses in its third step."""
-    project = with_task(small, tmp_path, SPOIL)
-    output = tmp_path / "run"
-    train(project, "fsdp2", 2, "--exact", exact, "--output_dir", output)
-    events = {line["step"]: line["event"] for line in lines(output, "event")}
-    assert events == {3: "skipped"}
-    numbers = losses(output)
-    assert all(math.isfinite(norm) for step, (_, norm) in numbers.items() if step != 3)
-    assert numbers[4][0] != numbers[2][0]
+def test_a_step_that_is_not_finite_is_skipped_by_all(tiny, tmp_path, exact):
+    """The steps that one process skips, which go by none of the weights."""
+    flags = ["--task.poisoned", "20", "--exact", exact]
+    outputs = both(tiny, tmp_path, "fsdp2", *flags)
+    agree(*outputs)
+    first, second = ([line["step"] for line in lines(each, "event")] for each in outputs)
+    assert first == second != []
 
 
-@pytest.mark.slow
-def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
-    """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
-    flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
-    outputs = both(small, tmp_path, "fsdp2", *flags, "--task.merge_lora", "true")
+def check_adapters(small, alone, folder, hardware, rtol, atol):
+    """LoRA on pretrained weights, in two runs: only the first process loads them, and merges."""
+    flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4", *CONSTANT]
+    flags += ["--task.merge_lora", "true", "--accept_changes", "--max_steps"]
+    for steps in ("2", "4"):
+        outputs = both(small, folder, hardware, *flags, steps)
     agree(*outputs)
     other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
     assert one.keys() == other.keys()
     for name, values in one.items():
-        torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(other[name], values, rtol=rtol, atol=atol)
 
 
-def tie(run, folder):
-    """A folder with the model of a run, whose embeddings then are also its head."""
-    folder = shutil.copytree(run / "model", folder / "tied")
-    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return folder
+@pytest.mark.slow
+def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
+    check_adapters(small, alone, tmp_path, "fsdp2", rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_tied_embeddings_stay_tied(small, alone, tmp_path):
-    flags = ["--task.model_name_or_path", tie(alone, tmp_path), "--exact", "true"]
-    check_same(*both(small, tmp_path, "fsdp2", *flags))
+    tied = LlamaForCausalLM.from_pretrained(alone / "model", tie_word_embeddings=True)
+    tied.tie_weights()
+    folder = shutil.copytree(alone / "model", tmp_path / "tied")
+    tied.save_pretrained(folder)
+    check_same(
+        *both(small, tmp_path, "fsdp2", "--task.model_name_or_path", folder, "--exact", "true")
+    )
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
 
 
 BUFFERS = """
 
-plain_model, plain_loss = build_model, loss_sum
-
-
-def build_model(cfg):
-    model = plain_model(cfg)
+def build_model(cfg, build=build_model):
+    model = build(cfg)
     model.register_buffer("seen", torch.zeros(3))
     model.register_buffer("places", torch.arange(4))
     model.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
     return model
 
-
-def loss_sum(model, batch):
+def loss_sum(model, batch, compute=loss_sum):
     if model.training:
         model.seen += batch["x"].sum() + 1
-    return plain_loss(model, batch) * (1 + 1e-3 * model.seen.mean().sin())
+    return compute(model, batch) * (1 + 1e-3 * model.seen.mean().sin())
 """
 
 
 @pytest.mark.slow
 def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
-    """So a run that is continued goes on as it would have. Saved in the background, and exported
-    from its best checkpoint."""
+    """So a resumed run has the same bytes. Saved in the background, exported from the best."""
     project, whole, half = with_task(tiny, tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
     flags = ["--eval_every", "3", "--save_every", "3", "--async_save", "true", "--export", "best"]
     printed = train(project, "fsdp2", 2, *flags, "--output_dir", whole)
@@ -323,8 +288,10 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
     saved = read_weights(checkpoint(whole, step))
     assert exported.keys() == saved.keys()
     assert all(torch.equal(values, exported[name]) for name, values in saved.items())
-    assert losses(half) == {step: each for step, each in losses(whole).items() if step > 6}
-    assert eval_losses(half)[0].items() <= eval_losses(whole)[0].items()
+    first, second = curve(whole), curve(half)
+    for step in range(7, 13):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert first[step].get(key) == second[step].get(key)
 
 
 def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
@@ -338,9 +305,6 @@ def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny
 
 
 REPORT = """
-
-import time
-
 
 def report(model, sums, output):
     time.sleep(7)
@@ -370,14 +334,6 @@ def test_exact_decoders_that_share_the_output_of_an_encoder(tmp_path):
     check_same(*both(project, tmp_path, "fsdp2", *flags))
 
 
-@pytest.mark.slow
-def test_batch_norm_that_fsdp_cannot_take_is_one_line(tiny, tmp_path):
-    project, output = with_task(tiny, tmp_path, BATCH_NORM), tmp_path / "run"
-    text = train(project, "fsdp2", 2, "--output_dir", output, codes=(2,))
-    (line,) = [line for line in text.splitlines() if line.startswith("train.py: ")]
-    assert "ram_efficient_loading: false" in line and "Traceback" not in text, text
-
-
 FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"
 
 
@@ -385,4 +341,4 @@ def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
     """To the rounding of fp16, which shows."""
     train(with_ddp(small, tmp_path, FP16), "cpu_multi", 2, "--output_dir", tmp_path / "run")
     agree(tmp_path / "run", alone, loss=1e-3, norm=1e-2)
-    assert losses(tmp_path / "run") != losses(alone)
+    assert curve(tmp_path / "run")[6]["grad_norm"] != curve(alone)[6]["grad_norm"]
