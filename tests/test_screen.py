@@ -67,8 +67,6 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     assert said in printed
 
 
-# ---- Which model is evaluated and exported -------------------------------------------------------
-
 BEST = ["--export", "best", "--eval_every", 2, "--learning_rate", 0.05]
 TWELVE = [*BEST, "--save_every", 5, "--keep_checkpoints", 1, "--max_steps", 12]
 
@@ -90,6 +88,13 @@ def weights(output):
     return torch.cat([model[name].flatten() for name in names]), flat
 
 
+def check_evaluated(output, printed, step, loss):
+    """A run of --eval_only has evaluated this step, and its loss is that of the training."""
+    assert f"evaluating {checkpoint(output, step)}\n" in printed and "continuing" not in printed
+    scores = json.loads((output / "evaluation" / "metrics.json").read_text())
+    assert scores["step"] == step and scores["eval_loss"] == pytest.approx(loss)
+
+
 def check_same_best(whole, parts):
     """The same model, and the same checkpoints with the same scores."""
     one, two = weights(whole), weights(parts)
@@ -107,17 +112,13 @@ def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_traini
     quick(*often)
     losses, best = eval_losses(output)
     assert best < 24
-    checked = quick(*base, "--eval_only", "--check")
-    assert f"evaluates {checkpoint(output, 24)} on " in checked
+    assert f"evaluates {checkpoint(output, 24)} on " in quick(*base, "--eval_only", "--check")
     for flags, step in (
         ([*often, "--export", "best"], best),
         ([*often, "--micro_batch_size", 4, "--num_workers", 0], 24),
         ([*base, "--export", "best", "--resume", checkpoint(output, 4)], 4),
     ):
-        printed = quick(*flags, "--eval_only")
-        assert "continuing" not in printed and f"evaluating {checkpoint(output, step)}" in printed
-        scores = json.loads((output / "evaluation" / "metrics.json").read_text())
-        assert scores["step"] == step and scores["eval_loss"] == pytest.approx(losses[step])
+        check_evaluated(output, quick(*flags, "--eval_only"), step, losses[step])
     said = quick(*base[:2], "--eval_only", "--task.held_out", 5, codes=[2])
     assert "task.held_out: 11 -> 5" in said and "learning_rate" not in said
 
@@ -166,31 +167,24 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_
     assert "Trained for 24 steps of 8" in (output / "model" / "README.md").read_text()
     printed = quick(*flags, "--eval_only")
     assert printed.count(f"{lost} is gone (") == 1 and "): the newest is evaluated\n" in printed
-    assert f"evaluating {checkpoint(output, 24)}\n" in printed
-    found = json.loads((output / "evaluation" / "metrics.json").read_text())
-    assert found["eval_loss"] == pytest.approx(losses[24])
+    check_evaluated(output, printed, 24, losses[24])
 
 
-def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
-    """The best evaluation is before the stop: the second start knows it from the checkpoints."""
-    flags = [*TWELVE, "--lr_schedule", "constant", "--accept_changes", "--output_dir"]
-    for name, steps in (("whole", 24), ("parts", 9), ("parts", 24)):
-        quick(*flags, tmp_path / name, "--max_steps", steps)
-    check_same_best(tmp_path / "whole", tmp_path / "parts")
-
-
-# Killed when the second evaluation begins, after its step was saved.
-KILL = """
-import os
+# Ended by a signal when an evaluation begins, after its step was saved.
+ENDED = """
+import os, signal
 from samestep.project.loading import EvalLoader
 begun = []
 def batches(self, *given, old=EvalLoader.batches):
     begun.append(1)
-    if len(begun) == 2:
-        os.kill(os.getpid(), 9)
+    if {}:
+        os.kill(os.getpid(), signal.{})
     yield from old(self, *given)
 EvalLoader.batches = batches
 """
+KILL = ENDED.format("len(begun) == 2", "SIGKILL")
+# Of two processes one is asked to stop.
+STOP_ALL = ENDED.format("os.environ['RANK'] == '1'", "SIGTERM")
 
 
 @pytest.mark.parametrize("how", [[], ["--async_save"]])
@@ -238,18 +232,6 @@ def test_a_stop_in_the_best_evaluation_changes_nothing(quick, twelve, tmp_path):
     assert eval_losses(tmp_path) == eval_losses(twelve) and eval_losses(twelve)[1] == 2
     assert {*weights(tmp_path)[1]} == {2, 12}
     assert not [*tmp_path.glob("checkpoints/.*")]
-
-
-# One of two processes is asked to stop when an evaluation begins.
-STOP_ALL = """
-import os, signal
-from samestep.project.loading import EvalLoader
-def batches(self, *given, old=EvalLoader.batches):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
-    yield from old(self, *given)
-EvalLoader.batches = batches
-"""
 
 
 def test_a_stop_in_the_last_evaluation_has_saved_what_it_evaluates(tiny, tmp_path):
