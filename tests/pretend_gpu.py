@@ -36,13 +36,18 @@ BOTH_SIDES = {aten.copy_, aten._foreach_copy_, aten.set_, aten.index, aten.index
 # ---- The two sides -------------------------------------------------------------------------------
 
 
-def on_gpu(tensor):
-    """True, False, or None for memory whose origin no mode has seen."""
+def memory_of(tensor):
+    """The storage of a tensor, or None."""
     tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
-        return getattr(tensor.untyped_storage(), "on_gpu", None)
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # without memory
         return None
+
+
+def on_gpu(tensor):
+    """True, False, or None for memory whose origin no mode has seen."""
+    return getattr(memory_of(tensor), "on_gpu", None)
 
 
 def tensors_in(value):
@@ -59,12 +64,9 @@ def tensors_in(value):
 def put(result, side, only_new=False):
     """Says on which side the tensors in a result lie."""
     for each in tensors_in(result):
-        if not (only_new and on_gpu(each) is not None):
-            each = each._local_tensor if isinstance(each, DTensor) else each
-            try:
-                each.untyped_storage().on_gpu = side
-            except (NotImplementedError, RuntimeError):
-                pass
+        memory = memory_of(each)
+        if memory is not None and not (only_new and on_gpu(each) is not None):
+            memory.on_gpu = side
     return result
 
 
@@ -135,11 +137,9 @@ class Functions(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None:
             kwargs["device"] = as_cpu(device)
+        if is_gpu(device) and kwargs.get("generator") is not None:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         tensors = [*tensors_in((args, kwargs))]
-        if device is not None and is_gpu(device):
-            generator = kwargs.get("generator")
-            if generator is not None:
-                raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         result = function(*args, **kwargs)
         if device is not None:
             return put(result, is_gpu(device))
@@ -249,8 +249,6 @@ def answer_as_cuda():
     torch.cuda.Event = torch.cuda.Stream = torch.Event = Event
     torch.cuda.synchronize = torch.accelerator.synchronize = give(None)
     torch.cuda.device = contextlib.nullcontext
-    torch.cuda.memory._record_memory_history = lambda **_: None
-    torch.cuda.memory._dump_snapshot = lambda path: open(path, "wb").close()
     torch.cuda.is_bf16_supported = give(True)
     for name in ("is_available", "device_count"):
         setattr(torch.accelerator, name, give(values[name]))

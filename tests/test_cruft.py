@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SOURCE, copy_template
+from conftest import SOURCE, copy_template, edit
 
 ODD = {"project_name": 'A "b" \\ $HOME `id` \U0001f600', "author_name": "O'Neil; -- é"}
 ANSWERS = {"project_slug": "my_project", **ODD}
@@ -18,9 +18,8 @@ ANSWERS = {"project_slug": "my_project", **ODD}
 @pytest.fixture
 def run(tmp_path):
     """Run git, cruft or cookiecutter, away from the caller's configuration; what it printed."""
-    identity = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in
-                (("NAME", "Test"), ("EMAIL", "test@example.org"))}  # fmt: skip
-    env = os.environ | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"} | identity
+    (tmp_path / ".gitconfig").write_text("[user]\nname = Test\nemail = test@example.org\n")
+    env = os.environ | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
 
     def run(folder, *command, code=0):
         if command[0] != "git":
@@ -37,13 +36,6 @@ def commit(run, folder):
     run(folder, "git", "init", "--quiet")
     run(folder, "git", "add", "--all")
     run(folder, "git", "commit", "--quiet", "--message", "state")
-
-
-def edit(path, old, new):
-    """Replace a text that a file has once."""
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{path}: {text.count(old)} x {old!r}"
-    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def generate(run, maker, template, folder):
@@ -67,12 +59,8 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run, maker):
     path = str(template) if maker == "cruft" else None  # no path of this machine
     assert record["template"] == path
     assert ODD.items() <= record["context"]["cookiecutter"].items()
-    update = [
-        "cruft",
-        "update",
-        "--skip-apply-ask",
-        *([] if path else ["--template-path", template]),
-    ]
+    update = ["cruft", "update", "--skip-apply-ask"]
+    update += [] if path else ["--template-path", template]
     assert "already up to date" in run(project, *update)
 
     # The owner edits task.py; the template changes train.py, and needs a filter it did not have.
@@ -96,9 +84,8 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run, maker):
     assert (project / ".gitignore").read_text().endswith("DATA/\n")
     assert task.read_text(encoding="utf-8").endswith("\n# Mine.\n")
     assert not list(project.rglob("*.rej")) and not list(project.rglob("*.orig"))
-    changed = run(
-        project, "git", "diff", "HEAD", "--name-only", "--relative", "--no-renames"
-    ).splitlines()
+    names = ["--name-only", "--relative", "--no-renames"]
+    changed = run(project, "git", "diff", "HEAD", *names).splitlines()
     (wheel,) = project.glob("vendor/*")
     assert wheel.name.startswith("samestep-2.0.1+") and zipfile.is_zipfile(wheel)
     vendor = {f"vendor/{name}" for name in [*old, wheel.name]}
@@ -118,9 +105,8 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run, maker):
     commit(run, template)
     run(project, *update)
     lines = (project / "train.py").read_text(encoding="utf-8").splitlines()
-    begin, middle, end = (
-        i for i, line in enumerate(lines) if line[:7] in ("<" * 7, "=" * 7, ">" * 7)
-    )
+    marks = ("<<<<<<<", "=======", ">>>>>>>")
+    begin, middle, end = (i for i, line in enumerate(lines) if line[:7] in marks)
     assert lines[begin + 1 : middle] == ["# mine"] and lines[middle + 1 : end] == ["# new"]
     run(project, "git", "reset", "--quiet", "--hard")
     (project.parent / ".git" / "info" / "exclude").write_text("notes.txt\n")

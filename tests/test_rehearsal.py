@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import (
-    BakedProject,
-    bake,
-    copy_until,
-    digest,
-    latest,
-    lines,
-    newest,
-    preloaded,
-)
+from conftest import BakedProject, bake, copy_until, digest, edit, latest, lines, newest, preloaded
 from test_sharding import agree, launcher_env, make_small, model_digest, train
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
@@ -137,10 +128,7 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
     line = "batch = send_to_device(batch, accelerator.device, non_blocking=True)"
     path = shutil.copytree(small.path, tmp_path / "project")
-    text = (path / "train.py").read_text()
-    assert line in text
-    head, _, tail = text.rpartition(line)
-    (path / "train.py").write_text(f"{head}pass{tail}")
+    edit(path / "train.py", line, "pass")
     flags = ["--output_dir", tmp_path / "run"]
     printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
     assert "same device" in printed
