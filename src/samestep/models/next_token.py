@@ -74,8 +74,9 @@ def check_separates_texts(model: Any) -> None:
                 batch = {"input_ids": torch.tensor([[*first, 3, 5, 7, 9]] * 2)}
                 inputs = model_inputs(model, {**batch, "position_ids": positions})
                 logits.append(model(**inputs).logits.view(2, 8, -1)[:, 4:])
-            size = max(1.0, float(logits[0].abs().max()))  # large logits round more
-            separate = torch.allclose(*logits, atol=1e-5 * size)
+            before, after = logits
+            size = max(1.0, float(before.abs().max()))  # large logits round more
+            separate = torch.allclose(before, after, atol=1e-5 * size)
         except TypeError:  # its forward takes no position_ids
             separate = False
     if not separate:

@@ -35,7 +35,7 @@ from samestep.base.signals import SIGNALS
 from samestep.programs import make_parser
 
 
-def main() -> int | None:
+def main() -> int:
     """Launches the program, and returns the exit code once all processes have ended."""
     words = sys.argv[1:]
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -75,12 +75,13 @@ def main() -> int | None:
     return _become(program)
 
 
-def _become(program: list[str]) -> None:
-    """Runs the program in this process, as `python PROGRAM` would."""
+def _become(program: list[str]) -> int:
+    """Runs the program in this process, as `python PROGRAM` would; 0 unless it exits itself."""
     sys.argv = program
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(program[0]).resolve().parent)
     runpy.run_path(program[0], run_name="__main__")
+    return 0
 
 
 def _check(program: list[str]) -> None:
