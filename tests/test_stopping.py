@@ -214,6 +214,20 @@ print("not reached", flush=True)
     assert result.returncode == 130 and result.stdout == "asked\n"
 
 
+def test_a_worker_that_a_pool_starts_while_the_process_leaves_ends(project):
+    program = """
+import os
+from samestep.project import shutdown
+stop = shutdown.StopRequest()
+stop.leaving = True
+pid = os.fork()
+if not pid:
+    os._exit(9)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert project.run("python", "-c", program).stdout == "75\n"
+
+
 PREPARING = """
 
 

@@ -84,6 +84,8 @@ class StopRequest(SignalFlags):
         """In a process that is forked, as by a Pool: SIGTERM ends it. A handler in Python would not
         run where the signal comes just before the process waits for a lock, and the Pool would wait
         for its end forever. A worker of a loader goes on, see `signals_blocked`."""
+        if self.leaving:  # a Pool starts another worker for one that has been killed
+            os._exit(STOPPED)
         if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             ignore_signals(None)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -94,10 +96,9 @@ def leave(code: int, line: str = "") -> NoReturn:
     line. What is left on the disk is what a kill -9 leaves."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
-    for _ in range(2):  # a Pool starts another worker for one that has ended
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process().children(recursive=True):
-                child.kill()
+            child.kill()
     if line:
         with contextlib.suppress(OSError):  # nobody listens
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
@@ -123,7 +124,11 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     error = None
     try:
         _raise_open_files_limit()
-        end = lambda error: leave(report(error, program, start and start.output))  # noqa: E731
+
+        def end(error: BaseException) -> NoReturn:
+            stop.leaving = True
+            leave(report(error, program, start and start.output))
+
         stop.others = others = rendezvous.join(end)
         start = prepare()
         ranks = rendezvous.form_group(start.cfg.timeout, others)
