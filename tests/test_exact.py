@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import BakedProject, bake, digest, lines, load_task, newest, read_weights, with_ddp
+from conftest import BakedProject, bake, digest, lines, newest, read_weights, with_ddp
+from samestep.core import batches, order
+from samestep.core.exact import ExactGradients
 from test_continuing import KILL
 from test_invariance import DROPOUT, check_same_curve, timeless
 
@@ -35,8 +37,7 @@ def check_same_end(run, unbroken):
 def check_same(*outputs):
     """All of these runs have the same bytes, and the same lines."""
     first, *others = ((digests(output), metrics(output)) for output in outputs)
-    for other in others:
-        assert other == first
+    assert all(other == first for other in others)
 
 
 def with_task(tiny, folder, code):
@@ -59,10 +60,8 @@ def train_all(project, folder, cases, *flags):
 def test_seven_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
     """Ordinary runs differ in their last digits, so these bytes would show another order."""
     flags = ["--global_batch_size", 7, "--micro_batch_size", 1]
-    cases = [
-        (1, "--num_workers", 2), (2, "--device_shares", "auto"),
-        (4, "--device_shares", "[1, 3, 1, 2]"),
-    ]  # fmt: skip
+    cases = [(1, "--num_workers", 2), (2, "--device_shares", "auto")]
+    cases.append((4, "--device_shares", "[1, 3, 1, 2]"))
     outputs = train_all(tiny, tmp_path, cases, *flags)
     check_same(*outputs)
     (plain,) = train_all(tiny, tmp_path / "plain", [(4,)], *flags, "--exact", "false")
@@ -90,12 +89,9 @@ def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path):
 
 @pytest.mark.parametrize("limit", [0.05, 100.0, 0])
 def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
-    from samestep.core.exact import ExactGradients
-
-    draw = torch.Generator().manual_seed(0)
     weights, others = [], []
     for shape in [(4, 3), (5,), (), (2, 3, 4)]:
-        grad = torch.randn(shape, generator=draw)
+        grad = torch.randn(shape)
         for found in (weights, others):
             found.append(torch.nn.Parameter(torch.zeros(shape)))
             found[-1].grad = grad.clone()
@@ -111,7 +107,6 @@ def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
 ODD = """
 
 WEIGHTS = 'as built'
-
 
 class Odd(torch.nn.Module):
     '''Weights of several types and layouts; some have no gradient in some micro-batches, one has
@@ -129,7 +124,6 @@ class Odd(torch.nn.Module):
     def forward(self, x):
         more = sum((each * x[0, :6]).sum() for each in self.odd) if x[0, 0] > 0 else 0
         return self.model(x) + more / 100
-
 
 def build_model(cfg, build=build_model):
     return Odd(build(cfg))
@@ -149,7 +143,7 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
 
 def sample_of(step):
     """The id of a sample of this step, among 200."""
-    return int(load_task("samestep.core.order").sample_ids([8 * step - 3], 200, 0)[0])
+    return int(order.sample_ids([8 * step - 3], 200, 0)[0])
 
 
 # A process that has died cannot say so: the others wait for it.
@@ -161,11 +155,8 @@ def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp
     flags = [*EXACT, "--task.samples", 200, "--micro_batch_size", 1, "--save_every", 3]
     tiny.train(1, *flags, "--output_dir", tmp_path / "whole")
     flags += ["--output_dir", tmp_path / "run"]
-    for processes, step, name, ends in (
-        (1, 6, "SIGKILL", [-9]),
-        (3, 5, "SIGUSR1", [75]),
-        (2, 9, "SIGKILL", [-9, 1]),
-    ):
+    stations = [(1, 6, "SIGKILL", [-9]), (3, 5, "SIGUSR1", [75]), (2, 9, "SIGKILL", [-9, 1])]
+    for processes, step, name, ends in stations:
         own = ["--task.signal_at", sample_of(step), "--task.signal", name]
         tiny.train(processes, *flags, *own, codes=ends, before=SOON)
     tiny.train(1, *flags)
@@ -187,8 +178,7 @@ def test_each_task(tmp_path, task):
 BATCH_NORM = """
 
 def build_model(cfg, build=build_model):
-    model = build(cfg)
-    return model.insert(1, torch.nn.BatchNorm1d(cfg.width))
+    return build(cfg).insert(1, torch.nn.BatchNorm1d(cfg.width))
 """
 
 
@@ -238,16 +228,6 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     assert "micro_batch_size: 2 -> 1" in printed and printed.count("train.py: ") == 1
 
 
-@pytest.fixture(scope="module")
-def batches():
-    return load_task("samestep.core.batches")
-
-
-def busiest(shares, speeds):
-    """The time of a step, in micro-batches of a rank with speed 1."""
-    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
-
-
 def ways(count, ranks):
     """All ways to assign so many micro-batches to so many ranks."""
     if ranks == 1:
@@ -255,19 +235,22 @@ def ways(count, ranks):
     return [(n, *rest) for n in range(count + 1) for rest in ways(count - n, ranks - 1)]
 
 
-@pytest.mark.parametrize("speeds", [(1, 1, 1), (2, 1), (1, 2, 4, 7)])
+@pytest.mark.parametrize("speeds", [(1, 1, 1), (1, 2, 4, 7)])
 @pytest.mark.parametrize("least", [0, 1])
-def test_no_way_to_assign_takes_less_time(batches, speeds, least):
+def test_no_way_to_assign_takes_less_time(speeds, least):
+    def seconds(shares):
+        return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+
     for count in range(least * len(speeds), 15):
         shares = batches.assign_micro_batches(count, speeds, least)
         assert sum(shares) == count and min(shares) >= least
-        best = min(busiest(way, speeds) for way in ways(count, len(speeds)) if min(way) >= least)
-        assert busiest(shares, speeds) == best
+        possible = [way for way in ways(count, len(speeds)) if min(way) >= least]
+        assert seconds(shares) == min(map(seconds, possible))
         if len({*speeds}) == 1:
             assert max(shares) - min(shares) <= 1 and list(shares) == sorted(shares)[::-1]
 
 
-def test_neighbours_that_share_weights_take_turns(batches):
+def test_neighbours_that_share_weights_take_turns():
     """Two copies of a model, each on three processes: a copy has one run of micro-batches."""
     plan = batches.plan_step(12, 1, 6, exact=True, in_step=3)
     runs = [[*plan.run(rank)] for rank in range(6)]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
+from samestep.core import checks, ranks
+from samestep.project import consistency
 from test_exact import SOON
 
 # ---- What all processes must have in common ------------------------------------------------------
@@ -21,24 +24,19 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     "changes, said",
     [
         ([{}, {}, {}], ""),
-        ([{}, {}, {"torch": "2.12"}], "torch is 2.13 on a, b and 2.12 on c; give"),
         ([{}, {"learning_rate": "1"}, {"code task.py": "2"}],
          "code task.py is 1 on a, b and 2 on c; learning_rate is 0.1 on a, c and 1 on b; give"),
         ([{"data x": f"{'a' * 30}{i}{'b' * 30}"} for i in "122"], "data x is a+...b+ on a and a+"),
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    from samestep.core import checks, ranks
-
-    found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
+    found = [FACTS | each for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
     with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
         checks.check_same(processes, FACTS)
 
 
 def test_devices_may_differ_but_not_with_exact():
-    from samestep.project import consistency
-
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"hardware": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
     manifest |= {"code": consistency.hash_project(ROOT / SOURCE), "library": "0123"}
@@ -50,46 +48,44 @@ def test_devices_may_differ_but_not_with_exact():
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
 
 
+PROGRAM = """
+import helper, json, sys
+from pathlib import Path
+sys.path.insert(0, "elsewhere")
+from samestep.project import consistency
+manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
+manifest["code"] = consistency.hash_project(Path.cwd())
+print(json.dumps(consistency.collect_facts(manifest, False)))
+"""
+# Texts of the program, of a module that it imports, and of one that it does not.
+COPIES = [("1", "", "1"), ("1", "import json", "1"), ("2", "import json", "2")]
+
+
 def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     """Of another program than train.py too; what one process alone has loaded is no difference."""
-    from samestep.core import checks, ranks
-
-    manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
-    program = "import helper, json, sys; from pathlib import Path\n"
-    program += "sys.path.insert(0, 'elsewhere')\nfrom samestep.project import consistency\n"
-    program += f"manifest = {manifest} | {{'code': consistency.hash_project(Path.cwd())}}\n"
-    program += "facts = consistency.collect_facts(manifest, False)\n"
-    program += "print(json.dumps(facts))\n"
     found = []
-    for number in "112":
-        folder = tmp_path / str(len(found))
+    for number, (program, helper, unused) in enumerate(COPIES):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        for name in ("train.py", "task.py", "unused.py"):
-            (folder / name).write_text(number if name == "unused.py" else "")
-        (folder / "helper.py").write_text("" if len(found) else "import json")
-        (folder / "train_pipeline.py").write_text(program + f"'{number}'")
+        texts = {"train": "", "task": "", "helper": helper, "unused": unused}
+        for name, text in (texts | {"train_pipeline": f"{PROGRAM}'{program}'"}).items():
+            (folder / f"{name}.py").write_text(text)
         project = BakedProject(folder)
         ((_, printed, errors),) = preloaded(folder, [project.env()], ["train_pipeline.py"], 60)
         assert not errors
         found.append(json.loads(printed))
     assert {"code task.py", "module helper.py", "module train_pipeline.py"} <= {*found[0]}
     assert "module unused.py" not in found[0]
-    names = ["module train_pipeline.py", "module helper.py"]
-    for pair, differ in (((1, 2), names[:1]), ((0, 1), names[1:])):
-        given = [found[i] for i in pair]
-        processes = SimpleNamespace(gather=lambda _, given=given: [*zip("ab", given, strict=True)])
-        with pytest.raises(ranks.UserError) as error:
-            checks.check_same(processes, {})
-        assert [name for name in names if f"{name} is " in str(error.value)] == differ
-    del given[0]["module helper.py"]
-    checks.check_same(processes, {})
 
+    def compare(*facts):
+        checks.check_same(SimpleNamespace(gather=lambda _: [*zip("ab", facts, strict=True)]), {})
 
-def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
-    env = {"GLOO_SOCKET_IFNAME": "no-such"}
-    printed = tiny.train(2, "--output_dir", tmp_path / "run", codes=[1], env=env)
-    assert "Unable to find address for: no-such" in printed and "Traceback" not in printed
-    assert printed.count("GLOO_SOCKET_IFNAME is no-such: ") == 1
+    for pair, name, other in (((1, 2), "train_pipeline", "helper"), ((0, 1), "helper", "pipeline")):
+        with pytest.raises(ranks.UserError, match=f"module {name}.py is ") as error:
+            compare(*(found[i] for i in pair))
+        assert other not in str(error.value)
+    del found[0]["module helper.py"]
+    compare(*found[:2])
 
 
 def test_a_process_that_does_not_begin_is_named(tiny, tmp_path):
@@ -102,18 +98,6 @@ def test_a_process_that_does_not_begin_is_named(tiny, tmp_path):
 
 
 # ---- Two machines --------------------------------------------------------------------------------
-
-
-def without_namespaces():
-    """Why there can be no network namespaces here; "" where there can."""
-    if not shutil.which("ip") or not shutil.which("unshare"):
-        return "no ip or unshare: apt-get install iproute2 util-linux"
-    name = f"try{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"no network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=True)
-    return ""
 
 
 class Machines:
@@ -136,34 +120,21 @@ class Machines:
     def ip(*words):
         return subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
-    def start(self, i, project, *flags, folder=None, interface="eth0"):
-        """A launcher on a machine; `folder`: what lies there in the place of the project."""
-        enter = (
-            'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" "$3" && cd "$3" && shift 3 '
-            '&& exec "$@"'
-        )
-        command = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "--mount"]
-        command += ["sh", "-c", enter, "sh", f"node{i}", folder or project.path, project.path]
-        command += ["python", "-m", "samestep", "launch"]
-        command += ["--config_file", "configs/accelerate/cpu_multi.yaml"]
-        command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", i]
-        command += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
-        command += ["train.py", *latest(flags)]
-        return subprocess.Popen(
-            [*map(str, command)],
-            env=project.env(GLOO_SOCKET_IFNAME=interface),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
     def train(self, project, *flags, other=None, interface="eth0"):
         """Trains on both; exit codes and output of each. `other`: the project on node1."""
-        runs = [
-            self.start(i, project, *flags, folder=folder, interface=interface)
-            for i, folder in enumerate([None, other])
-        ]
+        enter = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" "$3" && cd "$3" '
+        enter += '&& shift 3 && exec "$@"'
+        launch = ["python", "-m", "samestep", "launch", "--num_machines", "2"]
+        launch += ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_processes", "2"]
+        launch += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        env, runs = project.env(GLOO_SOCKET_IFNAME=interface), []
+        for i, folder in enumerate([project.path, other or project.path]):
+            command = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "--mount"]
+            command += ["sh", "-c", enter, "sh", f"node{i}", folder, project.path, *launch]
+            command += ["--machine_rank", i, "train.py", *latest(flags)]
+            command = [*map(str, command)]
+            runs.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **pipes))
         try:
             printed = [run.communicate(timeout=300)[0] for run in runs]
         finally:
@@ -180,17 +151,16 @@ class Machines:
 
 @pytest.fixture(scope="module")
 def machines():
-    reason = without_namespaces()
-    if reason:
-        pytest.skip(reason)
+    if not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("no ip or unshare: apt-get install iproute2 util-linux")
+    name = f"try{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no network namespaces: {made.stderr.strip()}")
+    subprocess.run(["ip", "netns", "delete", name], check=True)
     made = Machines()
     yield made
     made.clean()
-
-
-def own_lines(printed):
-    """What the project says of an error, on both machines; not what gloo logs."""
-    return [line for text in printed for line in text.splitlines() if line.startswith("train.py: ")]
 
 
 @pytest.fixture
@@ -202,7 +172,7 @@ def copy(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_run_folder_that_is_not_shared_is_a_line(tiny, machines, copy):
     codes, printed = machines.train(tiny, "--output_dir", "runs/own", other=copy)
-    (line,) = own_lines(printed)
+    (line,) = re.findall("^train.py: .*", "".join(printed), re.MULTILINE)
     assert codes == [2, 2], printed
     assert f"output_dir {tiny.path}/runs/own on node1 is not the folder that node0 writes" in line
     assert {each.name for each in (tiny.path / "runs" / "own").glob("*")} <= {"lock"}
@@ -213,7 +183,7 @@ def test_a_broken_network_is_a_line(tiny, machines, tmp_path):
     """The launchers meet through eth0; gloo is told to take another interface."""
     flags = ["--output_dir", tmp_path / "run", "--timeout", 8]
     codes, printed = machines.train(tiny, *flags, interface="dead0")
-    (line,) = own_lines(printed)
+    (line,) = re.findall("^train.py: .*", "".join(printed), re.MULTILINE)
     assert codes == [1, 1] and "Traceback" not in "".join(printed), printed
     assert "reach the main process at 10.77.0.1:29500, but not each other" in line
     assert "node1 at " in line and "GLOO_SOCKET_IFNAME is dead0" in line
