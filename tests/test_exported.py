@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import ROOT, bake, status
+from conftest import ROOT, bake, status, write_table
 from samestep.project import contract, ending, export_check
 from samestep.report import model_card
 from test_tasks import BY_NAME, TEMPLATES, chat
@@ -238,18 +237,14 @@ def test_inputs_of_a_task_without_a_tokenizer_are_given_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_says_what_was_checked(tmp_path):
+def test_a_run_says_what_was_checked(chats, tmp_path):
     """Of adapters of chats."""
-    baked = bake(tmp_path, tracker="none")
-    (baked.path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    (tmp_path / "base").mkdir()
-    _, base, _ = export(BY_NAME["causal_lm"], tmp_path / "base", **CHAT)
-    task = {"data": "chats.jsonl", "context_length": 64, "model_name_or_path": str(base)}
-    recipe = {"max_steps": 2, "global_batch_size": 2, "warmup_steps": 1, "check_export": True}
-    text = yaml.safe_dump({**recipe, "task": {**task, "lora_rank": 4}})
-    (baked.path / "configs" / "train" / "lora.yaml").write_text(text)
-    printed = baked.train(2, "--config", "configs/train/lora.yaml")
-    output = baked.path / "runs" / "lora"
+    project, output = bake(tmp_path, pictures=False, tracker="none"), tmp_path / "run"
+    flags = ["--max_steps", 2, "--global_batch_size", 2, "--micro_batch_size", 1]
+    flags += ["--warmup_steps", 1, "--check_export", "true", "--output_dir", output]
+    flags += ["--task.data", write_table(tmp_path, CHATS), "--task.context_length", 64]
+    flags += ["--task.model_name_or_path", chats[0], "--task.lora_rank", 4]
+    printed = project.train(2, *flags)
     (line,) = re.findall("^checked: (.*)$", printed, re.M)
     assert "gives the same logits for " in line and line.endswith("; it stops after <|endoftext|>")
     assert status(output)["export_check"] == "passed"

@@ -42,25 +42,25 @@ def text(i, most=12):
     return " ".join(WORDS[(i * i + k * (1 + i % 5)) % len(WORDS)] for k in range(1 + i % most))
 
 
-def decode(task, cfg, prepared, part):
+def decode(kit, prepared, part):
     """Tells the rows of a task by their text."""
-    tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
+    tokenizer = kit.tokenizer(prepared)
     return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in part]
 
 
-def documents(task, cfg, prepared, part):
+def documents(kit, prepared, part):
     """The documents of sequences."""
-    labels = task.collate([*part])["labels"]
-    text = AutoTokenizer.from_pretrained(prepared.folder).decode(labels[labels >= 0])
+    labels = kit.task.collate([*part])["labels"]
+    text = kit.tokenizer(prepared).decode(labels[labels >= 0])
     return [each for each in text.split("<|endoftext|>") if each]
 
 
-def prompts(task, cfg, prepared, part):
-    tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
-    return [tokenizer.decode(task.preferences.prompt_of(row)) for row in part]
+def prompts(kit, prepared, part):
+    tokenizer = kit.tokenizer(prepared)
+    return [tokenizer.decode(kit.task.preferences.prompt_of(row)) for row in part]
 
 
-def pixels(task, cfg, prepared, part):
+def pixels(kit, prepared, part):
     return [row["image"].tobytes() for row in part]
 
 
@@ -109,7 +109,7 @@ class Kit:
     name: str
     rows: list[dict] = field(default_factory=list)  # empty: the bundled ones
     settings: dict = field(default_factory=dict)
-    keys: Callable | None = None  # of (task, cfg, prepared, part): what tells each row of a part
+    keys: Callable | None = None  # of (kit, prepared, part): what tells each row of a part
     empty: tuple = ()  # a column that may be empty, and what is said then
     noise: dict = field(default_factory=dict)  # settings that make training draw random numbers
     answer: str = ""  # a column in which rows that belong together may differ
@@ -319,7 +319,7 @@ def refusal(kit, cfg):
 def test_every_row_is_in_one_part(kit, tmp_path):
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows, validation_fraction=0.2)
     packed = pickle.dumps(parts)  # as for worker processes: names of files
-    keys = [kit.keys(kit.task, cfg, prepared, part) for part in pickle.loads(packed)]
+    keys = [kit.keys(kit, prepared, part) for part in pickle.loads(packed)]
     held = {"causal_lm": 9, "preference": 8}.get(kit.name, 13)
     if kit.name == "image_classification":  # versions of Pillow write other bytes
         held = min(max(len(keys[1]), 5), 20)
@@ -338,7 +338,7 @@ def test_rows_that_belong_together_are_on_one_side_and_columns_have_any_name(kit
         rows *= 3
     fields = {f"{name}_column": f"my {name}" for name in kit.rows[0]}
     cfg, prepared, parts = kit.prepare(tmp_path, rows, **fields)
-    train, held_out = ({*kit.keys(kit.task, cfg, prepared, part)} for part in parts)
+    train, held_out = ({*kit.keys(kit, prepared, part)} for part in parts)
     assert train and held_out and not train & held_out and len(train | held_out) == 60
 
 
@@ -360,7 +360,7 @@ def test_long_texts_are_cut_aloud_and_keep_their_end(kit, tmp_path, capsys):
 def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsys):
     given = {"validation_data": kit.rows[40:]}
     cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
-    assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
+    assert [len(kit.keys(kit, prepared, part)) for part in parts] == [50, 20]
     assert len(inputs.list_sources(parts[0], training=True)) <= 1  # none is of validation alone
     said = capsys.readouterr().out
     assert "10 of 20 validation " in said and "are training" in said
@@ -395,7 +395,7 @@ def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, caps
     assert text.startswith("task.data: ") and ", line 2: " in text
     assert f"{said}; --task.incomplete_rows skip leaves such rows out" in text
     cfg, prepared, parts = kit.prepare(tmp_path, rows, incomplete_rows="skip")
-    assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
+    assert sum(len(kit.keys(kit, prepared, part)) for part in parts) == 60
     assert re.search(r"; 3 left out \(the first: .*, line 2: .*\)\n", capsys.readouterr().out)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import subprocess
 from types import SimpleNamespace
@@ -216,17 +215,10 @@ wandb.init, wandb.login = unreachable, lambda **_: True
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
 
 
-WANDB = [
-    ({"WANDB_API_KEY": "short"}, "train.py: W&B: "),
-    ({"WANDB_MODE": "ofline"}, "train.py: .*mode.*ofline"),
-]
-
-
-@pytest.mark.parametrize("env, said", WANDB)
-def test_what_wandb_refuses_is_told_in_its_words_before_the_first_step(tiny, tmp_path, env, said):
+def test_what_wandb_refuses_is_told_in_its_words_before_the_first_step(quick, tmp_path):
     flags = ["--tracker", "wandb", "--output_dir", tmp_path / "run"]
-    printed = tiny.train(1, *flags, env=env, codes=[2])
-    assert re.match(said, printed.splitlines()[-1]), printed
+    printed = quick(*flags, env={"WANDB_API_KEY": "short"}, codes=[2])
+    assert printed.splitlines()[-1].startswith("train.py: W&B: "), printed
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
