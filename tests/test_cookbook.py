@@ -99,22 +99,12 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cooked(base, tmp_path_factory):
-    """A function: that project after a recipe, a function that trains in it, and a whole run."""
-
-    @functools.cache
-    def cooked(heading):
-        folder = tmp_path_factory.mktemp("cooked")
-        project, before = apply(base, recipes()[heading], folder / "project"), ""
-        if heading == "A learning rate for each layer":  # layers are called 0 and 3
-            before = "import task; task.build_model = task.numbered"
-        train = functools.partial(project.train, before=before)
-        if heading in RUNS:
-            train(1, "--output_dir", folder / "whole", *RUNS[heading][0])
-        return project, train, folder / "whole"
-
-    return cooked
+def cook(base, heading, folder):
+    """The project after a recipe, and a function that trains in it."""
+    project, before = apply(base, recipes()[heading], folder / "project"), ""
+    if heading == "A learning rate for each layer":  # layers are called 0 and 3
+        before = "import task; task.build_model = task.numbered"
+    return project, functools.partial(project.train, before=before)
 
 
 def weights(output, step):
@@ -135,9 +125,10 @@ def continued(whole, step, output):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", RUNS)
-def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp_path, heading):
-    (_, train, whole), (flags, step, keys) = cooked(heading), RUNS[heading]
-    half, two = tmp_path / "half", tmp_path / "two"
+def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(base, tmp_path, heading):
+    (_, train), (flags, step, keys) = cook(base, heading, tmp_path), RUNS[heading]
+    whole, half, two = tmp_path / "whole", tmp_path / "half", tmp_path / "two"
+    train(1, "--output_dir", whole, *flags)
     train(1, "--output_dir", continued(whole, step, half), *flags)
     assert final(half) == final(whole)
     if keys is None:
@@ -182,9 +173,11 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_average_is_evaluated_and_exported(cooked):
-    project, train, whole = cooked("An average of the weights (EMA)")
-    flags = RUNS["An average of the weights (EMA)"][0]
+def test_the_average_is_evaluated_and_exported(base, tmp_path):
+    heading, whole = "An average of the weights (EMA)", tmp_path / "whole"
+    project, train = cook(base, heading, tmp_path)
+    flags = RUNS[heading][0]
+    train(1, "--output_dir", whole, *flags)
     # By hand, in float64, from the weights after each step.
     averages = [weights(whole, 1)]
     for step in range(2, 13):
@@ -206,8 +199,8 @@ def test_the_average_is_evaluated_and_exported(cooked):
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_the_run_and_a_resumed_one_at_the_same_step(cooked, tmp_path):
-    _, train, _ = cooked("Early stopping")
+def test_early_stopping_ends_the_run_and_a_resumed_one_at_the_same_step(base, tmp_path):
+    _, train = cook(base, "Early stopping", tmp_path)
     flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
     flags += ["--lr_schedule", "constant", "--keep_checkpoints", 0, "--task.samples", 5]
     flags += ["--seed", 1, "--patience", 4, "--export", "best"]
