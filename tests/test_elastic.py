@@ -10,14 +10,16 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import digest, lines, newest, status, wait_until
+from conftest import checkpoint, digest, lines, newest, status, wait_until
+from samestep.base import errors, run_folder
+from samestep.project import rendezvous
 
 # Steps of 0.1 s with four processes, 0.15 s with three, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
@@ -31,11 +33,18 @@ class Machines:
 
     def __init__(self, project, output, count, *flags):
         self.project, self.output, self.flags = project, output, [*flags, "--output_dir", output]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = probe.getsockname()
+        self.endpoint = ("127.0.0.1", get_free_port())
         self.rendezvous = dist.TCPStore(*self.endpoint, is_master=True, wait_for_workers=False)
         self.count, self.launchers = count, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for machine, run in enumerate(self.launchers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.kill(machine)
+            run.communicate()
 
     def start(self, number):
         """Starts so many more."""
@@ -59,14 +68,10 @@ class Machines:
     def last_step(self):
         return max(line["step"] for line in lines(self.output, "loss"))
 
-    def processes(self, machine):
-        """The launcher of a machine, and all that it has started."""
-        launcher = psutil.Process(self.launchers[machine].pid)
-        return [launcher, *launcher.children(recursive=True)]
-
     def kill(self, machine, workers_only=False):
-        """kill -9 of a machine, or only of its training process."""
-        for process in self.processes(machine):
+        """kill -9 of a launcher and all that it has started, or only of its training process."""
+        launcher = psutil.Process(self.launchers[machine].pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
             if not workers_only or "TORCHELASTIC_RUN_ID" in process.environ():
                 process.kill()
 
@@ -75,73 +80,47 @@ class Machines:
         printed = [run.communicate(timeout=120)[0] for run in self.launchers]
         return [run.returncode for run in self.launchers], "".join(printed)
 
-    def clean(self):
-        for machine, run in enumerate(self.launchers):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.kill(machine)
-            run.communicate()
-
-
-@pytest.fixture
-def machines(tiny, tmp_path):
-    made = []
-
-    def make(count, *flags):
-        made.append(Machines(tiny, tmp_path / f"run{len(made)}", count, *flags))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.clean()
-
-
-def check_as_undisturbed(tiny, output, *flags):
-    """The samples and the losses of each step, and the bytes, are those of one run."""
-    checkpoint, unbroken = newest(output), output.with_name("unbroken")
-    flags = [*flags, "--max_steps", int(checkpoint.name[5:]), "--task.row_seconds", 0]
-    tiny.train(1, *flags, "--output_dir", unbroken)
-    found = {line["step"]: line for line in lines(output, "loss")}
-    for line in lines(unbroken, "loss"):
-        for key in ("batch_hash", "loss"):
-            assert line[key] == found[line["step"]][key]
-    assert digest(checkpoint) == digest(newest(unbroken))
-
 
 @pytest.mark.slow
-def test_of_three_machines_one_is_lost_one_loses_its_process_and_another_comes(tiny, machines):
-    """Each launcher has counted another number of restarts."""
-    flags = [*FLAGS, "--exact", "true"]
-    three = machines("2:3", *flags)
-    three.start(3)
-    three.wait(lambda: three.saved(3))
-    three.kill(0)
-    lost = three.last_step()
-    three.wait(lambda: three.saved(2, after=lost))
-    three.kill(1, workers_only=True)
-    lost = three.last_step()
-    three.wait(lambda: three.saved(2, after=lost))
-    three.start(1)
-    three.wait(lambda: three.saved(3, after=lost))
-    for run in three.launchers[1:]:
-        run.send_signal(signal.SIGTERM)
-    codes, printed = three.end()
+def test_of_three_machines_one_is_lost_one_loses_its_process_and_another_comes(tiny, tmp_path):
+    """Each launcher has counted another number of restarts. Samples, losses and bytes are those of
+    one run."""
+    output, unbroken, flags = tmp_path / "run", tmp_path / "unbroken", [*FLAGS, "--exact", "true"]
+    with Machines(tiny, output, "2:3", *flags) as three:
+        three.start(3)
+        three.wait(lambda: three.saved(3))
+        for machine, workers_only in ((0, False), (1, True)):
+            three.kill(machine, workers_only)
+            lost = three.last_step()
+            three.wait(lambda lost=lost: three.saved(2, after=lost))
+        three.start(1)
+        three.wait(lambda: three.saved(3, after=lost))
+        for run in three.launchers[1:]:
+            run.send_signal(signal.SIGTERM)
+        codes, printed = three.end()
     assert codes == [-signal.SIGKILL, 75, 75, 75], printed
     assert "Traceback" not in printed
     # To let the third in, the others were stopped after a step, and continued from it.
     stopped = [int(n) for n in re.findall(r"stopped after step (\d+);", printed)][:-1]
     assert any(step > lost for step in stopped)
     for step in stopped:
-        assert f"continuing from {three.output}/checkpoints/step-{step:08d}" in printed
-    check_as_undisturbed(tiny, three.output, *flags)
+        assert f"continuing from {checkpoint(output, step)}" in printed
+    flags += ["--max_steps", int(newest(output).name[5:]), "--task.row_seconds", 0]
+    tiny.train(1, *flags, "--output_dir", unbroken)
+    found = {line["step"]: line for line in lines(output, "loss")}
+    for line in lines(unbroken, "loss"):
+        for key in ("batch_hash", "loss"):
+            assert line[key] == found[line["step"]][key]
+    assert digest(newest(output)) == digest(newest(unbroken))
 
 
 @pytest.mark.slow
-def test_without_the_rendezvous_all_save_and_stop(tiny, machines):
-    two = machines("1:2", *FLAGS)
-    two.start(2)
-    two.wait(lambda: two.saved(2))
-    del two.rendezvous
-    codes, printed = two.end()
+def test_without_the_rendezvous_all_save_and_stop(tiny, tmp_path):
+    with Machines(tiny, tmp_path / "run", "1:2", *FLAGS) as two:
+        two.start(2)
+        two.wait(lambda: two.saved(2))
+        del two.rendezvous
+        codes, printed = two.end()
     assert codes == [75, 75], printed
     assert int(newest(two.output).name[5:]) == two.last_step()
     assert status(two.output)["state"] == "stopped"
@@ -160,24 +139,20 @@ ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTI
 ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 
 
-# Restarts, machines, the most restarts, whether the launcher keeps the store -> the prefix there.
+# Restarts, machines, whether the launcher keeps the store -> the prefix there.
 MEETINGS = [
-    (2, 1, 3, True, "restart-2"),  # c10d on one machine; its store is not the launcher's own
-    (2, 2, 3, False, ""),  # c10d on several machines, as samestep launch sets it up
-    (0, 2, 3, True, None),  # with a shared store: refused
+    (2, 1, True, "restart-2"),  # c10d on one machine; its store is not the launcher's own
+    (2, 2, False, ""),  # c10d on several machines, as samestep launch sets it up
+    (0, 2, True, None),  # with a shared store: refused
 ]
 
 
-@pytest.mark.parametrize("restarts, machines, most, shared, expected", MEETINGS)
-def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, shared, expected):
+@pytest.mark.parametrize("restarts, machines, shared, expected", MEETINGS)
+def test_where_restarted_processes_meet(monkeypatch, restarts, machines, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
-    from samestep.base import errors
-    from samestep.project import rendezvous
-
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}
-    env |= {"GROUP_WORLD_SIZE": machines, "TORCHELASTIC_MAX_RESTARTS": most}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": shared}
+    env |= {"GROUP_WORLD_SIZE": machines, "TORCHELASTIC_USE_AGENT_STORE": shared}
     for name, value in (ELASTIC | env).items():
         monkeypatch.setenv(name, str(value))
     if expected is None:
@@ -208,26 +183,20 @@ def test_the_processes_of_all_machines_are_counted(quick, tmp_path, nodes, expec
 
 def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
     """A network disk lets go of it late. Only here it is a lock of this machine."""
-    from samestep.base import run_folder
-
-    held = run_folder.RunLock(tmp_path / "run")
-    gone = {"pid": 1, "host": "gone", "since": "?"}
-    held.path.write_text(json.dumps(gone))
+    held, slept = run_folder.RunLock(tmp_path / "run"), []
+    held.path.write_text(json.dumps({"pid": 1, "host": "gone", "since": "?"}))
     monkeypatch.setattr(run_folder, "LOCK_WAIT", 1)
-    slept = []
     monkeypatch.setattr(run_folder.time, "sleep", slept.append)
     for restarts, tenths in (("0", 10), ("3", 30)):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        slept.clear()
         with pytest.raises(ValueError, match="is in use by process 1 on gone"):
             run_folder.RunLock(tmp_path / "run")
         assert slept == [0.1] * tenths
-        slept.clear()
 
 
 def test_a_lock_whose_folder_is_removed_is_made_anew(tmp_path):
     """While another start waits for it."""
-    from samestep.base import run_folder
-
     held = run_folder.RunLock(tmp_path / "run")
     leave = threading.Timer(0.5, lambda: (shutil.rmtree(tmp_path / "run"), held.file.close()))
     leave.start()

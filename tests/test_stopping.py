@@ -46,14 +46,6 @@ def end(run, processes):
     return printed
 
 
-def check_stopped(output, printed):
-    """A checkpoint no more than a step older than the last line, and code 75."""
-    assert status(output)["state"] == "stopped" and status(output)["exit_code"] == 75, printed
-    last = lines(output, "loss")[-1]["step"]
-    assert last - 1 <= int(newest(output).name[5:]) <= last
-    assert "Traceback" not in printed or "SignalException" in printed  # torchelastic's
-
-
 SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
     ("samestep", "cpu_multi", "SIGINT", True),
     ("samestep", "cpu_multi", "SIGTERM", False),
@@ -66,14 +58,18 @@ SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
 
 
 def stop(tiny, output, launcher, hardware, name, whole_group):
-    """Begins a run with worker processes, and stops it with a signal."""
+    """Begins a run with worker processes, and stops it with a signal: a checkpoint no more than a
+    step older than the last line, and code 75."""
     run, processes = begin(tiny, launcher, hardware, output, *WORKERS)
     (os.killpg if whole_group else os.kill)(run.pid, getattr(signal, name))
     printed = end(run, processes)
-    check_stopped(output, printed)
+    assert status(output)["state"] == "stopped" and status(output)["exit_code"] == 75, printed
+    last = lines(output, "loss")[-1]["step"]
+    assert last - 1 <= int(newest(output).name[5:]) <= last
+    assert "Traceback" not in printed or "SignalException" in printed  # torchelastic's
     if launcher == "samestep":
-        last = printed.splitlines()[-1]
-        assert re.fullmatch(r"stopped after step \d+; the same command continues the run", last)
+        said = printed.splitlines()[-1]
+        assert re.fullmatch(r"stopped after step \d+; the same command continues the run", said)
         assert run.returncode == 75 and not re.search("Traceback|Error|torch|Signal", printed)
 
 
@@ -105,14 +101,16 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     changes = {"max_steps": [100000, step + 4]}
     assert lines(output, "event") == [{"step": step, "event": "changed", "changes": changes}]
     tiny.train(1, "--output_dir", unbroken, *flags)
-    assert status(output)["state"] == "finished"
     check_same_end(output, unbroken)
 
 
 def check_same_end(output, unbroken):
-    """The same samples in each step, the same bytes at the end."""
-    hashes = {line["step"]: line["batch_hash"] for line in lines(output, "loss")}
-    assert hashes == {line["step"]: line["batch_hash"] for line in lines(unbroken, "loss")}
+    """The same samples and losses in each step, the same bytes at the end."""
+    found, expected = (
+        {line["step"]: (line["batch_hash"], line["loss"]) for line in lines(run, "loss")}
+        for run in (output, unbroken)
+    )
+    assert found == expected
     assert newest(output).name == newest(unbroken).name
     assert digest(newest(output)) == digest(newest(unbroken))
 
@@ -123,32 +121,25 @@ CHAIN += ["--task.dropout", 0.2, "--num_workers", 1, "--task.row_seconds", 0.003
 
 @pytest.mark.slow
 def test_two_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
-    """kill -9 of everything, at moments that no two test runs share; the seed is printed."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    """kill -9 of everything, at moments that no two test runs share."""
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     for _ in range(2):
         run = tiny.launch("accelerate", "cpu_multi", *CHAIN, "--output_dir", output)
         before = len(lines(output, "loss")) if (output / "metrics.jsonl").exists() else 0
         wait_until(lambda before=before: trained(output, before + 1), run)
-        time.sleep(draw.uniform(0, 1))
+        time.sleep(random.uniform(0, 1))
         kill_all(run)
     tiny.train(2, *CHAIN, "--output_dir", output)
     tiny.train(2, *CHAIN, "--output_dir", unbroken)
     check_same_end(output, unbroken)
-    curve = {line["step"]: line["loss"] for line in lines(output, "loss")}
-    assert curve == {line["step"]: line["loss"] for line in lines(unbroken, "loss")}
 
 
 def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
     tiny, tmp_path, monkeypatch
 ):
     """They live on for seconds; the next start does not wait for them."""
-    output = tmp_path / "run"
-    flags = [*LONG, "--num_workers", 2, "--output_dir", output]
-    (run,) = tiny.start(1, *flags)
-    wait_until(lambda: trained(output, 3), run)
+    (run,) = tiny.start(1, *LONG, "--num_workers", 2, "--output_dir", tmp_path)
+    wait_until(lambda: trained(tmp_path, 3), run)
     workers = family(run)[1:]
     for worker in workers:
         worker.suspend()
@@ -157,7 +148,7 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
     monkeypatch.setattr(run_folder, "LOCK_WAIT", 2)
     try:
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
-        run_folder.RunLock(output).file.close()
+        run_folder.RunLock(tmp_path).file.close()
     finally:
         for worker in workers:
             worker.kill()
@@ -165,25 +156,30 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path):
     """There is nothing to save; 75 says that another start will do."""
-    output = tmp_path / "run"
-    flags = [*LONG, "--output_dir", output, "--task.prepare_seconds", 30]
+    flags = [*LONG, "--output_dir", tmp_path / "run", "--task.prepare_seconds", 30]
     run = tiny.launch("samestep", "cpu", *flags)
     assert run.stdout.readline() == "preparing\n"
     processes = family(run)
     os.kill(run.pid, signal.SIGINT)
     printed = end(run, processes)
-    assert run.returncode == 75 and "Traceback" not in printed and not output.exists()
+    assert run.returncode == 75 and not (tmp_path / "run").exists()
     said = "train.py: stopped before the first step; the same command starts again\n"
     assert printed.endswith(said) and printed.count("train.py: ") == 1
+
+
+IMPORTS = """
+import os, sys, time
+if "--check" not in sys.argv:
+    open("rank-" + os.environ["RANK"], "w")
+    time.sleep(100)
+"""
 
 
 def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path):
     """torchelastic has handlers of its own. A train.py that handles no signal yet stands for one
     that imports."""
     project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
-    code = "import os, sys, time\nif '--check' not in sys.argv:\n"
-    code += "    open('rank-' + os.environ['RANK'], 'w')\n    time.sleep(100)\n"
-    (project.path / "train.py").write_text(code)
+    (project.path / "train.py").write_text(IMPORTS)
     run = project.launch("samestep", "cpu_multi")
     wait_until(lambda: len([*project.path.glob("rank-?")]) == 2, run)
     processes = family(run)
@@ -229,7 +225,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 PREPARING = """
-
 
 def prepare_data(cfg, folder):
     import datasets
