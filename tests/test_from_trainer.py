@@ -50,6 +50,7 @@ def project(tmp_path_factory):
     return baked
 
 
+@pytest.mark.slow
 def test_the_task_of_the_page_keeps_the_promises(project, tmp_path):
     printed = check_two_processes_and_a_lost_half(project, tmp_path, *FLAGS)
     assert "its rows" not in printed

@@ -44,6 +44,7 @@ def test_a_run_is_killed_at_the_end_of_an_epoch_and_inside_the_next(tiny, tmp_pa
     assert digest(again / last) == digest(whole / last)
 
 
+@pytest.mark.slow
 def test_a_step_of_more_samples_than_an_epoch_accumulates_all_of_them(tiny, tmp_path):
     flags = ["--task.samples", 5, "--output_dir"]
     tiny.train(1, *flags, tmp_path / "one", "--micro_batch_size", 8)
