@@ -89,7 +89,7 @@ bench-short: $(BENCH)  ## the same for the small step, three programs and few ro
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --sizes small --rounds 20 \
 		--peers 'plain loop' 'HF Trainer' 'baked project' --output .venv/bench/short $(ARGS)
 
-bench-steps: $(BENCH)  ## measure what exact costs: 10 minutes
+bench-steps: $(BENCH)  ## measure what exact costs: 5 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py --peers 'baked project' exact \
 		--micro_batch 2 --processes 1 2 4 --rounds 8 --name steps $(ARGS)
 
