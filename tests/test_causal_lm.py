@@ -76,7 +76,7 @@ def separating(request):
     english = (ROOT / "templates/causal_lm/task.py").read_text()[:12_000]
     whole = f"{chinese}{english}\n\n\n{'0123456789' * 300}{' ' * 3000}a\n\n{chinese[::-1]}"
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pairs within words are learnt
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pairs within words are learned
     if request.param == "byte-level":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     signs = [*pre_tokenizers.ByteLevel.alphabet(), "\n"]
@@ -141,8 +141,8 @@ def segments(batch):
                 yield inputs[first:last], labels[first:last]
 
 
-def texts_and_learnt(tokenizer, batch):
-    """For each packed text: itself, and what of it is learnt."""
+def texts_and_trained(tokenizer, batch):
+    """For each packed text: itself, and what of it is trained."""
     decode = tokenizer.decode
     return [
         (decode(ids), decode(labels[labels != IGNORE_INDEX])) for ids, labels in segments(batch)
@@ -169,10 +169,10 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare):
     assert task.loss_sum(model, batch).item() != pytest.approx(together, rel=1e-3)
 
 
-def test_completions_alone_are_learnt_and_every_one_of_them(pack):
-    found = texts_and_learnt(*pack(PROMPTS))
+def test_completions_alone_are_trained_and_every_one_of_them(pack):
+    found = texts_and_trained(*pack(PROMPTS))
     answers = {row["completion"] + "<|endoftext|>" for row in PROMPTS}
-    assert len(found) == 53 and {learnt for _, learnt in found} < answers
+    assert len(found) == 53 and {trained for _, trained in found} < answers
 
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
@@ -244,22 +244,22 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
+def test_tool_calls_are_trained_and_what_tools_answer_is_not(pack, kind, capsys):
     """A struct of Parquet has the keys of all messages and calls, null where one has none."""
     rows = numbered({"messages": AGENT, "tools": TOOLS})
     if kind == "csv":
         rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
-    found = texts_and_learnt(*pack(rows, kind, context_length=700, vocab_size=400))
+    found = texts_and_trained(*pack(rows, kind, context_length=700, vocab_size=400))
     assert "from messages, tools\n" in capsys.readouterr().out
     assert len(found) > 20
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
-    for text, learnt in found:
-        number = learnt.split("Rain in ")[1].split(".")[0]
+    for text, trained in found:
+        number = trained.split("Rain in ")[1].split(".")[0]
         asked = f"User: Weather of {number}?\nAssistant:"
         assert text.startswith(f"Tools: <tools>\n{tools}</tools>\n{asked}")
         assert f"\nTool: rain {number}\n" in text and "\nTool: low\nTool: high\n" in text
         wanted = "".join(f" {answer}<|endoftext|>\n" for answer in ANSWERS)
-        assert learnt == wanted.replace("#", number)
+        assert trained == wanted.replace("#", number)
 
 
 @pytest.mark.parametrize("file", ["jsonl", "parquet"])
@@ -267,10 +267,10 @@ def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pac
     for given in ({"city": None, "days": 2}, json.dumps({"city": None, "days": 2})):
         function = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
         rows = numbered(chat("Rain #?", "", tool_calls=[function]))
-        found = texts_and_learnt(*pack(rows, file, context_length=200))
+        found = texts_and_trained(*pack(rows, file, context_length=200))
         kept = '"city": null, ' if file == "jsonl" or isinstance(given, str) else ""
         wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
-        assert found and all(wanted in learnt for _, learnt in found)
+        assert found and all(wanted in trained for _, trained in found)
 
 
 def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
@@ -283,12 +283,12 @@ def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
     assert train and held and not train & held
 
 
-# A row of the number N, settings, and its text up to the answer, which alone is learnt.
+# A row of the number N, settings, and its text up to the answer, which alone is trained.
 # Two answers, of which the first is context alone.
 TWICE = chat("#?", "Bad.", "No?", "#!")["messages"]
 SHOWN = f"Tools: <tools>\n{json.dumps(TOOLS[0])}\n</tools>\n"
 CONTEXT = "User: #?\nAssistant: Bad.<|endoftext|>\nUser: No?"
-FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is learnt
+FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is trained
     "ShareGPT": (
         {"id": 1, "conversations": [{"from": "system", "value": "Brief."},
                                     {"from": "human", "value": "#?"},
@@ -320,14 +320,14 @@ FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_chats_and_answers_that_are_not_learnt(pack, form, capsys):
+def test_forms_of_chats_and_answers_that_are_not_trained(pack, form, capsys):
     row, fields, asked = FORMS[form]
-    found = texts_and_learnt(*pack(numbered(row), context_length=128, **fields))
+    found = texts_and_trained(*pack(numbered(row), context_length=128, **fields))
     assert (", input" in capsys.readouterr().out) == (form == "alpaca")  # columns that are read
     assert len(found) > 20
-    for text, learnt in found:
-        number = learnt.strip().split("!")[0]
-        assert learnt == f" {number}!<|endoftext|>\n"
+    for text, trained in found:
+        number = trained.strip().split("!")[0]
+        assert trained == f" {number}!<|endoftext|>\n"
         assert text.startswith(f"{asked}\nAssistant: #!".replace("#", number))
 
 
@@ -398,13 +398,13 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
     found = [*segments(batch)]
     assert len(found) > 0.6 * len(wanted)
     for ids, labels in found:
-        learnt = labels[labels != IGNORE_INDEX]
-        messages = wanted[tokenizer.decode(learnt).removesuffix("<|endoftext|>")]
+        trained = labels[labels != IGNORE_INDEX]
+        messages = wanted[tokenizer.decode(trained).removesuffix("<|endoftext|>")]
         prompt, whole = (
             tokenizer.apply_chat_template(each, add_generation_prompt=ask, return_dict=False)
             for each, ask in ((messages[:-1], True), (messages, False))
         )
-        assert ids.tolist() == whole == prompt + learnt.tolist()
+        assert ids.tolist() == whole == prompt + trained.tolist()
 
 
 def test_documents_are_packed_a_block_of_tokens_after_the_other(monkeypatch):

@@ -269,7 +269,7 @@ def test_labels_are_smoothed_and_images_mixed(task, prepare):
 
 
 @pytest.mark.slow
-def test_the_digits_are_learnt(baked, tmp_path):
+def test_the_digits_are_learned(baked, tmp_path):
     flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
     printed = baked.train(1, *flags, "--output_dir", tmp_path)
     score = lines(tmp_path, "eval_loss")[-1]

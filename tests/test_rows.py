@@ -167,11 +167,11 @@ def test_a_text_is_documents_cut_at_line_ends(tmp_path, monkeypatch):
         assert "".join(row["text"] for row in found) == content
         assert len(validation) and max(len(row["text"]) for row in found) < 2001
         if content == lines:
-            held, learnt = {*texts(validation)}, {*texts(train)}
+            held, trained = {*texts(validation)}, {*texts(train)}
             for row in found:
                 assert row["text"].endswith("\n") and row["text"].startswith(f"{place(row) - 1} ")
     last = found[-1]["text"]
-    assert held - {last} <= {*texts(validation)} and learnt - {last} <= {*texts(train)}
+    assert held - {last} <= {*texts(validation)} and trained - {last} <= {*texts(train)}
 
 
 # ---- What is read and left out -------------------------------------------------------------------

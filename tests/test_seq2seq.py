@@ -183,12 +183,12 @@ def test_a_pretrained_model_trains_and_answers(kit, baked, bart, tmp_path):
 
 
 @pytest.mark.slow
-def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_writes(task, baked):
+def test_dates_are_learned_and_the_report_scores_the_targets_that_the_model_writes(task, baked):
     """The report is that of transformers and sacrebleu alone, from the exported model."""
     from sacrebleu import corpus_bleu, corpus_chrf
 
     short = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
-    output = baked.path / "runs" / "learnt"
+    output = baked.path / "runs" / "learned"
     printed = baked.train(1, *short, "--task.report_samples", 40, "--output_dir", output)
     (scores,) = lines(output, "eval_loss")
     assert scores["eval_loss"] < 1.2 and scores["token_accuracy"] > 0.75

@@ -255,7 +255,7 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, prepar
     assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, prepare):
+def test_numbers_are_learned_in_standard_deviations_whatever_their_scale(task, prepare):
     """The same loss and r2, errors in their own unit, and another identity for another scale."""
     values = np.random.default_rng(0).normal(size=40)
     found, ids = [], set()
@@ -291,7 +291,7 @@ def test_balanced_weights_give_each_class_the_same_share(task, prepare, tmp_path
 
 
 @pytest.mark.slow
-def test_numbers_of_pairs_are_learnt_and_predicted_in_their_unit(kit, baked, tmp_path):
+def test_numbers_of_pairs_are_learned_and_predicted_in_their_unit(kit, baked, tmp_path):
     rows = [
         (*text.replace(" and ", "|and ").split("|"), 1015 if name == "tree" else 985)
         for text, name in ROWS

@@ -113,7 +113,7 @@ def documents(split):
 
 
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
-def test_one_bos_begins_a_document_and_its_eos_is_learnt_though_it_pads(tmp_path, rows):
+def test_one_bos_begins_a_document_and_its_eos_is_trained_though_it_pads(tmp_path, rows):
     (tokenizer, given), kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
     data = CHATS[::2]
     if rows == "prompt":
