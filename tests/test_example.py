@@ -23,7 +23,7 @@ LINES = {
     "object_detection": 175, "speech_recognition": 170, "vision_language": 180,
 }  # fmt: skip
 # Tasks: their flags for a short run, and the most that is left of the first loss.
-LEARNT = {
+LEARNED = {
     "plain_module": (["--learning_rate", 0.02], 0.1),
     "unet3d": (["--task.samples", 90, "--task.side", 8, "--task.width", 4], 0.8),
     "diffusion": (["--task.width", 16], 0.6),
@@ -62,7 +62,7 @@ def test_examples_of_plain_modules_learn(tmp_path):
     """What holds for each task is in test_tasks.py."""
     project = bake(tmp_path, pictures=False, tracker="none")
     (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
-    for name, (flags, left) in LEARNT.items():
+    for name, (flags, left) in LEARNED.items():
         shutil.copy(ROOT / "examples" / f"{name}.py", project.path / "task.py")
         project.train(1, *flags, "--output_dir", tmp_path / name)
         scores = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss")]

@@ -42,7 +42,8 @@ def check_same_curve(one, other, rel, norm=None):
             if None in (found, expected):  # no such line, or the step was skipped
                 assert found == expected, (step, key)
             else:
-                assert found == pytest.approx(expected, rel=limit), (step, key)
+                atol = 1e-12 if limit else 0  # 0: to the bit
+                assert found == pytest.approx(expected, rel=limit, abs=atol), (step, key)
 
 
 def check_close(one, other):

@@ -118,6 +118,9 @@ def test_a_file_with_zeros_in_place_of_weights_is_named(tmp_path, first, last):
     cfg = save(tmp_path / "m", llama())
     pretrained.load_model(LM, cfg)
     file = tmp_path / "m" / "model.safetensors"
+    file.with_name("model.fp16.safetensors").write_bytes(bytes(10**6))
+    file.with_name("pytorch_model.bin").write_bytes(bytes(10**6))
+    pretrained.load_model(LM, cfg)  # it loads neither of them
     content = bytearray(file.read_bytes())
     start, stop = int(first * len(content)), int(last * len(content))
     content[start:stop] = bytes(stop - start)

@@ -13,6 +13,9 @@ from typing import Any
 
 from samestep.base.console import one_line
 
+_FORMATS = (
+    "model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin",
+)  # fmt: skip
 # A module with these words in its name follows the others, or replaces masked inputs.
 _HEADS = re.compile("pool|head|classifier|score|relationship|logit|predict|qa_outputs|mask")
 _PAGES, _PAGE = 64, 4096  # samples of a file, and their bytes
@@ -20,8 +23,12 @@ _EMPTY = 8  # of them in a row without content are too many
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder, by the names that transformers looks for."""
-    return sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    """The files of weights that transformers loads from a folder, by the names that it looks for:
+    not a variant, such as model.fp16.safetensors."""
+    for name in _FORMATS:
+        if found := sorted(folder.glob(name)):
+            return found
+    return []
 
 
 def check_zeros(folder: Path) -> None:
