@@ -41,8 +41,8 @@ import sys
 import numpy as np
 import task
 import torch
-from samestep.core.order import sample_ids
-from samestep.project.startup import read_config, read_data
+from samestep.step.order import sample_ids
+from samestep.run.startup import read_config, read_data
 from train import Config
 cfg = read_config(Config, None, sys.argv[1:])
 _, bound, (rows, _), _ = read_data(cfg, task)

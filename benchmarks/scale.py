@@ -73,7 +73,7 @@ def run(checkout: Path, project: Path, *words: str) -> tuple[str, float, float]:
 def time_batches(texts: str, packed: str) -> None:
     """In a project: prints CPU milliseconds of a batch of random sequences."""
     import task
-    from samestep.project.prepared import load
+    from samestep.prepared.prepared import load
 
     torch.set_num_threads(1)
     random, ways, times = np.random.default_rng(0), {}, {}

@@ -1,6 +1,6 @@
 """A whole task around a plain nn.Module: a small network learns the sine of a number.
 
-Make it your task.py and change it. samestep.project.contract says what each function gets and
+Make it your task.py and change it. samestep.contract.contract says what each function gets and
 returns.
 """
 

@@ -29,20 +29,20 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.core.monitor import skip_unless_finite
-from samestep.core.ranks import Ranks
-from samestep.core.sharding import full_tensor, local
-from samestep.core.weights import TaskModule
+from samestep.end.ending import export, finish, write_evaluation
+from samestep.launch import device, shutdown
+from samestep.launch.launched import STAGES, TP
 from samestep.models import next_token
-from samestep.project import device, shutdown
-from samestep.project.config import ONE_COMMAND, parse_config
-from samestep.project.ending import export, finish, write_evaluation
-from samestep.project.launched import STAGES, TP
-from samestep.project.loading import EvalLoader, TrainLoader
-from samestep.project.log import RunLog
-from samestep.project.run import Run
-from samestep.project.saving import Saver
-from samestep.project.startup import RunStart, prepare_run
+from samestep.processes.ranks import Ranks
+from samestep.processes.sharding import full_tensor, local
+from samestep.run.loading import EvalLoader, TrainLoader
+from samestep.run.log import RunLog
+from samestep.run.run import Run
+from samestep.run.saving import Saver
+from samestep.run.startup import RunStart, prepare_run
+from samestep.settings.config import ONE_COMMAND, parse_config
+from samestep.step.model import TaskModule
+from samestep.step.monitor import skip_unless_finite
 
 Batch = dict[str, torch.Tensor]
 

@@ -432,7 +432,7 @@ def load_task(name):
 
 def prepare_task(task, cfg):
     """What a run gets of task.prepare_data, before its processes meet."""
-    from samestep.project import prepared
+    from samestep.prepared import prepared
 
     if hasattr(task, "check_config"):
         task.check_config(cfg)

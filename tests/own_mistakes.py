@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import TensorDataset
 
 from samestep import Training
-from samestep.core.weights import TrainingState
+from samestep.state.weights import TrainingState
 
 mistake, folder = sys.argv[1:3]
 exact = mistake in ("batchnorm", "frozen", "unequal_frozen")

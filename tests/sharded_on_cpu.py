@@ -24,16 +24,16 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-import samestep.project.device
-import samestep.project.launched
+import samestep.launch.device
+import samestep.launch.launched
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
-samestep.project.device.use_cpu = lambda: False
-samestep.project.device.check_devices = lambda: None
+samestep.launch.device.use_cpu = lambda: False
+samestep.launch.device.check_devices = lambda: None
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-samestep.project.launched.check_launched = see_gpu(samestep.project.launched.check_launched)
+samestep.launch.launched.check_launched = see_gpu(samestep.launch.launched.check_launched)
 attention = F.scaled_dot_product_attention
 
 

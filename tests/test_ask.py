@@ -11,7 +11,7 @@ import pytest
 
 from conftest import kill_after, lines, reseal
 from samestep.ask.data import Part
-from samestep.core.order import hash64, permute
+from samestep.step.order import hash64, permute
 from test_mixture import SOURCES
 
 ACCEPT = ["--accept_changes", "--lr_schedule", "constant"]

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT, BakedProject, edit, lines, make_tiny, reseal
 from samestep.ask import made, receipt
-from samestep.core import state_hash
+from samestep.state import state_hash
 
 EXACT = ("--exact", "true", "--task.dropout", "0.1")
 ROWS = """

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from conftest import ROOT, all_files, checkpoint, train_module
-from samestep.project import config, startup
+from samestep.run import startup
+from samestep.settings import config
 
 FLAGS = {  # what is written, and what the line says
     "--output_dir s3://bucket/run": "output_dir is s3://bucket/run, a URL; give a",
@@ -307,8 +308,8 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     before = """
 from unittest import mock
-from samestep.core.mesh import Layout
-from samestep.project import rendezvous
+from samestep.processes.mesh import Layout
+from samestep.launch import rendezvous
 rendezvous.this_layout = lambda: Layout(2)
 rendezvous.join = lambda _: mock.MagicMock(wait=lambda _: None)
 """

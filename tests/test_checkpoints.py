@@ -10,7 +10,7 @@ import pytest
 
 from conftest import reseal
 from samestep.base import files
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
 

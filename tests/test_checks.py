@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import kill_after, lines
-from samestep.core import checks
-from samestep.core.mesh import Layout
+from samestep.processes import alike
+from samestep.processes.mesh import Layout
 from test_exact import digests, with_task
 
 
@@ -17,7 +17,7 @@ def facts_of(model):
     """What one of two processes gathers about its weights."""
     found = []
     ranks = SimpleNamespace(layout=Layout(2), gather=lambda facts: found.append(facts) or [facts])
-    checks.check_alike(ranks, model, "")
+    alike.check_alike(ranks, model, "")
     return found[0]
 
 
@@ -36,7 +36,7 @@ def test_weights_of_two_kinds_of_devices_are_compared_by_their_sums(kind, factor
     ranks = SimpleNamespace(layout=Layout(2), gather=lambda _: both)
     expected = pytest.raises(ValueError, match="after step 3 process 1 has other weights")
     with expected if refused else contextlib.nullcontext():
-        checks.check_alike(ranks, model, "after step 3")
+        alike.check_alike(ranks, model, "after step 3")
 
 
 WIDE = """

@@ -5,8 +5,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import test_sharding
 from conftest import load_task
-from samestep.core import mesh as layout
-from samestep.core import ranks, sharding
+from samestep.processes import mesh as layout
+from samestep.processes import ranks, sharding
 from test_exact import with_task
 from test_sharding import agree, curve, make_small, train
 

@@ -20,7 +20,7 @@ from conftest import (
     read_weights,
     status,
 )
-from samestep.core import order
+from samestep.step import order
 
 # All fields of the schedule are read, so that each of them can show.
 BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
@@ -63,7 +63,7 @@ NOT_SHOWN = {"deterministic", "compile"}
 @pytest.mark.slow
 def test_each_accepted_change_changes_something(quick, tiny, whole, tmp_path):
     """Every field of train.py that changes the result shows in the numbers."""
-    program = "import json, train; from samestep.project import startup; "
+    program = "import json, train; from samestep.run import startup; "
     program += "print(json.dumps(startup.change_effects(train.Config())))"
     effects = json.loads(tiny.run("python", "-c", program).stdout)
     fields = {n for n, effect in effects.items() if effect == "result" and "." not in n}
@@ -153,7 +153,7 @@ def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, whole, tmp_pa
 # Kills the run before a step.
 KILL = """
 import os, signal
-from samestep.project.log import RunLog
+from samestep.run.log import RunLog
 def start_step(self, step, old=RunLog.start_step):
     if step == {}:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
 
 COMMIT = """
 import os, signal
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 checkpoints.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -229,8 +229,8 @@ def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_be
     output = tmp_path / "run"
     shutil.copytree(whole, output)
     flags = ["--output_dir", output, *BASE, "--max_steps", 12, "--accept_changes"]
-    killed = "import os\nfrom samestep.project import ending\n"
-    killed += "ending.weights.gather_model = lambda *_: os.kill(os.getpid(), 9)"
+    killed = "import os\nfrom samestep.end import ending\n"
+    killed += "ending.gather_model = lambda *_: os.kill(os.getpid(), 9)"
     quick(*flags, before=killed, codes=[-9])
     assert checkpoint(output, 12).exists()
     before = (output / "model" / "weights.pt").read_bytes()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from conftest import ROOT, lines, train_module
-from samestep.core import inputs, mesh, monitor
-from samestep.project import contract
+from samestep.contract import contract
+from samestep.processes import mesh
+from samestep.step import inputs, monitor
 
 ONE = mesh.Layout()  # of the processes: one alone
 

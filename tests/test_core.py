@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, edit, newest, preloaded, status
 from samestep.base.errors import UserError
-from samestep.core import script as own_script
-from samestep.core import stop
+from samestep.processes import stop
+from samestep.training import script as own_script
 
 MISTAKES_SCRIPT, MASKED = (ROOT / "tests" / f"own_{name}.py" for name in ("mistakes", "masked"))
 EXAMPLE = ROOT / "examples" / "own_script.py"
@@ -30,7 +30,7 @@ IMPORTED = """
 import sys
 from samestep import Training
 found = {name.split(".")[0] for name in sys.modules} & {"pydantic", "psutil"}
-found |= {"accelerate.commands.launch", "samestep.project"} & {*sys.modules}
+found |= {"accelerate.commands.launch", "samestep.launch"} & {*sys.modules}
 print(found or "nothing")
 """
 
@@ -418,7 +418,7 @@ def test_a_variable_that_somebody_exports_is_no_launcher(monkeypatch):
 
 NOTEBOOK = """
 import runpy, sys
-import samestep.core.training
+import samestep.training.training
 from accelerate import notebook_launcher
 def train():
     sys.argv = sys.argv[1:]

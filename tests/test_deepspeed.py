@@ -60,7 +60,7 @@ def test_a_killed_run_continues_with_new_settings(tiny, tmp_path, kind):
     flags = ["--task.samples", "100", *CONSTANT, "--output_dir"]
     train(tiny, "cpu", 1, "--max_steps", "4", *flags, reference)
     # A sample of step 8, which is read while step 7 computes.
-    (sample,) = load_task("samestep.core.order").sample_ids([56], 100, 0)
+    (sample,) = load_task("samestep.step.order").sample_ids([56], 100, 0)
     kill = ["--task.signal_at", str(sample)]
     train(tiny, kind, 2, *kill, "--max_steps", "8", *flags, output, codes=(-9, 1, 75))
     assert [path.name for path in output.glob("checkpoints/step-*")] == ["step-00000004"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import bake, lines, write_table
-from samestep.project import device
+from samestep.launch import device
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
 
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path):
     """The step before it is saved, although its data is fetched before that."""
-    from samestep.core import order
+    from samestep.step import order
 
     size, row = 1000, 5  # a row that the fingerprint of the data does not read
     place = order.sample_ids(range(size), size, 0).tolist().index(row)
@@ -65,9 +65,9 @@ def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
     program = """
 import torch
 from torch._dynamo.utils import counters
-from samestep.project import device
+from samestep.launch import device
 from accelerate.utils import compile_regions
-from samestep.core import weights
+from samestep.state import weights
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
 class Block(torch.nn.Module):
@@ -87,17 +87,17 @@ class Model(torch.nn.Module):
         return self.head(x)
 model, rows = Model(), torch.ones(3, 4, requires_grad=True)
 names, expected = [*model.state_dict()], model(rows)
-assert weights.eager(model).__class__.__name__ == "nullcontext"
+assert eager(model).__class__.__name__ == "nullcontext"
 device.compile_blocks(model)
 assert torch.equal(model(rows), expected) and [*model.state_dict()] == names
 assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 assert not torch._dynamo.config.optimize_ddp  # it would cut each block where DDP's buckets end
 assert sum(m._compiled_call_impl is not None for m in model.modules()) == 6
-with weights.eager(model):
+with eager(model):
     model(torch.ones(7, 4))
 assert counters["stats"]["unique_graphs"] == 1
-plain = weights.TaskModule(torch.nn.Linear(4, 4))
-assert not weights.is_compiled(plain) and weights.is_compiled(compile_regions(Model()))
+plain = TaskModule(torch.nn.Linear(4, 4))
+assert not is_compiled(plain) and is_compiled(compile_regions(Model()))
 device.compile_blocks(plain)
 plain(lambda model, batch: model(batch), rows)
 assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
@@ -107,7 +107,7 @@ assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
     from samestep.base import workers
-    from samestep.core.batches import count_workers
+    from samestep.step.loader import count_workers
 
     cuda, cpu = (torch.device(kind) for kind in ("cuda", "cpu"))
     images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
@@ -123,15 +123,17 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
 
 
 def test_batch_norm_is_synchronized_over_gpus_with_equal_shares():
-    from samestep.core import batches, ranks, weights
+    from samestep.processes import ranks
+    from samestep.step.model import sync_batch_norms
+    from samestep.step.plan import StepPlan
 
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_processes=2)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    synchronized = weights.sync_batch_norms(model, gpu, batches.StepPlan(8, 2, (2, 2), 0), "equal")
+    synchronized = sync_batch_norms(model, gpu, StepPlan(8, 2, (2, 2), 0), "equal")
     assert type(synchronized[0]).__name__ == "SyncBatchNorm"
     for shares, wanted in (((3, 1), "equal"), ((2, 2), "auto")):  # some would wait for ever
         with pytest.raises(ranks.UserError, match="BatchNorm needs equal shares"):
-            weights.sync_batch_norms(model, gpu, batches.StepPlan(8, 2, shares, 0), wanted)
+            sync_batch_norms(model, gpu, StepPlan(8, 2, shares, 0), wanted)
 
 
 NONE = {"ACCELERATE_MIXED_PRECISION": "no"}

@@ -18,8 +18,8 @@ from PIL import Image
 
 from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
 from samestep.__main__ import VERBS
-from samestep.core import training
-from samestep.project import config
+from samestep.settings import config
+from samestep.training import training
 
 sys.path.append(str(ROOT / "docs"))
 import render  # noqa: E402

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import make_tiny
-from samestep.core.weights import TaskModule, build_empty, form_of
-from samestep.project import dtypes
+from samestep.contract import dtypes
+from samestep.step.model import TaskModule, build_empty, form_of
 from test_prepared import RECIPE, write_rows
 from test_probes import train
 

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from conftest import ROOT, SOURCE, bake, lines, load_module, write_table
-from samestep.core.batches import seed_micro_batch
+from samestep.step.seeds import seed_micro_batch
 from test_cookbook import apply
 from test_tasks import BY_NAME, STEPS, check_two_processes_and_a_lost_half
 

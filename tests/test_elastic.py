@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from conftest import checkpoint, digest, lines, newest, status, wait_until
 from samestep.base import errors, run_folder
-from samestep.project import rendezvous
+from samestep.launch import rendezvous
 
 # Steps of 0.1 s with four processes, 0.15 s with three, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from conftest import BakedProject, bake, digest, lines, newest, read_weights, with_ddp
-from samestep.core import batches, order
-from samestep.core.exact import ExactGradients
+from samestep.step import order
+from samestep.step.exact import ExactGradients
+from samestep.step.plan import assign_micro_batches, plan_step
 from test_continuing import KILL
 from test_invariance import DROPOUT, check_same_curve, timeless
 
@@ -147,7 +148,7 @@ def sample_of(step):
 
 
 # A process that has died cannot say so: the others wait for it.
-SOON = "from samestep.project import rendezvous as r; r.LOOK, r.GRACE = 0.2, 1"
+SOON = "from samestep.launch import rendezvous as r; r.LOOK, r.GRACE = 0.2, 1"
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
@@ -242,7 +243,7 @@ def test_no_way_to_assign_takes_less_time(speeds, least):
         return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
     for count in range(least * len(speeds), 15):
-        shares = batches.assign_micro_batches(count, speeds, least)
+        shares = assign_micro_batches(count, speeds, least)
         assert sum(shares) == count and min(shares) >= least
         possible = [way for way in ways(count, len(speeds)) if min(way) >= least]
         assert seconds(shares) == min(map(seconds, possible))
@@ -252,6 +253,6 @@ def test_no_way_to_assign_takes_less_time(speeds, least):
 
 def test_neighbours_that_share_weights_take_turns():
     """Two copies of a model, each on three processes: a copy has one run of micro-batches."""
-    plan = batches.plan_step(12, 1, 6, exact=True, in_step=3)
+    plan = plan_step(12, 1, 6, exact=True, in_step=3)
     runs = [[*plan.run(rank)] for rank in range(6)]
     assert runs == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]

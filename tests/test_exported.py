@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, bake, status, write_table
-from samestep.project import contract, ending, export_check
+from samestep.contract import contract
+from samestep.end import ending, export_check
 from samestep.report import model_card
 from test_tasks import BY_NAME, TEMPLATES, chat
 

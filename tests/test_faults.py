@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from conftest import checkpoint, digest, edit, lines, read_checkpoint, read_weights, status
-from samestep.core import mesh, monitor, order
+from samestep.processes import mesh
+from samestep.step import monitor, order
 from test_exact import with_task
 
 # ---- Not finite ----------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
 
 WAITS = """
 import os, time, task
-from samestep.project import rendezvous
+from samestep.launch import rendezvous
 rendezvous.LOOK, rendezvous.GRACE = 0.2, 1
 plain, calls = task.loss_sum, []
 def loss_sum(*given):

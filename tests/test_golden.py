@@ -19,7 +19,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import bake, lines, load_task
-from samestep.project import contract, prepared
+from samestep.contract import contract
+from samestep.prepared import prepared
 
 FOLDER = Path(__file__).with_name("golden")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import GPUS, bake, checkpoint, copy_until, digest, lines, newest, read_weights
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 from test_stopping import kill_all
 
 # Prints the first number of the compute capability of each GPU that torch can use.

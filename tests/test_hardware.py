@@ -15,11 +15,12 @@ from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
 from conftest import ROOT, SOURCE, edit
-from samestep.core import mesh as layout
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
+from samestep.launch import combinations, launched, launcher
+from samestep.processes import mesh as layout
 from samestep.programs import hardware as hardware_program
-from samestep.project import combinations, launched, launcher, startup
+from samestep.run import startup
 from test_exact import with_task
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
@@ -208,7 +209,7 @@ def test_rows_that_context_parallelism_cannot_cut():
 
 GIVEN = """
 from accelerate.commands.config import config_args
-from samestep.project import shutdown
+from samestep.launch import shutdown
 config_args.default_config_file = {default!r}
 shutdown.LAUNCHER_WORDS = [*{words!r}, "train.py"]
 """

@@ -17,10 +17,12 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, write_table
-from samestep.core import batches
+from samestep.base.errors import UserError
+from samestep.contract import contract
 from samestep.data import readers
 from samestep.images import image_rows, images
-from samestep.project import contract, prepared
+from samestep.prepared import prepared
+from samestep.step.samples import SampleDataset
 from test_tasks import COLORS, STEPS, picture, refusal
 
 
@@ -192,13 +194,13 @@ def test_a_run_that_resumes_keeps_its_classes(task, config, prepare, tmp_path):
 def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path):
     cfg, prepared, (train, _) = prepare(folders(tmp_path / "a"))
     bound = contract.bind(task, cfg, prepared)
-    rows, places = batches.SampleDataset(train, bound, seed=0), [*range(len(train))]
+    rows, places = SampleDataset(train, bound, seed=0), [*range(len(train))]
     path = Path(train.dataset[3]["place"])
     content = path.read_bytes()
     other = picture(COLORS["green"], 77)
     for damage in (lambda: other.save(path), path.unlink):
         damage()
-        with pytest.raises(batches.UserError) as error:
+        with pytest.raises(UserError) as error:
             rows.__getitems__(places)
         said = str(error.value)
         assert said.startswith(f"task.data: {path}: ") and "\n" not in said
@@ -206,7 +208,7 @@ def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path)
             "; put back the image that was prepared, and the same command continues"
         )
     worker = ExceptionWrapper(error._excinfo, where="in DataLoader worker process 0")
-    with pytest.raises(batches.UserError, match=f"^{re.escape(said)}$"):  # without its traceback
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):  # without its traceback
         worker.reraise()
     path.write_bytes(content)
     assert len(rows.__getitems__(places)) == len(train)

@@ -124,7 +124,7 @@ import sys, task
 read, original = [], task.Numbers.__getitem__
 task.Numbers.__getitem__ = lambda self, i: (read.append((self.first, i)), original(self, i))[1]
 import train
-from samestep.core import order
+from samestep.step import order
 trained = lambda: [i for first, i in read if first == 0][-16:]
 train.shutdown.exit_process = lambda code: print(code, trained(), len(read))
 sys.argv = ["train.py", *sys.argv[1:]]

@@ -9,9 +9,9 @@ import yaml
 
 from conftest import ROOT, SOURCE, THREADS, digest, status
 from samestep.base import launching
-from samestep.core import mesh
+from samestep.launch import launched
+from samestep.processes import mesh
 from samestep.programs import env
-from samestep.project import launched
 from test_hardware import SHIPPED, launched_env
 from test_hardware import machine as machine  # the fixture
 from test_invariance import curve

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
-from samestep.core import checks, ranks
-from samestep.project import consistency
+from samestep.processes import alike, ranks
+from samestep.run import consistency
 from test_exact import SOON
 
 # ---- What all processes must have in common ------------------------------------------------------
@@ -33,7 +33,7 @@ def test_a_difference_names_the_machines(changes, said):
     found = [FACTS | each for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])
     with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
-        checks.check_same(processes, FACTS)
+        alike.check_same(processes, FACTS)
 
 
 def test_devices_may_differ_but_not_with_exact():
@@ -52,7 +52,7 @@ PROGRAM = """
 import helper, json, sys
 from pathlib import Path
 sys.path.insert(0, "elsewhere")
-from samestep.project import consistency
+from samestep.run import consistency
 manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
 manifest["code"] = consistency.hash_project(Path.cwd())
 print(json.dumps(consistency.collect_facts(manifest, False)))
@@ -78,7 +78,7 @@ def test_the_program_and_modules_beside_it_are_compared(tmp_path):
     assert "module unused.py" not in found[0]
 
     def compare(*facts):
-        checks.check_same(SimpleNamespace(gather=lambda _: [*zip("ab", facts, strict=True)]), {})
+        alike.check_same(SimpleNamespace(gather=lambda _: [*zip("ab", facts, strict=True)]), {})
 
     for pair, name, other in (((1, 2), "train_pipeline", "helper"), ((0, 1), "helper", "pipeline")):
         with pytest.raises(ranks.UserError, match=f"module {name}.py is ") as error:

@@ -11,7 +11,7 @@ FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
 # 60 rows to train on in three sources; 11 rows to evaluate on.
 SOURCES = """
 import task
-from samestep.core.inputs import Source
+from samestep.step.inputs import Source
 def sources_of(dataset):
     if len(dataset) == 11:
         return [Source("a", 5, 1), Source("none", 0, 1), Source("b/c", 6, 1)]

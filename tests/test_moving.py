@@ -5,7 +5,8 @@ import torch
 from safetensors import safe_open
 
 from conftest import checkpoint, copy_until, digest, lines, read_checkpoint, status
-from samestep.core import checkpoints, order
+from samestep.state import checkpoints
+from samestep.step import order
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
 ASYNC = [*FLAGS, "--async_save", "true"]
@@ -76,7 +77,7 @@ def test_changes_of_settings(tmp_path):
 # Runs a piece of Python before each file is written: it sees `write`, `calls` and `folder`.
 SLOWED = """
 import os, signal, threading, time
-from samestep.core import tensor_files
+from samestep.state import tensor_files
 write, calls, inside = tensor_files.write_share, [], []
 def slow(share, folder):
     assert not inside, "two saves at once"

@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.core import batches, inputs, order, shares
-from samestep.project import contract
+from samestep.contract import contract
+from samestep.step import inputs, order, seeds, shares
+from samestep.step.loader import make_loader
+from samestep.step.plan import StepPlan, assign_micro_batches
+from samestep.step.samples import (
+    EvaluationSampler,
+    SampleDataset,
+    StepBatchSampler,
+    hash_batch,
+    read_samples,
+)
 
 
 def Source(name, rows, weight=1):  # noqa: N802
@@ -49,7 +58,7 @@ def test_the_order_is_a_function_of_the_seed_and_the_sources():
         found.update(one.passes(range(first, first + 500)).tobytes())
     assert found.hexdigest()[:16] == "751d275d2789f5ee"
     assert one.count(8 * 10**15) == [n * 10**15 for n in (3, 1, 1, 2, 1)]
-    rows = batches.SampleDataset(range(37), seed=3)
+    rows = SampleDataset(range(37), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
     assert dict(rows.__getitems__([36, 37])) == {26: 13302199687785192542, 14: 18324349750694920125}
 
@@ -140,7 +149,7 @@ class View:
 def test_random_numbers_of_a_row_belong_to_the_pass_over_its_source():
     """A pass over a small source ends early: its rows come again, with other random numbers."""
     sources = [Source("small", 4, 1), Source("large", 1000, 1)]
-    rows = batches.SampleDataset(View(1004, sources), seed=3)
+    rows = SampleDataset(View(1004, sources), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
     drawn = [pair for pair in rows.__getitems__(range(80)) if pair[0] < 4]
     assert len(drawn) == 40 and len({*drawn}) == 40
@@ -154,11 +163,11 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     task, data = SimpleNamespace(count=lambda batch: len(batch["x"])), View(rows, half, lengths)
     task.collate = lambda rows: {"x": torch.stack([tensor["x"] for _ in rows])}
     tracemalloc.start()
-    batches.hash_batch(data, task, batches.read_samples(data, task))
-    train = batches.SampleDataset(data, task, seed=0)
+    hash_batch(data, task, read_samples(data, task))
+    train = SampleDataset(data, task, seed=0)
     assert np.shares_memory(train.sizes, lengths)
-    sampler = batches.StepBatchSampler(batches.StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
-    loader = iter(batches.make_loader(train, sampler, task, 0, torch.device("cpu")))
+    sampler = StepBatchSampler(StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
+    loader = iter(make_loader(train, sampler, task, 0, torch.device("cpu")))
     assert next(loader)[1][0] == 32 and next(loader)[1][0] == 32
     assert len(pickle.dumps(train)) < 500_000
     _, peak = tracemalloc.get_traced_memory()
@@ -186,7 +195,7 @@ def test_attributes_of_another_meaning_are_left_alone():
     view = View(12, ["left", "right"])
     view.lanes = 3
     assert inputs.list_sources(view, training=True) == []
-    rows = batches.SampleDataset(view, SimpleNamespace(), seed=0)
+    rows = SampleDataset(view, SimpleNamespace(), seed=0)
     assert not rows.is_stream and sorted(rows.ids(range(12))) == [*range(12)]
 
 
@@ -213,11 +222,11 @@ def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
     """Three, none, one and two batches, dealt as one list; all ranks get as many, of which the rest
     is filler."""
     sources = [Source("a", 5), Source("none", 0), Source("b", 1), Source("c", 4)]
-    rows = batches.SampleDataset(View(10, sources))
-    plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
-    samplers = [batches.EvaluationSampler(plan, rows) for plan in plans]
+    rows = SampleDataset(View(10, sources))
+    plans = [StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
+    samplers = [EvaluationSampler(plan, rows) for plan in plans]
     dealt = [list(sampler) for sampler in samplers]
-    busiest = max(batches.assign_micro_batches(6, shares))
+    busiest = max(assign_micro_batches(6, shares))
     assert {*map(len, dealt)} == {*map(len, samplers)} == {busiest}
     kept = [part for each in dealt for part in each if part != [10]]
     assert kept == [[0, 1], [2, 3], [4], [5], [6, 7], [8, 9]]
@@ -228,8 +237,8 @@ def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
 def test_rows_are_sorted_within_their_source_of_an_evaluation():
     sources = [Source("a", 5), Source("b", 4)]
     task = SimpleNamespace()
-    rows = batches.SampleDataset(View(9, sources, [9, 3, 8, 4, 7, 1, 6, 2, 5]), task)
-    sampler = batches.EvaluationSampler(batches.StepPlan(16, 3), rows)
+    rows = SampleDataset(View(9, sources, [9, 3, 8, 4, 7, 1, 6, 2, 5]), task)
+    sampler = EvaluationSampler(StepPlan(16, 3), rows)
     assert list(sampler) == [[1, 3, 4], [2, 0], [5, 7, 8], [6]]
 
 
@@ -237,7 +246,7 @@ def test_each_micro_batch_of_each_step_draws_other_numbers():
     """From torch, NumPy and Python alike; the last number is a golden one."""
     drawn = {}
     for case in [*itertools.product((0, 1), (1, 2, 3), range(4))] * 2:
-        batches.seed_micro_batch(*case)
+        seeds.seed_micro_batch(*case)
         numbers = torch.initial_seed(), float(np.random.rand()), random.random()
         assert drawn.setdefault(case, numbers) == numbers
     assert [len({*each}) for each in zip(*drawn.values(), strict=True)] == [24] * 3
@@ -254,4 +263,4 @@ def test_a_micro_batch_is_measured_without_a_trace(monkeypatch):
     assert shares.measure_micro_batch(model, lambda: model(rows).square().sum()) == 3.0
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
-    assert batches.assign_micro_batches(12, [1 / 20, 1 / 10], least=1) == (4, 8)
+    assert assign_micro_batches(12, [1 / 20, 1 / 10], least=1) == (4, 8)

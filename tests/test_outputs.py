@@ -10,13 +10,13 @@ from sklearn.metrics import roc_auc_score
 
 from conftest import ROOT, lines, make_tiny, train_module
 from samestep.base.errors import UserError
-from samestep.core import mesh
-from samestep.core.outputs import EvaluationOutputs, merge, to_part
+from samestep.processes import mesh
+from samestep.step.outputs import EvaluationOutputs, merge, to_part
 
 OUTPUTS = """
 
 from sklearn.metrics import roc_auc_score
-from samestep.core.inputs import Source
+from samestep.step.inputs import Source
 
 sums_to_scores, rows_of = metrics, views
 

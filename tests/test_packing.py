@@ -11,9 +11,9 @@ import torch.optim.lr_scheduler as rates
 import transformers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from samestep.core import packing, tensor_files, weights
-from samestep.core.mesh import Layout
-from samestep.core.ranks import Ranks
+from samestep.processes.mesh import Layout
+from samestep.processes.ranks import Ranks
+from samestep.state import optimizers, packing, tensor_files, weights
 
 ONE = Ranks(Layout())
 
@@ -78,7 +78,7 @@ def test_a_scheduler_and_an_average_come_back_bit_for_bit(tmp_path, name, kind):
     assert train(state, 0, 9) == whole[:9]
     tensors, others = state.collect()
     tensor_files.write_share(tensor_files.take_share(tensors, ONE), tmp_path)
-    about = {"optimizer": weights.settings_as_text(state.settings), "others": others}
+    about = {"optimizer": optimizers.settings_as_text(state.settings), "others": others}
     saved = json.loads(json.dumps(about | {"hardware": {"processes": 1}}))
     state = build(make, kind)
     state.load(tmp_path, saved, saved)

@@ -18,8 +18,8 @@ from conftest import (
     preloaded,
     train_module,
 )
-from samestep.core import mesh
 from samestep.models import next_token
+from samestep.processes import mesh
 from test_sharding import agree, make_small, train
 
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"

@@ -21,7 +21,8 @@ import torch
 import yaml
 
 from conftest import ROOT, BakedProject, edit, kill_after, lines, make_tiny, preloaded
-from samestep.project import prepared_key, startup
+from samestep.prepared import prepared_key
+from samestep.run import startup
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (
@@ -196,7 +197,7 @@ def test_an_edit_of_the_loss_prepares_nothing_anew(tmp_path, path):
 def test_the_key_is_the_same_in_every_process(texts):
     own = 'STOP = {"the", "a", "of", "and"}\n' + CLEAN.replace("text.", "STOP and text.")
     change(texts, CLEAN, own)
-    program = "import task; from samestep.project import prepared_key as key\n"
+    program = "import task; from samestep.prepared import prepared_key as key\n"
     program += "print(sorted(key.code_of(task).items()))"
     printed = [texts.run("python", "-c", program, PYTHONHASHSEED=seed).stdout for seed in "12"]
     assert printed[0] == printed[1] and "STOP" in printed[0]
@@ -280,7 +281,7 @@ import os, sys, json
 from dataclasses import dataclass
 from types import SimpleNamespace
 import datasets
-from samestep.project import prepared
+from samestep.prepared import prepared
 prepared.LOCK_SECONDS = 0.5
 
 @dataclass

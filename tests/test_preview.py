@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from samestep.project import preview
+from samestep.prepared import preview
 
 
 def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tmp_path):

@@ -1,4 +1,4 @@
-"""The core computes what core/reference.py does in plain Python, to the bit: rows, cuts, sums."""
+"""The core computes what step/reference.py does in plain Python, to the bit: rows, cuts, sums."""
 
 import itertools
 import math
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from conftest import ROOT, BakedProject, preloaded
-from samestep.core import batches, exact, order, reference
+from samestep.step import exact, order, reference
+from samestep.step.plan import plan_step
+from samestep.step.samples import StepBatchSampler
 
 
 def test_the_rows_of_a_step_are_those_of_the_reference():
@@ -29,12 +31,12 @@ def test_any_cut_and_any_shares_are_those_of_the_reference():
         whole = is_exact and (samples % size or samples // size < ranks)
         if samples < ranks or whole:
             with pytest.raises(ValueError, match="start at most|give a micro_batch_size of"):
-                batches.plan_step(samples, size, ranks, is_exact)
+                plan_step(samples, size, ranks, is_exact)
             continue
         positions, dealt = range(7 * samples, 8 * samples), []
         for rank in range(ranks):
-            plan = batches.plan_step(samples, size, ranks, is_exact, rank=rank)
-            dealt += batches.StepBatchSampler(plan, positions.start, positions.stop)
+            plan = plan_step(samples, size, ranks, is_exact, rank=rank)
+            dealt += StepBatchSampler(plan, positions.start, positions.stop)
         parts = reference.micro_batches(positions, size, 1 if is_exact else ranks)
         assert dealt == [[*part] for part in parts]
         sizes = {*map(len, parts)}
@@ -67,7 +69,10 @@ def test_any_division_into_runs_is_added_in_the_same_order(count):
 STEP = """
 import copy, torch
 from accelerate import Accelerator
-from samestep.core import batches, exact, mesh, ranks, reference, sums
+from samestep.processes import mesh, ranks
+from samestep.step import exact, reference, sums
+from samestep.step.plan import plan_step
+from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler
 
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
@@ -84,11 +89,11 @@ def loss_sum(model, rows):
     return model(torch.stack(rows)).square().sum()
 
 
-plan = batches.plan_step(14, 2, layout.replicas, exact=True, rank=layout.rank)
-dataset = batches.SampleDataset(rows, None, seed=3)
+plan = plan_step(14, 2, layout.replicas, exact=True, rank=layout.rank)
+dataset = SampleDataset(rows, None, seed=3)
 gradients = exact.step_gradients(accelerator, processes, model, True)
 gradients.start_step(plan)
-for number, positions in zip(plan.run(), batches.StepBatchSampler(plan, 28, 42), strict=True):
+for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=True):
     batch = [row for _, row in dataset.__getitems__(positions)]
     with gradients.micro_batch(number, batch):
         accelerator.backward(loss_sum(model, batch) * (gradients.divisor / 14))
@@ -100,7 +105,7 @@ for weight, expected in zip(
 ):
     assert torch.equal(weight.grad, expected)
 
-sampler = batches.EvaluationSampler(plan, batches.SampleDataset(view))
+sampler = EvaluationSampler(plan, SampleDataset(view))
 totals = sums.EvaluationSums(sampler, accelerator.device)
 for positions in sampler:
     totals.add({"values": view[[i % 11 for i in positions]].sum(0)})

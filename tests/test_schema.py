@@ -9,7 +9,7 @@ import yaml
 
 from conftest import ROOT, train_module
 from samestep.programs.schema import recipe_schema
-from samestep.project import config
+from samestep.settings import config
 
 TASKS = [path.parent.name for path in sorted((ROOT / "templates").glob("*/task.py"))]
 

@@ -23,8 +23,8 @@ from conftest import (
     trained,
     wait_until,
 )
-from samestep.core.checkpoints import read_manifest
 from samestep.report import tracking
+from samestep.state.checkpoints import read_manifest
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
 
@@ -173,7 +173,7 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_
 # Ended by a signal when an evaluation begins, after its step was saved.
 ENDED = """
 import os, signal
-from samestep.project.loading import EvalLoader
+from samestep.run.loading import EvalLoader
 begun = []
 def batches(self, *given, old=EvalLoader.batches):
     begun.append(1)

@@ -28,7 +28,7 @@ from conftest import (
     status,
     with_ddp,
 )
-from samestep.project import launcher
+from samestep.launch import launcher
 from test_exact import BATCH_NORM, with_task
 from test_invariance import check_same_curve, curve
 

@@ -11,10 +11,12 @@ import yaml
 import hub
 from conftest import ROOT, bake, load_task
 from samestep.base.console import one_line
-from samestep.core import batches
+from samestep.contract import contract
 from samestep.data import files, rows, sources
 from samestep.models import pretrained
-from samestep.project import contract, prepared_key
+from samestep.prepared import prepared_key
+from samestep.step.plan import StepPlan
+from samestep.step.samples import SampleDataset, StepBatchSampler
 from samestep.text import tokenizing
 
 TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
@@ -165,13 +167,13 @@ def test_the_contract_describes_each_function_of_a_task():
 
 def test_sorting_moves_rows_within_a_step_alone():
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
-    rows = batches.SampleDataset(range(50), seed=1)
+    rows = SampleDataset(range(50), seed=1)
     rows.sizes = sizes
     for micro, shares in ((8, (2,)), (2, (5, 2, 1))):
         steps = [[], [], []]
         for rank, share in enumerate(shares):
-            plan = batches.StepPlan(16, micro, shares, rank)
-            slices = list(batches.StepBatchSampler(plan, 16, 64, rows.sort))
+            plan = StepPlan(16, micro, shares, rank)
+            slices = list(StepBatchSampler(plan, 16, 64, rows.sort))
             assert [len(s) for s in slices] == [micro] * 3 * share
             for step in range(3):
                 steps[step] += sum(slices[step * share : (step + 1) * share], [])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import lines
-from samestep.core import mesh as layout
+from samestep.processes import mesh as layout
 from samestep.report import speed
 
 
@@ -152,7 +152,7 @@ def between_steps(step):
         sys.setprofile(count)
 """
 TRAINED = """
-from samestep.project.log import RunLog
+from samestep.run.log import RunLog
 start_step = RunLog.start_step
 RunLog.start_step = lambda log, step: [start_step(log, step), between_steps(step)]
 """

@@ -9,8 +9,10 @@ import torch
 from safetensors import safe_open
 
 from conftest import read_checkpoint, read_weights
-from samestep.core import mesh, tensor_files, weights
-from samestep.core.ranks import Ranks
+from samestep.processes import mesh
+from samestep.processes.ranks import Ranks
+from samestep.state import optimizers, tensor_files, weights
+from samestep.step.model import TaskModule
 
 ONE = Ranks(mesh.Layout())  # the ranks of a run of one process
 
@@ -60,13 +62,13 @@ KINDS = [Counting, torch.optim.AdamW]
 
 
 def state_of(model, optimizer):
-    module = weights.TaskModule(model)
+    module = TaskModule(model)
     accelerator = SimpleNamespace(scaler=None, deepspeed_plugin=None, is_main_process=True)
     accelerator._custom_objects, accelerator._schedulers = [], []
     accelerator.unwrap_model = lambda module, keep_torch_compile: module
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
-    settings = weights.optimizer_settings(optimizer)
+    settings = optimizers.optimizer_settings(optimizer)
     return weights.TrainingState(accelerator, module, optimizer, ONE.layout, settings)
 
 
@@ -81,7 +83,7 @@ def train(state, steps):
 
 
 def manifest_of(state):
-    manifest = {"optimizer": weights.settings_as_text(state.settings)}
+    manifest = {"optimizer": optimizers.settings_as_text(state.settings)}
     manifest["frozen_weights"] = weights.frozen_digest(state.module.model)
     manifest |= {"hardware": {"processes": 1}, "others": state.collect()[1]}
     return json.loads(json.dumps(manifest))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from samestep.core import state_hash
+from samestep.state import state_hash
 
 SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
 DTYPES = {"model.b": torch.float64, "model.c": torch.bfloat16}

@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     """Nor does the first one after another signal: it may come in the middle of the save."""
     program = """
 import os, signal, time
-from samestep.project import shutdown
+from samestep.launch import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
 os.kill(os.getpid(), signal.SIGTERM)
@@ -213,7 +213,7 @@ print("not reached", flush=True)
 def test_a_worker_that_a_pool_starts_while_the_process_leaves_ends(project):
     program = """
 import os
-from samestep.project import shutdown
+from samestep.launch import shutdown
 stop = shutdown.StopRequest()
 stop.leaving = True
 pid = os.fork()

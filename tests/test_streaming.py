@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from conftest import bake, digest, lines, load_task, prepare_task, write_table
-from samestep.core import batches
 from samestep.data import files
-from samestep.streaming import lanes
-from samestep.text import tokenizing
+from samestep.step.loader import make_loader
+from samestep.step.plan import StepPlan
+from samestep.step.samples import SampleDataset, StepBatchSampler
+from samestep.text import lanes, tokenizing
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
@@ -135,11 +136,11 @@ def steps_of(stream, shares, workers, steps, first=0, last=None):
     """The ids of each step, whose micro-batches of 3 samples processes compute in these shares."""
     found = [[] for _ in range(steps)]
     for rank in range(len(shares)):
-        rows = batches.SampleDataset(stream, None, 5)
+        rows = SampleDataset(stream, None, 5)
         stream.begin(5, STEP, first * STEP, last)
-        plan = batches.StepPlan(STEP, 3, shares, rank)
-        sampler = batches.StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
-        loader = batches.make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
+        plan = StepPlan(STEP, 3, shares, rank)
+        sampler = StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
+        loader = make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
         for number, (_, _, ids) in enumerate(loader):
             found[number // len(plan.run())] += ids.tolist()
     return found

@@ -22,10 +22,10 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, digest, lines, load_task, prepare_task, status, write_table
-from samestep.core import inputs
+from samestep.contract import contract
 from samestep.data import views
 from samestep.data.plain import load_splits
-from samestep.project import contract
+from samestep.step import inputs
 from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()

@@ -12,9 +12,9 @@ import transformers
 from sklearn.metrics import f1_score, r2_score
 from transformers import AutoTokenizer
 
+from samestep.contract import contract
 from samestep.data import labels
-from samestep.project import contract
-from samestep.project import prepared as prepared_data
+from samestep.prepared import prepared as prepared_data
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()

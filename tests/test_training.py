@@ -71,7 +71,7 @@ def test_the_learning_rate_warms_up_and_decays_as_its_schedule_says(project):
 
 PLAIN = """
 import math, task, torch
-from samestep.core.order import sample_ids
+from samestep.step.order import sample_ids
 cfg = task.TaskConfig()
 torch.manual_seed(0)
 model, (rows, _) = task.build_model(cfg), task.views(cfg)

@@ -3,11 +3,12 @@
 import pytest
 
 from samestep.base.errors import UserError
-from samestep.core import batches
+from samestep.step.plan import plan_step
+from samestep.step.samples import SampleDataset
 
 
 def test_rows_keep_their_ids_and_filler_has_none():
-    rows = batches.SampleDataset(["a", "b", "c"])
+    rows = SampleDataset(["a", "b", "c"])
     assert rows.__getitems__([2, 0]) == [(2, "c"), (0, "a")]
     assert rows.__getitems__([3]) == [(-1, "a")]
 
@@ -25,7 +26,7 @@ def test_rows_keep_their_ids_and_filler_has_none():
     ],
 )
 def test_a_step_is_cut_by_one_formula(step, shares, text):
-    plan = batches.plan_step(*step)
+    plan = plan_step(*step)
     assert plan.shares == shares and plan.describe().startswith(text)
 
 
@@ -44,10 +45,10 @@ def test_a_step_is_cut_by_one_formula(step, shares, text):
 def test_a_cut_that_is_impossible_is_one_line(step, said):
     step = dict(step)
     with pytest.raises(UserError, match=said):
-        batches.plan_step(24, step.pop("micro", 5), **step)
+        plan_step(24, step.pop("micro", 5), **step)
 
 
 def test_processes_that_share_weights_have_as_many_micro_batches():
     """Also where they do not divide the samples: the sizes differ by one."""
-    plan = batches.plan_step(10, 2, 4, in_step=4)
+    plan = plan_step(10, 2, 4, in_step=4)
     assert plan.shares == (2, 2, 2, 2) and plan.largest == 2

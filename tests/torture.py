@@ -17,7 +17,7 @@ import test_core
 import test_exact
 import test_stopping
 from conftest import digest, make_tiny, newest
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
 # A save in the background is nearly always in flight.

@@ -16,44 +16,44 @@ __version__ = "2.0.0.dev0"
 
 if TYPE_CHECKING:  # the table of contents: `contents` reads it
     # A script of your own
-    from samestep.core.training import Training as Training
+    from samestep.training.training import Training as Training
     from samestep.base.errors import UserError as UserError
     from samestep.base.errors import Failed as Failed
 
     # The fields of a recipe and of a task
-    from samestep.project.run_config import RunConfig as RunConfig
+    from samestep.settings.run_config import RunConfig as RunConfig
     from samestep.base.fields import MODEL as MODEL
     from samestep.base.fields import NOTHING as NOTHING
     from samestep.base.fields import ROUNDING as ROUNDING
-    from samestep.project.config import BatchSize as BatchSize
+    from samestep.settings.config import BatchSize as BatchSize
     from samestep.base.fields import ClosedUnitInterval as ClosedUnitInterval
-    from samestep.project.config import DecayRate as DecayRate
-    from samestep.project.config import Interval as Interval
+    from samestep.settings.config import DecayRate as DecayRate
+    from samestep.settings.config import Interval as Interval
     from samestep.base.fields import NonNegativeFloat as NonNegativeFloat
     from samestep.base.fields import NonNegativeInt as NonNegativeInt
     from samestep.base.fields import PositiveInt as PositiveInt
 
     # train.py, from its start to its end
-    from samestep.project import shutdown as shutdown
-    from samestep.project.startup import prepare_run as prepare_run
-    from samestep.project.startup import RunStart as RunStart
-    from samestep.core.ranks import Ranks as Ranks
-    from samestep.project.run import Run as Run
-    from samestep.project import device as device
-    from samestep.project.dtypes import split_by_decay as split_by_decay
-    from samestep.project.loading import TrainLoader as TrainLoader
-    from samestep.project.loading import EvalLoader as EvalLoader
-    from samestep.core.sums import EvaluationSums as EvaluationSums
-    from samestep.core.exact import step_gradients as step_gradients
-    from samestep.core.exact import StepGradients as StepGradients
-    from samestep.project.saving import Saver as Saver
-    from samestep.project.probes import probe_task as probe_task
-    from samestep.project.log import RunLog as RunLog
-    from samestep.core.batches import seed_micro_batch as seed_micro_batch
-    from samestep.core.monitor import skip_unless_finite as skip_unless_finite
-    from samestep.project.ending import export as export
-    from samestep.project.ending import write_evaluation as write_evaluation
-    from samestep.project.ending import finish as finish
+    from samestep.launch import shutdown as shutdown
+    from samestep.run.startup import prepare_run as prepare_run
+    from samestep.run.startup import RunStart as RunStart
+    from samestep.processes.ranks import Ranks as Ranks
+    from samestep.run.run import Run as Run
+    from samestep.launch import device as device
+    from samestep.contract.dtypes import split_by_decay as split_by_decay
+    from samestep.run.loading import TrainLoader as TrainLoader
+    from samestep.run.loading import EvalLoader as EvalLoader
+    from samestep.step.sums import EvaluationSums as EvaluationSums
+    from samestep.step.exact import step_gradients as step_gradients
+    from samestep.step.exact import StepGradients as StepGradients
+    from samestep.run.saving import Saver as Saver
+    from samestep.run.probes import probe_task as probe_task
+    from samestep.run.log import RunLog as RunLog
+    from samestep.step.seeds import seed_micro_batch as seed_micro_batch
+    from samestep.step.monitor import skip_unless_finite as skip_unless_finite
+    from samestep.end.ending import export as export
+    from samestep.end.ending import write_evaluation as write_evaluation
+    from samestep.end.ending import finish as finish
 
     # The data of a task
     from samestep.data.plain import load_splits as load_splits
@@ -79,9 +79,9 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     from samestep.models import classification as classification
 
     # Checkpoints, and weights that are sharded
-    from samestep.core.tensor_files import TensorReader as TensorReader
-    from samestep.core.sharding import full_tensor as full_tensor
-    from samestep.core.sharding import local as local
+    from samestep.state.tensor_files import TensorReader as TensorReader
+    from samestep.processes.sharding import full_tensor as full_tensor
+    from samestep.processes.sharding import local as local
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 
 import task
 import train
-from samestep.core.tensor_files import TensorReader
+from samestep.state.tensor_files import TensorReader
 
 PROJECT = Path(__file__).parent.parent
 STEPS = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--log_every", "1"]

@@ -29,7 +29,7 @@ from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 # Beside those of `again`: settings of a start that leave no trace in the result.
 QUIET = again.QUIET | {"check_export": False, "eval_every": 0, "keep_checkpoints": 0}
@@ -113,7 +113,7 @@ class _Audit:
 
 def prepare(audit: _Audit, scratch: Path, args: Namespace) -> tuple[list, list]:
     """Compares code and data; the command that trains again, and the environments of processes."""
-    from samestep.project import startup
+    from samestep.run import startup
 
     environment, hardware = audit.receipt["environment"], audit.receipt["hardware"]
     envs = again.environments_of(environment, hardware, args.processes)

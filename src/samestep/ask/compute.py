@@ -23,16 +23,20 @@ from accelerate.utils import send_to_device
 
 from samestep.ask.data import Part
 from samestep.base.errors import UserError
-from samestep.core import batches, monitor, sharding, weights
-from samestep.core.exact import step_gradients
-from samestep.core.gradient import StepGradients
-from samestep.core.monitor import skip_unless_finite
-from samestep.core.ranks import Ranks
-from samestep.project import device, shutdown, startup
-from samestep.project.loading import TrainLoader
-from samestep.project.run import Run
-from samestep.project.saving import Saver
-from samestep.project.startup import RunStart
+from samestep.launch import device, shutdown
+from samestep.processes import sharding
+from samestep.processes.ranks import Ranks
+from samestep.run import startup
+from samestep.run.loading import TrainLoader
+from samestep.run.run import Run
+from samestep.run.saving import Saver
+from samestep.run.startup import RunStart
+from samestep.step import monitor, seeds
+from samestep.step.exact import step_gradients
+from samestep.step.gradient import StepGradients
+from samestep.step.model import eager
+from samestep.step.monitor import skip_unless_finite
+from samestep.step.samples import collate
 
 
 def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
@@ -67,7 +71,7 @@ class _Question:
             samples = plan.positions(self.samples, number)
             left = [each for each in samples if kept(each[0])]
             self.rows.seed_collate(plan.positions(self.positions, number))
-            batch, (count, _), _ = batches.collate(run.task, left or some)
+            batch, (count, _), _ = collate(run.task, left or some)
             window.append((number, batch))
             counts.append(count if left else 0)
         (items,) = run.ranks.sum_over_ranks(sum(counts) * run.ranks.layout.leads)
@@ -99,10 +103,10 @@ class _Question:
         found = []
         self.model.eval()
         sharding.share_buffers(self.model, self.run.ranks.layout.fsdp)
-        with weights.eager(self.model):
+        with eager(self.model):
             for sample in self.samples:
-                batches.seed_micro_batch(0, 1, sample[0])
-                batch, (items, _), _ = batches.collate(self.run.task, [sample])
+                seeds.seed_micro_batch(0, 1, sample[0])
+                batch, (items, _), _ = collate(self.run.task, [sample])
                 batch = send_to_device(batch, self.run.accelerator.device)
                 loss = float(self.model(self.run.task.loss_sum, batch)) / max(items, 1)
                 found.append({"row": sample[0], "items": items, "loss": loss})
@@ -183,7 +187,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             answer |= question.describe(losses, items)
         norm = gradients.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm, items)
-        batches.seed_micro_batch(cfg.seed, step)
+        seeds.seed_micro_batch(cfg.seed, step)
         optimizer.step()
         optimizer.zero_grad()
         means.add(step, items, run.plan.run(), losses, norm)

@@ -12,10 +12,12 @@ from samestep.ask import again
 from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.core import batches
-from samestep.core.order import SampleOrder, hash64, permute
-from samestep.project import config, preview, startup
-from samestep.streaming.lanes import unpack_id
+from samestep.prepared import preview
+from samestep.run import startup
+from samestep.settings import config
+from samestep.step.order import SampleOrder, hash64, permute
+from samestep.step.samples import SampleDataset
+from samestep.text.lanes import unpack_id
 from samestep.text.sequences import Sequences
 
 WIDTH = 60  # characters of a text
@@ -32,7 +34,7 @@ def _to_array(value: Any) -> np.ndarray:
 class Part:
     """The rows between two changes of their order, and what a person sees of each."""
 
-    def __init__(self, rows: batches.SampleDataset, data: Any):
+    def __init__(self, rows: SampleDataset, data: Any):
         self.rows, self.view, self.tokenizer = rows, rows.dataset, preview.tokenizer_of(data)
         self.table = getattr(self.view, "dataset", self.view)
         self.columns = {*getattr(self.table, "column_names", ())}
@@ -134,7 +136,7 @@ class RunData:
                 f"the data of the steps from {entry['step'] + 1} on have changed, and those of "
                 "then are not in task.cache_dir: their rows are not known"
             )
-        rows = batches.SampleDataset(views[0], task, entry["seed"], entry["mixture"])
+        rows = SampleDataset(views[0], task, entry["seed"], entry["mixture"])
         return Part(rows, data)
 
     def samples(self, step: int) -> list[tuple[int, Any]]:

@@ -19,7 +19,7 @@ from samestep.ask.record import Record
 from samestep.ask.replay import difference
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 
 def show(what: str, text: str) -> None:

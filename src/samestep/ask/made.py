@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.ask.record import Record
 from samestep.base.errors import UserError
-from samestep.core import checkpoints, state_hash
+from samestep.state import checkpoints, state_hash
 
 FREE = ("hardware cpu_name", "hardware devices", "hardware python", "hardware datasets")
 LAYOUT = ("hardware processes", "hardware nodes", "hardware threads")  # may differ with exact

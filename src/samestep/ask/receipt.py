@@ -21,7 +21,7 @@ from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
-from samestep.core import state_hash
+from samestep.state import state_hash
 
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 _LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")

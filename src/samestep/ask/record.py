@@ -9,7 +9,7 @@ import yaml
 from samestep.base import run_folder
 from samestep.base.errors import UserError
 from samestep.base.files import read_text
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the rows of a step
 

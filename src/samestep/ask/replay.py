@@ -24,7 +24,7 @@ from samestep.ask import again
 from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.core import checkpoints
+from samestep.state import checkpoints
 
 NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
 _NAMED = 3  # steps of the largest rises

@@ -8,6 +8,6 @@
     views     rows of a step as numpy arrays, when the model trains
 
 What is stored of a row, and its tokens, say the modules of samestep.text and samestep.images.
-`project.prepared` saves what a task makes of the rows, and `core.batches` makes batches of views.
+`prepared.prepared` saves what a task makes of the rows, and `step.samples` makes batches of views.
 demo_data has the bundled datasets; plain is for tasks that are written with plain `datasets`.
 """

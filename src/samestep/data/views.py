@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import torch
 
 from samestep.base.files import read_json_object, replace_text
-from samestep.core.inputs import Source
 from samestep.data.sources import split_data
+from samestep.step.inputs import Source
 
 _BLOCK = 1000  # rows that are read at once: documents may have a megabyte
 _DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns

@@ -18,7 +18,7 @@ from samestep.base.console import is_main, one_line
 from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
-from samestep.project.device import allow_tf32
+from samestep.launch.device import allow_tf32
 
 _MiB = 1 << 20
 # Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.

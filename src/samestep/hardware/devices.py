@@ -16,7 +16,8 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.project import config, launched, launcher
+from samestep.launch import launched, launcher
+from samestep.settings import config
 
 PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 _OF_LAUNCHERS = re.compile(

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.core import batches
-from samestep.core.inputs import check_loss
-from samestep.core.weights import enable_gradient_checkpointing
-from samestep.project import config, contract, startup
-from samestep.project.device import allow_tf32, compile_blocks
+from samestep.contract import contract
+from samestep.launch.device import allow_tf32, compile_blocks
+from samestep.run import startup
+from samestep.settings import config
+from samestep.step import seeds
+from samestep.step.inputs import check_loss
+from samestep.step.model import enable_gradient_checkpointing
+from samestep.step.samples import SampleDataset, collate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,11 +28,11 @@ class Project(NamedTuple):
     task: Any  # see contract.bind
     data: Any  # what task.prepare_data returned
     views: tuple[Any, Any]  # to train and to evaluate on
-    rows: batches.SampleDataset  # of training
+    rows: SampleDataset  # of training
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """The task's model, to be trained; under "meta" without memory."""
-        batches.seed_everything(self.cfg.seed)
+        seeds.seed_everything(self.cfg.seed)
         with torch.device("meta") if device.type == "meta" else contextlib.nullcontext():
             model = contract.check_model(self.task.build_model())
         model = model.to(device).train()
@@ -42,7 +45,7 @@ class Project(NamedTuple):
 
     def batch(self, positions: Iterable[int]) -> dict:
         """The training micro-batch of the samples at these positions of the run."""
-        return batches.collate(self.task, self.rows.__getitems__([*positions]))[0]
+        return collate(self.task, self.rows.__getitems__([*positions]))[0]
 
     def add_gradients(
         self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1
@@ -65,5 +68,5 @@ def read_project(flags: list[str], about: str | None = None) -> Project:
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")
     data, bound, views, _ = startup.read_data(cfg, task)
-    rows = batches.SampleDataset(views[0], bound, cfg.seed)
+    rows = SampleDataset(views[0], bound, cfg.seed)
     return Project(cfg, recipe, bound, data, views, rows)

@@ -19,15 +19,16 @@ import yaml
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import one_line, print_on_main
-from samestep.core import batches
 from samestep.hardware import devices
 from samestep.hardware.devices import Devices, Section, Wrong
 from samestep.hardware.project import Project
-from samestep.project.startup import resolved_config
+from samestep.run.startup import resolved_config
+from samestep.step import seeds
+from samestep.step.plan import StepPlan, plan_step
 
 _STEPS = 3
 _SAMPLES = 4  # in a micro-batch
-_TURNS = 4  # micro-batches of a process: what unequal shares need, see batches.count_micro_batches
+_TURNS = 4  # micro-batches of a process: what unequal shares need, see count_micro_batches
 
 
 def run(section: Section, used: Devices, project: Project, folder: Path) -> None:
@@ -35,7 +36,7 @@ def run(section: Section, used: Devices, project: Project, folder: Path) -> None
     cfg, size = project.cfg, min(_SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
     samples = size * _TURNS * used.count
-    plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
+    plan = plan_step(samples, size, used.count, cfg.exact, shares)
     section.facts["YAML"] = os.path.relpath(used.yaml)
     section.facts |= {"precision": used.precision, "step": plan.describe()}
     short = dataclasses.replace(
@@ -116,7 +117,7 @@ def compare(
 
 
 def compute_step(
-    project: Project, model: torch.nn.Module, plan: batches.StepPlan, precision: str
+    project: Project, model: torch.nn.Module, plan: StepPlan, precision: str
 ) -> list[dict]:
     """Loss and norm of the gradient of the first step, without train.py and accelerate."""
     num_items, losses, scale = 0, [], 1024 if precision == "fp16" else 1
@@ -124,7 +125,7 @@ def compute_step(
     for number in range(sum(plan.shares)):
         batch = project.batch(plan.positions(positions, number))
         num_items += project.task.count(batch)
-        batches.seed_micro_batch(project.cfg.seed, 1, number)
+        seeds.seed_micro_batch(project.cfg.seed, 1, number)
         losses.append(project.add_gradients(model, batch, precision, scale).item())
     gradients = [p.grad.double().norm().item() for p in model.parameters() if p.grad is not None]
     divisor = max(num_items, 1)

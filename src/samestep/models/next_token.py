@@ -3,7 +3,7 @@
 Batches are those of transformers: `labels` are aligned with `input_ids`, IGNORE_INDEX does not
 count, and the loss shifts, so that the first token of a sequence is not in it. An `attention_mask`
 hides padding on either side; `position_ids` without one separate the texts of packed sequences.
-`shift_labels` are used in place of `labels`: under context parallelism core/sharding.py adds them.
+`shift_labels` are used in place of `labels`: under context parallelism sharding.py adds them.
 
 Attention is what `attn_implementation` names, as transformers computes it. The logits exist for a
 limited number of tokens at a time, where `prepare` finds that a plain call has the same.
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from samestep.base.console import print_on_main
-from samestep.core.inputs import IGNORE_INDEX
-from samestep.core.sharding import is_dtensor
+from samestep.processes.sharding import is_dtensor
+from samestep.step.inputs import IGNORE_INDEX
 
 Batch = dict[str, torch.Tensor]
 CHUNK = 4096  # tokens whose logits exist at once where loss_chunk is auto

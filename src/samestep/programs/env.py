@@ -22,7 +22,7 @@ import sys
 
 from samestep.base import launching
 from samestep.base.console import one_line
-from samestep.project import launcher
+from samestep.launch import launcher
 
 _LAUNCHER = ("MASTER_ADDR", "MASTER_PORT")  # which the launcher sets
 _SHELL_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others cannot be unset, and mean nothing

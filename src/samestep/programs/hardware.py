@@ -23,8 +23,8 @@ from samestep.base.files import read_json_object, replace_text
 from samestep.hardware import bench, devices, recommend, smoke
 from samestep.hardware.devices import Section, short
 from samestep.hardware.project import read_project
+from samestep.launch import launcher, shutdown
 from samestep.programs import make_parser
-from samestep.project import launcher, shutdown
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")

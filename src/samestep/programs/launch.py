@@ -58,7 +58,7 @@ def main() -> int:
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
     try:
         with contextlib.redirect_stderr(report):
-            from samestep.project import launcher
+            from samestep.launch import launcher
 
             arguments, env = launcher.read(words)
             launcher.check_machines(arguments)

@@ -19,8 +19,8 @@ from pathlib import Path
 from samestep.base.console import print_on_main
 from samestep.base.files import read_json_object
 from samestep.hardware.project import read_project
-from samestep.project import shutdown
-from samestep.streaming.lanes import ShardStream
+from samestep.launch import shutdown
+from samestep.text.lanes import ShardStream
 
 
 def prepare() -> None:
@@ -29,7 +29,7 @@ def prepare() -> None:
     project = read_project([word for word in sys.argv[1:] if word not in own], __doc__)
     folder = getattr(project.data, "folder", project.data)
     if "--verify" in sys.argv and hasattr(project.data, "folder"):
-        from samestep.project import prepared
+        from samestep.prepared import prepared
 
         if not prepared.is_intact(folder, verify=True):
             raise ValueError(

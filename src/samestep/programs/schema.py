@@ -16,10 +16,10 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_jsonable_python
 
+from samestep.launch import shutdown
 from samestep.programs import make_parser
-from samestep.project import shutdown
-from samestep.project.config import field_notes, fields_of
-from samestep.project.startup import find_project
+from samestep.run.startup import find_project
+from samestep.settings.config import field_notes, fields_of
 
 PATH = Path("configs/schema.json")
 

@@ -21,10 +21,10 @@ from accelerate.utils import ProfileKwargs
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.base.errors import attempt, catch
-from samestep.core.batches import Batch
-from samestep.core.ranks import Ranks
-from samestep.core.stopwatch import Stopwatch
+from samestep.processes.ranks import Ranks
 from samestep.report.peaks import peaks_of
+from samestep.report.stopwatch import Stopwatch
+from samestep.step.inputs import Batch
 
 
 class SpeedMeter:

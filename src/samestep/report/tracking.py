@@ -18,7 +18,7 @@ from tqdm import tqdm
 from samestep.base import run_folder
 from samestep.base.console import is_main, one_line, print_on_main
 from samestep.base.files import named, replace_text
-from samestep.core.checkpoints import flatten
+from samestep.state.checkpoints import flatten
 
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator

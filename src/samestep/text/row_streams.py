@@ -9,8 +9,8 @@ import numpy as np
 
 from samestep.data.files import File, describe_shards, split_shards
 from samestep.data.rows import Input, stored_rows
-from samestep.streaming.lanes import ShardStream
 from samestep.text import formats, sequences, tokenizing
+from samestep.text.lanes import ShardStream
 
 _SEQUENCES = 64  # of a block, at least, which are permuted together
 _BYTES_A_TOKEN = 4  # about, where the tokens are not known yet

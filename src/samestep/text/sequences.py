@@ -18,8 +18,8 @@ import pyarrow as pa
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from samestep.core.inputs import IGNORE_INDEX
 from samestep.data.views import Rows, cells_of, lengths_of, values_of
+from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about

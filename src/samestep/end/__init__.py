@@ -1,0 +1,1 @@
+"""The end of a run: the export and its check, the report."""

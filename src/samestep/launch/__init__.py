@@ -1,0 +1,1 @@
+"""From a launcher to the first line of main: devices, rendezvous, signals, exit codes."""

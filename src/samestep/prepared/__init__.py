@@ -1,0 +1,1 @@
+"""Prepared data: made once for a key, saved, and verified."""

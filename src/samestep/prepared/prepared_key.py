@@ -1,0 +1,255 @@
+"""The key of prepared data: fields of the task, the project's code, and the files of rows.
+
+An edit of prepare_data, and of what its code imports, prepares data anew; one of loss_sum does not.
+"""
+
+import ast
+import dataclasses
+import dis
+import glob
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import types
+from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
+from pathlib import Path, PurePath
+from typing import Any, Literal, get_origin, get_type_hints
+
+from pydantic_core import to_jsonable_python
+
+from samestep.base.fields import local_path
+from samestep.contract.contract import OPTIONAL, REQUIRED
+from samestep.data.files import describe_shards, files_below, split_shards
+from samestep.data.sources import DataConfig, split_data
+from samestep.models import pretrained
+from samestep.run.consistency import hash_functions, statements_of
+
+LIBRARY = Path(__file__).parents[1]
+# The code of the library that shapes rows.
+_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+# Functions of task.py that only training calls.
+_TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
+_NAMES = ("_column", "_split")  # ends of fields that name no file
+# Instructions that read a name of a module, or an attribute.
+READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
+
+
+def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> str:
+    """16 hex digits for all that shapes the rows. `digests`: of the files that they come from.
+
+    `identity`: of the files of a run that resumes, which lie in the folder beforehand.
+    """
+    fields = read_fields(cfg)
+    if isinstance(cfg, DataConfig):  # weights change the order alone
+        fields["data"] = [each.data for each in split_data(fields["data"])]
+    if isinstance(cfg, pretrained.ModelConfig):
+        fields["revision"] = pretrained.commit_of(cfg)
+    if getattr(cfg, "streaming", False):
+        train, held, _ = split_shards(cfg)
+        fields["shards"] = [describe_shards(train), describe_shards(held)]
+    code = [code_of(task), _library_code()]
+    return short_hash([to_jsonable_python(fields), *code, digests, identity])
+
+
+def short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def hidden_fields(cfg: Any) -> set[str]:
+    """Names of the fields that only the model reads: metadata=MODEL."""
+    return {f.name for f in dataclasses.fields(cfg) if not f.metadata.get("shapes_data", True)}
+
+
+def read_fields(cfg: Any) -> dict[str, Any]:
+    """The fields that shape rows, by name."""
+    left_out = hidden_fields(cfg) | {"cache_dir"}
+    names = [field.name for field in dataclasses.fields(cfg)]
+    return {name: getattr(cfg, name) for name in names if name not in left_out}
+
+
+# ---- Code ----------------------------------------------------------------------------------------
+
+
+def _library_code() -> str:
+    """A digest of the library's code that shapes rows."""
+    files = [path for each in _SHAPING for path in sorted(LIBRARY.glob(each))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def code_of(task: Any, left_out: set[str] = _TRAINING) -> dict[str, Any]:
+    """Digests of the project's code that shapes rows, and the constants of task.py that it names.
+
+    This is task.py without the functions that only training calls, and every file of the project
+    that what is left imports, directly or through others. If one of these files names a function
+    that only training calls, as a name or an attribute, all of task.py counts.
+    """
+    own = Path(task.__file__).absolute()
+    found: dict[str, Any] = {}
+    names: set[str] = set()
+    files = [own]
+    for path in files:
+        file = os.path.relpath(path, own.parent)
+        without = left_out if path == own else set()
+        try:
+            nodes = [node for name, node in statements_of(path) if name not in without]
+            names |= names_in(nodes)
+            digests = hash_functions(path, file)
+        except (SyntaxError, ValueError):  # a file that somebody edits now, or a template
+            found[file] = hash_file(str(path))
+            continue
+        kept = [name for name in digests if name.rpartition(".")[2] not in without]
+        found[file] = {name: digests[name] for name in kept}
+        for each in _imported_files(nodes, path, own.parent):
+            if each not in files:
+                files.append(each)
+    if left_out & names:
+        return code_of(task, set())
+    constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
+    return found | {name: value for name, value in constants.items() if value}
+
+
+def names_in(nodes: list[ast.stmt]) -> set[str]:
+    """The names that statements and their functions read, but for local variables."""
+    codes = [compile(ast.Module(nodes, []), "", "exec")]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    found = (each for code in codes for each in dis.get_instructions(code))
+    return {each.argval for each in found if each.opname in READS}
+
+
+def _imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
+    """The files of the project that a file imports, and those of the packages that they are in."""
+    inside = [Path(each) for each in sys.path if is_own(Path(each), root)]
+    for node in ast.walk(ast.Module(nodes, [])):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        folders, base = [root, *inside], []
+        if isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            if node.level:
+                folders = [*path.parents][node.level - 1 : node.level]
+        for words in [[*base, *each.name.split(".")] for each in node.names]:
+            for folder in folders:
+                for word in words:
+                    folder = folder / word
+                    for file in (folder.with_suffix(".py"), folder / "__init__.py"):
+                        if file.is_file() and not file.resolve().is_relative_to(LIBRARY):
+                            yield file
+
+
+def is_own(folder: Path, root: Path) -> bool:
+    """Whether a folder is one of the project, and not of an environment in it."""
+    below = folder.relative_to(root).parts if folder.is_relative_to(root) else (".",)
+    return not any(part.startswith(".") or part == "site-packages" for part in below)
+
+
+def describe(value: Any) -> str:
+    """A text for a plain constant, the same in every process; empty for any other object."""
+    if isinstance(value, str | bytes | int | float | complex | PurePath):
+        return repr(value)
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if not isinstance(value, list | tuple | set | frozenset):
+        return ""
+    texts = [describe(each) for each in value]
+    if isinstance(value, set | frozenset):
+        texts.sort()
+    return f"{type(value).__name__}({', '.join(texts)})"
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
+    """The files that fields of a task name, as a path, a folder, a pattern such as data/*.jsonl, or
+    sources with weights; and those of its function `files`.
+
+    Fields of columns and splits, and those with a choice, name no file. Of a folder all files
+    below, but hidden ones. Of a model's folder the files of its tokenizer.
+    Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
+    file, and for prepared data among them.
+    """
+    more = task.files(cfg) if hasattr(task, "files") else []
+    roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
+    kinds = get_type_hints(type(cfg))
+    for field, value in read_fields(cfg).items():
+        if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
+            continue  # a folder may have the name of a column, or of a choice
+        if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
+            continue  # its weights shape no rows
+        texts = list(texts_in(to_jsonable_python(value)))
+        if field == "data" and isinstance(cfg, DataConfig):
+            texts = [each.data for each in split_data(value)]
+        for text in texts:
+            path = os.path.expanduser(text)
+            # A separator such as "." or "/" is no folder.
+            if re.search(r"\w", text) and "://" not in text:
+                matches = filter(os.path.isfile, glob.glob(path, recursive=True))
+                for each in [path] if os.path.exists(path) else matches:
+                    roots[f"{field}/{text}{each.removeprefix(path)}"] = each
+    # Of a stream the list of shards is in the key.
+    listed = ("data", "validation_data") if getattr(cfg, "streaming", False) else ()
+    cache = cache_of(cfg).resolve()
+    found: dict[str, str] = {}
+    for name, path in roots.items():
+        field = name.partition("/")[0]
+        if os.path.isdir(path) and cache.is_relative_to(root := Path(path).resolve()):
+            if not any(part.startswith(".") for part in cache.relative_to(root).parts):
+                raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
+        if field not in listed:
+            found |= {f"{name}/{below}": file for below, file in files_below(path)}
+    if isinstance(cfg, pretrained.ModelConfig):
+        found |= {f"model/{path.name}": str(path) for path in pretrained.used_files(cfg)}
+    return found
+
+
+def cache_of(cfg: Any) -> Path:
+    return local_path(str(getattr(cfg, "cache_dir", ".cache/data")))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, str) and value:
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+
+
+def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
+    """Size, inode and times of each file; raises ValueError for what is none.
+
+    A file that takes the place of a removed one may get its inode, and any time of change but
+    st_ctime_ns, which cannot be set.
+    """
+    found = {}
+    for name, path in files.items():
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            problem = f"{path} is a link to nothing, or was removed"
+            raise ValueError(f"task.{name.partition('/')[0]}: {problem}") from None
+        if not stat.S_ISREG(status.st_mode):
+            problem = f"{path} is no regular file; remove it"
+            raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        found[name] = [status.st_size, status.st_ino, *times]
+    return found
+
+
+def hash_files(files: dict[str, str]) -> dict[str, str]:
+    """The SHA-256 of each file. Threads: reading and hashing release the GIL."""
+    with ThreadPool(min(os.cpu_count() or 1, 16)) as pool:
+        return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+
+
+def hash_file(path: str) -> str:
+    """A file's SHA-256."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""The processes of a run: layout, messages, signals, and how weights are sharded."""

@@ -1,0 +1,134 @@
+"""Exchanges sums, objects and errors between the processes of a run.
+
+An error on one process must end all of them. Inside `Ranks.fail_together` all raise it at once.
+Elsewhere the process that has it tells it in the store, see rendezvous.py; when it has ended, the
+next exchange of the others fails, and they raise what it has told.
+"""
+
+import contextlib
+import copy
+import datetime
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from samestep.base.errors import Failed, UserError, as_user_error
+from samestep.processes.mesh import Layout
+
+SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
+
+
+class Ranks:
+    """All processes of the run. They exchange small values in CPU memory, through gloo.
+
+    They have a process group already, unless the process is alone. `timeout` in seconds.
+    """
+
+    def __init__(self, layout: Layout, timeout: int = 1800):
+        self.layout, self.timeout = layout, timeout
+        self.limit, self.group = datetime.timedelta(seconds=timeout), None
+        if layout.processes > 1:
+            self.group = dist.new_group(backend="gloo", timeout=self.limit)
+
+    def for_thread(self) -> "Ranks":
+        """The same processes with a group of their own, for a thread. All processes must call it.
+
+        In one group, all processes must start their exchanges in the same order.
+        """
+        other = copy.copy(self)
+        if self.group:
+            other.group = dist.new_group(backend="gloo", timeout=self.limit)
+        return other
+
+    def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
+        """Sums of integers over all processes. If a process has a problem, all of them raise it."""
+        return PendingSum(self, numbers, problem).result()
+
+    def sum_arrays(self, array: np.ndarray) -> np.ndarray:
+        """The sum of an array over all processes; may change the array."""
+        if self.group:
+            dist.all_reduce(torch.from_numpy(array), group=self.group)
+        return array
+
+    def gather(self, value: Any) -> list:
+        """The value of each process, in the order of their ranks."""
+        values = [value] * self.layout.processes
+        if self.group:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_on_main(self, value: Any) -> list:
+        """The value of each process on the main one, in the order of their ranks; elsewhere an
+        empty list."""
+        values: list | None = [value]
+        if self.group:
+            values = [None] * self.layout.processes if self.layout.rank == 0 else None
+            dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        values = [value]
+        if self.group:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    @contextlib.contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """Runs its body on every process. If it fails on one of them, all raise the error.
+
+        A ValueError is the user's: see as_user_error. All processes must enter it, also where
+        `if accelerator.is_main_process` inside leaves the work to one.
+        """
+        problem = None
+        try:
+            with as_user_error():
+                yield
+        except Exception as error:
+            problem = error
+        self.raise_everywhere(problem)
+
+    def raise_everywhere(self, problem: Exception | None) -> None:
+        """Raises the problems of all processes on every process, each distinct one once."""
+        by_user, text = isinstance(problem, UserError), ""
+        if problem:
+            text = str(problem) or repr(problem)
+            text = text if by_user else f"{type(problem).__name__}: {text}"
+        who = f"process {self.layout.rank} on {socket.gethostname()}"
+        problems = [each for each in self.gather((by_user, text, who)) if each[1]]
+        if not problems:
+            return
+        if problem and not by_user:
+            raise problem  # with its traceback
+        named = len(problems) < self.layout.processes
+        lines = [f"{who}: {text}" if named else text for _, text, who in problems]
+        error = UserError if all(by_user for by_user, _, _ in problems) else Failed
+        raise error("; ".join(dict.fromkeys(lines)))
+
+
+class PendingSum:
+    """`Ranks.sum_over_ranks` in the background."""
+
+    def __init__(self, ranks: Ranks, numbers: Sequence[int], problem: Exception | None):
+        self.ranks, self.problem = ranks, problem
+        self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
+        if ranks.group:
+            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
+
+    def wait(self) -> list[int]:
+        """The sums, even if a process has a problem; waits for all processes."""
+        if self.work:
+            self.work.wait()
+            self.work = None
+        return self.numbers.tolist()[:-1]
+
+    def result(self) -> list[int]:
+        """The sums. If a process has a problem, all of them raise it."""
+        sums = self.wait()
+        if self.numbers[-1]:
+            self.ranks.raise_everywhere(self.problem)
+        return sums

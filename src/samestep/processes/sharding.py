@@ -1,0 +1,322 @@
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism.
+
+A sharded weight is a DTensor, of which each process has its part; for DeepSpeed's see deepspeed.py.
+Under context parallelism each process has a part of the rows, too.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from samestep.base.errors import UserError, some
+from samestep.processes.mesh import Layout
+from samestep.step.inputs import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Tensors = list[torch.Tensor]
+_COMPARED = 64  # tokens of a sequence on each process, where check_parts compares sums
+
+
+def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor. Their module takes 0.4 s to import, and whoever has one has it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every process; those that share it must call it together."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
+    """Sets FSDP's precision. Returns a function whose context the model computes in.
+
+    FSDP gathers weights in bf16, if exact in fp32, and adds up gradients in fp32; accelerate would
+    let it add them in bf16, and round the numbers of a batch, such as targets. It also leaves out
+    autocast under FSDP.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not plugin or accelerator.mixed_precision == "no":
+        return contextlib.nullcontext
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=None if exact else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    return accelerator.autocast
+
+
+def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
+    """Splits the matrices of a model over the processes of its tensor-parallel group, if any, as
+    `from_pretrained(tp_plan="auto")` of transformers does while it loads weights."""
+    if layout.tp == 1:
+        return
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = getattr(model, "tp_plan", None)
+    plan = plan and model._expand_parallel_plan(dict(plan))
+    if not plan or hasattr(model, "peft_config"):  # the plan has the names of weights without it
+        raise UserError(
+            f"tensor parallelism needs a model of transformers with a tp_plan, and "
+            f"{type(model).__name__} has none; use fsdp2.yaml"
+        )
+    model.to(accelerator.device)  # accelerate moves no model that has DTensors
+    apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"], plan)
+    model._tp_size = layout.tp  # accelerate asks for it
+
+
+def split_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps DTensors and other tensors in parameter groups apart, as fused optimizers need it:
+    tensor parallelism splits some weights of a group, and not others. See full_groups."""
+    split = []
+    for group in optimizer.param_groups:
+        sharded = [p for p in group["params"] if is_dtensor(p)]
+        others = [p for p in group["params"] if not is_dtensor(p)]
+        split.append({**group, "params": others or sharded})
+        if others and sharded:
+            split.append({**group, "params": sharded, "continues": True})
+    optimizer.param_groups[:] = split
+
+
+def full_groups(groups: list[dict]) -> list[list[dict]]:
+    """The parameter groups as they were before split_by_kind: the parts of each."""
+    whole: list[list[dict]] = []
+    for group in groups:
+        if not group.get("continues"):
+            whole.append([])
+        whole[-1].append(group)
+    return whole
+
+
+def check_weights(model: torch.nn.Module, layout: Layout) -> None:
+    """Raises UserError for complex weights under FSDP, which would lose a part in bf16 silently.
+
+    It refuses other weights by itself: of several data types, without a dimension, not contiguous.
+    """
+    complex_ones = [name for name, p in model.named_parameters() if p.is_complex()]
+    if complex_ones and layout.fsdp:
+        raise UserError(
+            f"FSDP needs real weights, and {complex_ones[0]} is not; change it in build_model, or "
+            "use another YAML"
+        )
+
+
+def check_none_ignored(trained: dict[str, torch.Tensor]) -> None:
+    """Raises UserError for weights that FSDP ignores: each process would train its own."""
+    names = [name for name, parameter in trained.items() if not is_dtensor(parameter)]
+    if names:
+        raise UserError(
+            f"FSDP ignores {some(names, 3)}, and would not reduce their gradients: leave them out "
+            "of fsdp_ignored_modules, or freeze them"
+        )
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The modules that FSDP shards by themselves, by name."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [each for each in model.named_modules() if isinstance(each[1], FSDPModule)]
+
+
+def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
+    """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process,
+    and take zeros where a weight has none. All processes must call it together."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    places = {name: i for i, name in enumerate(trained)}
+    for prefix, module in fsdp_modules(model):
+        module.unshard()  # its own weights are no DTensors now, but those that autograd sees
+        for name, weight in module.named_parameters(prefix):  # type: ignore[attr-defined]
+            if name in places and not is_dtensor(weight):
+                place = places.pop(name)
+
+                def count(_, place=place):
+                    used[place] += 1
+
+                weight.register_post_accumulate_grad_hook(count)
+        module.reshard()
+    model.set_reduce_scatter_unused_params(True)
+
+
+def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers that checkpoints hold, since training may change them, such as codebooks."""
+    return [
+        buffer
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    ]
+
+
+def share_buffers(module: torch.nn.Module, fsdp: bool) -> None:
+    """Gives all processes the main one's buffers, before a step and before an evaluation: under
+    FSDP always; under DDP, which does so itself in training, before an evaluation where its
+    broadcast_buffers is off. Checkpoints hold those of the main process."""
+    kept = not module.training and not getattr(module, "broadcast_buffers", True)
+    for buffer in kept_buffers(module) if kept or fsdp else ():
+        dist.broadcast(buffer, 0)
+
+
+@contextlib.contextmanager
+def hide_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Lets accelerate prepare a model with buffers for FSDP in its body.
+
+    With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and
+    fails at buffers: here it sees none. The main process, which alone has read them, shares them.
+    """
+    plugin, hidden = getattr(accelerator.state, "fsdp_plugin", None), []
+    if plugin and plugin.cpu_ram_efficient_loading:
+        for owner in module.modules():
+            if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm):
+                raise UserError(
+                    "the model has BatchNorm, which accelerate's FSDP cannot load: write "
+                    "fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
+                )
+            for name, buffer in owner.named_buffers(recurse=False):
+                values = buffer.to(accelerator.device)
+                dist.broadcast(values, 0)
+                buffer.copy_(values)
+                if name not in owner._non_persistent_buffers_set:
+                    hidden.append((owner._non_persistent_buffers_set, name))
+    for names, name in hidden:
+        names.add(name)
+    try:
+        yield
+    finally:
+        for names, name in hidden:
+            names.discard(name)
+
+
+# ---- Rows that processes share -------------------------------------------------------------------
+
+
+def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
+    """Raises UserError for a model that context parallelism would train wrongly and silently: only
+    F.scaled_dot_product_attention is computed over all parts of a row."""
+    if layout.cp == 1:
+        return
+    problem, name, config = "", type(model).__name__, getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", "sdpa")
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(windows):
+        problem = f"{name} sees a window of {max(filter(None, windows))} tokens"
+    if getattr(config, "output_router_logits", False):
+        problem = f"the router's loss of {name} (output_router_logits) needs whole rows"
+    if attention == "eager" or attention.startswith(("flash", "flex")):
+        problem = f"{name} computes attention by {attention}; it needs sdpa"
+    for module in model.modules():
+        rate = module.p if isinstance(module, torch.nn.Dropout) else 0
+        if rate or getattr(module, "attention_dropout", 0):
+            problem = f"{name} has dropout, whose masks the parts of a row would share"
+        if getattr(module, "rope_type", "") in ("dynamic", "longrope"):
+            problem = f"the rotary embedding of {name} depends on the length of a row"
+    if problem:
+        raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
+    if hasattr(model, "set_attn_implementation"):
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # transformers would take the parts of a row for packed texts, and mask them. For a name
+        # that it does not know it makes no mask.
+        AttentionInterface.register("causal", sdpa_attention_forward)
+        model.set_attn_implementation("causal")
+
+
+@contextlib.contextmanager
+def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Under context parallelism, gives this process its part of each row in its body.
+
+    The batches stay changed: what has the shape of `input_ids`, (B, T), becomes (B, T / n) on each
+    of n processes; `position_ids` has the places in the row, and `shift_labels` the label that each
+    token predicts, also where that is in another part. Numbers of a whole row, (B,), become 0 on
+    all but the first process: sums over the processes are those over the rows. A backward pass must
+    be inside, too. Raises UserError for a batch with a mask or positions of its own.
+    """
+    config = accelerator.parallelism_config
+    if not (config and config.cp_enabled):
+        yield
+        return
+    first = accelerator.torch_device_mesh["cp"].get_local_rank() == 0
+    parts = []
+    for batch in batches:
+        rows, length = batch["input_ids"].shape
+        for name in ("attention_mask", "position_ids"):
+            if name in batch:
+                raise UserError(
+                    f"context parallelism: the parts of a sequence see no {name}, and task.collate "
+                    "returns it; leave it out if all sequences are full, or use fsdp2.yaml"
+                )
+        batch["position_ids"] = torch.arange(length, device=accelerator.device).repeat(rows, 1)
+        labels = batch.get("labels")
+        if labels is not None and labels.shape == (rows, length) and "shift_labels" not in batch:
+            batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        for name, values in batch.items():
+            # torch changes them in place, and other tensors may share their memory.
+            batch[name] = values.clone(memory_format=torch.contiguous_format)
+            if values.shape[:2] == (rows, length):
+                parts.append(batch[name])
+            elif not first:
+                batch[name].zero_()
+    # The fallback, `math`, would apply the causal mask of whole rows to parts.
+    kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+    along = {"buffer_seq_dims": [1] * len(parts), "no_restore_buffers": {*parts}}
+    with kernels, accelerator.maybe_context_parallel(buffers=parts, **along):
+        yield
+
+
+@torch.no_grad()
+def check_parts(
+    accelerator: Accelerator, model: torch.nn.Module, functions: dict[str, Callable], batch: dict
+) -> None:
+    """Raises UserError if sums over the parts of a sequence are not those of the whole sequence.
+
+    `functions` are the task's loss_sum and eval_sums by name, `model` the prepared one in eval
+    mode; `batch` has whole sequences. Of the first, a piece is compared that is short: a label that
+    is lost where two parts meet is then a large part of the sum. All processes must call it.
+    """
+    mesh = accelerator.torch_device_mesh["cp"]
+    rows, length = batch["input_ids"].shape
+    kept = min(length, mesh.size() * _COMPARED)
+    whole = {}
+    for name, values in batch.items():
+        cut = values[:1, :kept] if values.shape[:2] == (rows, length) else values[:1]
+        whole[name] = cut.clone()
+    parts = dict(whole)
+    expected = {name: _sums_of(model, call, whole) for name, call in functions.items()}
+    with split_rows(accelerator, parts):
+        found = {name: _sums_of(model, call, parts) for name, call in functions.items()}
+    tolerance = 1e-4 if accelerator.mixed_precision == "no" else 1e-2
+    for name, sums in expected.items():
+        for key, total in sums.items():
+            added = found[name][key]
+            dist.all_reduce(added, group=mesh.get_group())
+            if not torch.allclose(added, total, rtol=tolerance, atol=tolerance):
+                value = f"task.{name}[{key!r}]" if key else f"task.{name}"
+                raise UserError(
+                    f"context parallelism: {value} is {total.sum():.6g} for a sequence, and "
+                    f"{added.sum():.6g} added up over its parts; take the labels that tokens "
+                    "predict from batch['shift_labels'] if it is there, as "
+                    "samestep.models.next_token does, or use fsdp2.yaml"
+                )
+
+
+def _sums_of(model: torch.nn.Module, function: Callable, batch: dict) -> dict[str, torch.Tensor]:
+    """Compute a function of the task, whose result is a tensor or a dict of them, in float64."""
+    result = model(function, dict(batch))
+    named = result if isinstance(result, dict) else {"": result}
+    return {name: value.detach().double() for name, value in named.items()}

@@ -1,0 +1,279 @@
+"""Checks of a task on a few rows, before the first step: a mistake shows now, not hours later.
+
+Micro-batches are cut differently on other hardware. So the sums of rows together must be those of
+each row alone: a mean in place of a sum, padding that is not masked, and negatives from the batch
+are found. A language model must not see the token that it predicts.
+"""
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+
+from samestep.base.console import print_on_main
+from samestep.contract import contract
+from samestep.processes import sharding
+from samestep.run.run import Run
+from samestep.step import outputs, seeds, trial
+from samestep.step.inputs import IGNORE_INDEX, Batch, check_sums
+from samestep.step.model import bare_model, eager
+from samestep.step.samples import SampleDataset, collate
+
+# Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
+_LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
+_LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
+HALF = (torch.bfloat16, torch.float16)
+
+
+def probe_task(run: Run, model: torch.nn.Module) -> None:
+    """Checks loss_sum on training rows and eval_sums on validation rows, on all processes alike.
+
+    Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
+    is a warning.
+    """
+    model.eval()
+    with run.ranks.fail_together(), eager(model):
+        probe = _Probe(run, model)
+        batch = probe.check("loss_sum", run.start.probes[0])
+        probe.check_outputs(run.start.probes[1])
+        probe.check("eval_sums", run.start.probes[1])
+        probe.check_ends(run.start.views[0])
+        if run.ranks.layout.cp > 1:
+            functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
+            whole = probe.batch(run.start.probes[1])
+            sharding.check_parts(run.accelerator, model, functions, whole)
+    probe.print_loss()
+    with eager(model):
+        run.meter.count_flops(model, run.task, batch, run.share_trained)
+        if not (run.cfg.exact or run.cfg.find_unused_parameters):  # exact counts them in each step
+            for _ in trial.backward_passes(run.ranks, model):
+                probe.loss_of(batch).backward()
+    run.meter.stopwatch.watch(model)
+    model.train()
+
+
+class _Probe:
+    """A prepared model and the functions of its task."""
+
+    def __init__(self, run: Run, model: torch.nn.Module):
+        self.run, self.model, self.task = run, model, run.task
+        half = any(weight.dtype in HALF for weight in model.parameters())
+        # A run that resumes has passed; trained weights may give small differences of large sums.
+        rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
+        self.exact = not rounds and not run.first_step
+        self.limit = _LIMIT if self.exact else _LIMIT_BELOW
+        self.outputs: Batch = {}  # of validation rows
+        self.dependent = getattr(run.task, "rows_depend", bool)()
+        self.rounded = ""  # the dtype of a loss below fp32
+
+    def check(self, name: str, samples: list[tuple]) -> Batch:
+        """Checks the sums of a function on samples; the batch of as many as a device takes."""
+        chosen = self.choose(samples)
+        found = together = self.compute(name, chosen)
+        compares = not self.dependent
+        if found.draws:
+            self.say_what_draws(name, found.collate_draws)
+            compares &= name == "loss_sum" and self.run.ranks.layout.cp == 1 and len(samples) > 2
+            chosen = samples
+        if compares:
+            if found.draws:
+                together = self.compute(name, chosen)
+            alone = [self.compute(name, [each], i) for i, each in enumerate(chosen, 1)]
+            if problem := trial.differ(f"task.{name}", together, alone, self.limit):
+                remedy = "give a sum over independent rows, or write rows_depend = True"
+                self.complain(f"{problem}; {remedy}")
+            if name == "loss_sum" and self.run.ranks.layout.cp == 1 and not found.draws:
+                self.check_labels(chosen[-1])
+        if name == "loss_sum":
+            self.loss, self.items = float(found.sums[""]), found.num_items
+            self.rows = len(self.choose(samples))
+        if name == "eval_sums":
+            totals = {key: value.cpu().double() for key, value in found.sums.items()}
+            metrics: Any = {"loss": 0.0}
+            with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
+                given = [totals]
+                if self.outputs:
+                    given.append(self.outputs)
+                metrics = self.task.metrics(*given)
+            contract.check_metrics(metrics)
+        return found.batch
+
+    def compute(self, name: str, samples: list[tuple], number: int = 0) -> trial.Computed:
+        """What the function gives for these samples. `number`: that of its random numbers."""
+        device = self.run.accelerator.device
+        seeds.seed_micro_batch(self.run.cfg.seed, 1, number)
+        states = [trial.random_state(device)]
+        batch, (items, _), _ = collate(self.task, samples)
+        states.append(trial.random_state(device))
+        batch = send_to_device(batch, device)
+        sums = self.sums(name, batch)
+        states.append(trial.random_state(device))
+        return trial.Computed(batch, items, sums, states[2] != states[0], states[1] != states[0])
+
+    def say_what_draws(self, name: str, collate: bool) -> None:
+        """Says what random numbers depend on."""
+        if collate and name == "loss_sum":
+            print_on_main(
+                "task.collate draws random numbers, by the micro-batch: micro_batch_size changes "
+                "the result"
+            )
+        remark = "it is not checked that rows are independent"
+        print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
+
+    def choose(self, samples: list[tuple]) -> list[tuple]:
+        """As many of these as a device takes, at most four, with the last one."""
+        maximum = min(max(2, self.run.plan.largest), 4)
+        return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
+
+    def check_outputs(self, samples: list[tuple]) -> None:
+        """Compares the outputs of rows together with those of each alone."""
+        if not hasattr(self.task, "eval_outputs"):
+            return
+        chosen = self.choose(samples)
+        before = trial.random_state(self.run.accelerator.device)
+        self.outputs = self.rows_of([chosen])
+        drawn = before != trial.random_state(self.run.accelerator.device)
+        if drawn or self.dependent:
+            return
+        alone = self.rows_of([[each] for each in chosen])
+        for name, values in self.outputs.items():
+            one, limit = alone[name], self.limit
+            if one.shape != values.shape:
+                difference = math.inf
+            elif not one.numel():
+                continue
+            elif one.is_floating_point():
+                size = float(one.masked_fill(one == outputs.PADDING, 0).abs().max())
+                difference = float((one - values).nan_to_num().abs().max())
+                difference /= max(size, trial.SMALLEST)
+            else:  # a few predictions of a new model may be as likely as others
+                difference, limit = float((one != values).float().mean()), _LIMIT_UNEQUAL
+            if difference > limit:
+                self.complain(
+                    f"task.eval_outputs: {name!r} of a row depends on the rows beside it (shape "
+                    f"{(*values.shape,)} together, {(*one.shape,)} alone). Write -100 into the "
+                    "padding of a batch (0 into unsigned integers, False into booleans)"
+                )
+
+    @torch.no_grad()
+    def rows_of(self, groups: list[list[tuple]]) -> Batch:
+        """The task's eval_outputs of these groups of samples, row by row."""
+        parts, first = [], 0
+        for group in groups:
+            found = self.model(self.task.eval_outputs, self.batch(group))
+            parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
+            first += len(group)
+        return outputs.merge(parts, first)
+
+    def loss_of(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch, with the same random numbers at each call."""
+        seeds.seed_micro_batch(self.run.cfg.seed, 0, 0)
+        return self.model(self.task.loss_sum, batch)
+
+    def print_loss(self) -> None:
+        """Prints the loss per item of the training rows; all processes must call it."""
+        if self.rounded:
+            print_on_main(
+                f"warning: task.loss_sum computes the loss in {self.rounded}, since it runs under "
+                "autocast; call .float() on the outputs of the model"
+            )
+        layout, loss = self.run.ranks.layout, self.loss
+        if layout.cp > 1:  # each process has the loss of its part of the rows
+            own = np.array([loss * layout.adds, layout.leads], np.float64)
+            total, replicas = self.run.ranks.sum_arrays(own)
+            loss = total / replicas
+        line = f"loss per item {loss / max(self.items, 1):.3g} ({self.rows} rows)"
+        if self.dependent:
+            line += (
+                "; rows_depend: it is not checked that rows are independent, and the result "
+                "depends on micro_batch_size and on the number of processes"
+            )
+        print_on_main(line)
+
+    def batch(self, samples: list[tuple]) -> Batch:
+        return send_to_device(collate(self.task, samples)[0], self.run.accelerator.device)
+
+    @torch.no_grad()
+    def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the function gives for a batch, whose results are checked inside of the model:
+        outside, accelerate has made all of them float32."""
+        function = getattr(self.task, name)
+
+        def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+            result = function(model, batch)
+            if name == "eval_sums":
+                check_sums(result)
+                return result
+            if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
+                self.rounded = str(result.dtype).removeprefix("torch.")
+            return {"": result}
+
+        with sharding.split_rows(self.run.accelerator, batch):
+            return self.model(call, batch)
+
+    def check_labels(self, sample: tuple) -> None:
+        """Changes the input of the last label: the loss of a language model must not change."""
+        batch = self.batch([sample])
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.shape != labels.shape:
+            return
+        counted = labels != IGNORE_INDEX
+        config = getattr(bare_model(self.run.accelerator, self.model), "config", None)
+        if not torch.equal(ids[counted], labels[counted]):  # a masked language model's differ
+            return
+        if getattr(config, "is_encoder_decoder", False) or not counted.any():
+            return
+        place = tuple(counted.view(-1, counted.shape[-1])[:1].nonzero()[-1:, 1].tolist())
+        others = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
+        if not others.numel():
+            return
+        before = self.sums("loss_sum", {**batch, "input_ids": ids.clone()})[""]
+        ids = ids.clone()
+        ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
+        after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
+        if float((after - before).abs()) > self.limit * max(float(before.abs()), trial.SMALLEST):
+            self.complain(
+                "task.loss_sum: the model sees the token that it is to predict: labels equal "
+                "input_ids, and the loss of the last label changes with its own input; shift the "
+                "labels, as transformers does where a model gets labels=, or mask the inputs"
+            )
+
+    def check_ends(self, view: Any) -> None:
+        """Warns where no row of 64 has a label for a token that ends a text: a model that generates
+        would never stop. The main process looks at them; a stream is not asked."""
+        model = bare_model(self.run.accelerator, self.model)
+        rows = SampleDataset(view, self.task)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = {*([ends] if isinstance(ends, int) else ends or [])}
+        if rows.is_stream or not ends or not self.run.accelerator.is_main_process:
+            return
+        seen, labelled, lengths = set(), set(), set()
+        for sample in rows.__getitems__(sorted({i * (len(view) - 1) // 63 for i in range(64)})):
+            batch = collate(self.task, [sample])[0]
+            ids, labels = batch.get("input_ids"), batch.get("labels")
+            if not torch.is_tensor(ids) or not torch.is_tensor(labels):
+                return
+            counted = labels != IGNORE_INDEX
+            if model.config.is_encoder_decoder:
+                lengths |= {0, 1}  # each target is a whole text
+            elif ids.shape != labels.shape or not torch.equal(ids[counted], labels[counted]):
+                return
+            lengths.add(ids.shape[-1])
+            seen |= {*ids.flatten().tolist()}
+            labelled |= {*labels[counted].tolist()}
+        # Rows of one length without an end may be parts of long texts.
+        if (ends & seen or len(lengths) > 1) and not ends & labelled:
+            print_on_main(
+                "warning: in 64 training rows no label is a token that ends texts (eos_token_id "
+                f"{', '.join(map(str, sorted(ends)))}), so the model will not learn to stop. A "
+                "data collator gives pad tokens no label: let pad_token differ from eos_token"
+            )
+
+    def complain(self, problem: str) -> None:
+        """Raises ValueError in fp32; below, rounding may be the reason: a warning."""
+        if self.exact:
+            raise ValueError(problem)
+        print_on_main(f"warning: {problem}")

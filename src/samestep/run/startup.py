@@ -1,0 +1,520 @@
+"""Prepares a run before the processes meet: config, data, and the checkpoint to continue from.
+
+Each process does this alone, since preparing data may take longer than the timeout of the process
+group. `--check` runs only this part.
+"""
+
+import copy
+import dataclasses
+import inspect
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from pydantic_core import to_jsonable_python
+
+from samestep.base import run_folder
+from samestep.base.console import is_main, one_line
+from samestep.base.errors import UserError
+from samestep.base.files import read_json_object, read_text
+from samestep.contract import contract
+from samestep.launch import launched, shutdown
+from samestep.launch.combinations import check_combinations
+from samestep.launch.device import check_devices, use_cpu
+from samestep.prepared import preview
+from samestep.processes import alike
+from samestep.processes.mesh import Layout
+from samestep.processes.ranks import Ranks
+from samestep.report import tracking
+from samestep.run import consistency
+from samestep.settings import config
+from samestep.state import checkpoints, provenance
+from samestep.step import seeds
+from samestep.step.inputs import Stream, list_sources
+from samestep.step.order import first_mixture, next_mixture
+from samestep.step.plan import StepPlan, plan_step
+from samestep.step.samples import (
+    FINGERPRINT_ROWS,
+    check_repeated,
+    choose_probes,
+    hash_batch,
+    read_samples,
+)
+
+IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
+
+
+@dataclass
+class _ResumePoint:
+    """Where the run starts, and how far it goes. The main process tells the others."""
+
+    max_steps: int
+    checkpoint: Path | None = None  # to continue from
+    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
+    saved: dict = field(default_factory=dict)  # its manifest
+    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    # Accepted changes of settings, and of code: what was before, and is now.
+    changed: dict[str, list] = field(default_factory=dict)
+    mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
+    finished: str = ""  # why there is nothing left to do
+
+    def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
+        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
+
+        Raises ValueError where one is needed: to evaluate alone, or since the run has saved some.
+        """
+        output = Path(cfg.output_dir)
+        folder = output / "checkpoints"
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"output_dir {output} is a file; give another")
+        found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only, hashed)
+        self.checkpoint, self.saved, passed_over = found
+        self.remarks += [f"passed over: {reason}" for reason in passed_over]
+        if self.checkpoint:
+            self.own = self.checkpoint.resolve().parent == folder.resolve()
+        begins = not self.own and not (cfg.eval_only and self.checkpoint)
+        if begins and cfg.resume != "never" and not (output / "model").exists():
+            checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
+        if cfg.eval_only and not self.checkpoint:
+            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
+
+    def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
+        """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+
+        `given`: the settings as config.yaml holds them.
+
+        Raises ValueError if it cannot continue.
+        """
+        output, effects = Path(cfg.output_dir), change_effects(cfg)
+        folder = output / "checkpoints"
+        if self.own and self.same_validation(manifest):
+            self.best = self.saved.get("best")
+        if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
+            path, saved, lost = checkpoints.find_best(folder, self.best)
+            if path:  # it may be older than the newest
+                self.checkpoint, self.saved = path, saved
+            else:
+                self.remarks.append(f"{lost}: the newest is evaluated")
+        step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
+        if self.checkpoint:
+            fields = config.fields_of(type(cfg)).items()
+            defaults = {name: field.default for name, (_, field) in fields}
+            self.changed, lines = provenance.compare(
+                self.checkpoint, self.saved, manifest, cfg.accept_changes, effects, defaults
+            )
+            self.remarks += lines
+        if cfg.eval_only:  # a run whose last step is its first
+            self.max_steps = step
+            return
+        if cfg.num_epochs:
+            # 1.1 x 100 is 110.00000000000001
+            total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
+            self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+        if cfg.warmup_steps >= self.max_steps:
+            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
+            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
+        if self.checkpoint:
+            manifest["mixture"] = self.continue_mixture(manifest["mixture"])
+        self.mixture = manifest["mixture"]
+        self.check_finished(output, given, effects)
+        if step < self.max_steps:
+            checkpoints.check_disk_space(folder)
+        if cfg.export == "best" and self.best and not self.finished:
+            path, _, lost = checkpoints.find_best(folder, self.best, hashed=False)
+            if not path:
+                self.remarks.append(f"warning: {lost}")
+                self.best = None
+            if any(name.startswith(("task.", "code ", "library")) for name in self.changed):
+                self.remarks.append(
+                    "warning: the best evaluation may be one from before the change of task "
+                    "settings or code; if they change the loss, give --export last"
+                )
+
+    def same_validation(self, manifest: dict) -> bool:
+        """Whether the checkpoint was evaluated on the rows of today."""
+        return self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]
+
+    def continue_mixture(self, current: dict) -> dict:
+        """The mixture of the sources after the checkpoint; `current`: that of a new run."""
+        weights = {name: weight for name, (weight, _) in current["sources"].items()}
+        before, samples = self.saved["mixture"], self.saved["samples"]
+        mixture = next_mixture(before, samples, weights)
+        if mixture["first"] != before["first"]:
+            goes_on = "each goes on after its last row"
+            self.remarks.append(f"other weights of sources after {samples:,} samples: {goes_on}")
+        return mixture
+
+    def check_finished(self, output: Path, given: dict, effects: dict) -> None:
+        """Notes that the run has finished: its newest checkpoint is the last, and exported.
+
+        The export may be that of the best checkpoint. Raises ValueError for a model whose
+        checkpoints are gone, unless it was made with these settings.
+        """
+        step, best = self.saved.get("step", 0), self.saved.get("best") or [0]
+        exported = read_json_object(output / "status.json").get("exported", -1)
+        if not (output / "model").exists():
+            return
+        if self.own:
+            if step < self.max_steps or exported not in (step, best[0]):
+                return
+            self.finished = f"{step} steps, and model/ is that of step {exported}"
+            if self.changed:
+                changes = "; ".join(provenance.describe_changes(self.changed))
+                self.finished += f"; no step is left for {changes}"
+            self.finished += "; to export again delete model/"
+            return
+        before = {"config": _read_settings(output / "config.yaml")}
+        now = {"config": given}
+        settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
+        if exported == -1 or checkpoints.differences(*settings):
+            # Another training would replace the model.
+            raise ValueError(
+                f"{output} holds a finished run, whose checkpoints are gone and whose settings "
+                "may differ from yours; give another --output_dir"
+            )
+        self.finished = "its checkpoints are gone, its model is there"
+
+
+@dataclass
+class RunStart:
+    """What is known before the model is built."""
+
+    cfg: Any  # train.Config, with what prepare_data has filled in
+    given: dict  # its settings before that, for config.yaml
+    output: Path
+    lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
+    plan: StepPlan
+    data: Any  # what task.prepare_data returned
+    task: Any  # the functions of task.py, see contract.bind
+    views: tuple  # the rows to train and to evaluate on
+    probes: list[list[tuple]]  # samples of each, to try the task on
+    manifest: dict  # what the manifests of this run have in common
+    resume_point: _ResumePoint  # on the main process
+
+    def summary(self) -> str:
+        """Why this command does not train: it only checks, or the run is finished."""
+        resume_point = self.resume_point
+        if resume_point.finished and not self.cfg.check:
+            other = "for a new run give another --output_dir"
+            return f"{self.output} is finished: {resume_point.finished}; {other}"
+        if self.cfg.eval_only:
+            rows = f"{len(self.views[1]):,} samples"
+            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows}"
+        start = "starts from the beginning"
+        if resume_point.finished:
+            start = "is finished"
+        elif resume_point.checkpoint:
+            start = f"goes on from {resume_point.checkpoint}"
+        samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
+        if isinstance(self.views[0], Stream):
+            samples = f"{self.cfg.global_batch_size} samples of a stream"
+        steps = f"{resume_point.max_steps:,} steps, each with {samples}"
+        lines = []
+        if "LAUNCHING" not in os.environ:  # the run prints remarks
+            lines = preview.describe_samples(self.probes[0], self.task, self.data)
+            lines += resume_point.remarks
+        return "\n".join([*lines, f"checked: {self.output} {start}; {steps}"])
+
+
+def _read_settings(path: Path) -> dict:
+    """The settings in a config.yaml that a run has written; empty if it is missing or damaged."""
+    try:
+        settings = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def find_project() -> tuple[ModuleType, ModuleType]:
+    """train.py and task.py of this folder; raises UserError if it is not that of a project."""
+    for name in ("train.py", "task.py"):
+        if not Path(name).is_file():
+            raise UserError(f"there is no {name} in {Path.cwd()}; start it in a project's folder")
+    import task
+    import train
+
+    return train, task
+
+
+def read_config(config_class: type, about: str | None, arguments: list[str]) -> Any:
+    """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
+    cfg, recipe = config.parse_config(config_class, arguments, about)
+    cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    cfg.output_dir, cfg.resume = map(os.path.expanduser, (cfg.output_dir, cfg.resume))
+    if "://" in cfg.output_dir:
+        shown = one_line(cfg.output_dir, 100)
+        raise ValueError(f"output_dir is {shown}, a URL; give a folder, and copy it when it ends")
+    every = cfg.save_every
+    if cfg.keep_every and (every in ("epoch", 0) or cfg.keep_every % every):
+        raise ValueError(
+            f"keep_every is {cfg.keep_every}, and save_every {every}; only steps that are saved "
+            "can be kept: give save_every in steps, and a multiple of it as keep_every"
+        )
+    steps = cfg.profile_steps or [1, 1]
+    if len(steps) not in (2, 3) or not 0 <= steps[1] - steps[0] < min([100, *steps[2:]]):
+        raise ValueError(
+            f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
+            "[10, 13], or [10, 13, 1000] for the same every 1000 steps"
+        )
+    return cfg
+
+
+def resolved_config(cfg: Any) -> dict[str, Any]:
+    """The settings that config.yaml and manifests hold: all but those that belong to one start.
+    config.yaml has them as they were given, manifests with what prepare_data has filled in.
+
+    A path, an option of an Enum and the like become what they are read from.
+    """
+    saved = [f.name for f in dataclasses.fields(cfg) if f.metadata.get("saved", True)]
+    values = to_jsonable_python(dataclasses.asdict(cfg))
+    return {name: value for name, value in values.items() if name in saved}
+
+
+def change_effects(cfg: Any) -> dict[str, str]:
+    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    fields = config.fields_of(type(cfg)).items()
+    effects = {name: field.metadata.get("changes", "result") for name, (_, field) in fields}
+    if cfg.exact:  # rounding is a part of the result
+        effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
+    if cfg.eval_only:  # only the task's settings affect an evaluation
+        effects = {n: e if n.startswith("task.") else "nothing" for n, e in effects.items()}
+    return effects
+
+
+def _read_layout(cfg: Any) -> Layout:
+    """The layout that the launcher has set up; a check knows no other processes.
+
+    Raises ValueError for one that the libraries, train.py or this machine cannot do.
+    """
+    if cfg.check:
+        return Layout()
+    launched.check_started()
+    layout = launched.this_layout()
+    launched.check_launched(layout)
+    if shutdown.LAUNCHER_WORDS and "LAUNCHING" not in os.environ:  # samestep launch has checked
+        launched.check_words(shutdown.LAUNCHER_WORDS)
+    check_devices()
+    return layout
+
+
+def check_parts(rows: Any, task: Any, parts: int) -> None:
+    """Raises ValueError for rows that context parallelism cannot cut into so many parts.
+
+    It takes every position of a row to see all earlier ones, and counts losses by position.
+    """
+    row = rows[0] if isinstance(rows[0], Mapping) else {}
+    tokens = np.asarray(row.get("input_ids", ())).size
+    equal = tokens and tokens == np.asarray(row.get("labels", ())).size and not tokens % parts
+    whole = hasattr(task, "eval_outputs") or "position_ids" in row  # packed by best_fit
+    if not equal or whole or not hasattr(task, "check_context_parallel"):
+        raise ValueError(
+            f"context parallelism cuts rows into {parts} equal parts, and the first has {tokens} "
+            f"input_ids. It needs as many labels, a context_length that {parts} divides, and in "
+            "task.py check_context_parallel; it cannot be combined with position_ids and "
+            "eval_outputs. Or use fsdp2.yaml"
+        )
+    task.check_context_parallel()
+
+
+def _check_stream(cfg: Any, layout: Layout) -> None:
+    """Raises ValueError for fields and layouts that do not go with a stream."""
+    if cfg.num_epochs or "epoch" in (cfg.eval_every, cfg.save_every):
+        raise ValueError(
+            "a stream has no end that is known: give max_steps in place of num_epochs, and "
+            "eval_every and save_every in steps"
+        )
+    if layout.cp > 1:
+        raise ValueError("context parallelism cuts prepared rows; leave task.streaming out")
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+class Samples(NamedTuple):
+    """Of the views to train and to evaluate on."""
+
+    fingerprints: list[str]  # of a batch of 64 samples
+    probes: list[list[tuple]]  # samples to try the task on
+
+
+def read_data(
+    cfg: Any, task: Any, run: Path | None = None, stored: str = ""
+) -> tuple[Any, Any, tuple, Samples]:
+    """The prepared data, the functions of task.py with it, the views of its rows, and samples of
+    them.
+
+    `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
+    data would give another one, which the weights do not know. `stored`: the name of prepared data
+    that is taken, if it is there, although files may have changed since.
+
+    The way from task.views to a batch is built twice; raises ValueError unless the same 64 samples
+    are the same bytes.
+    """
+    contract.check_functions(task)
+    if hasattr(task, "check_config"):
+        task.check_config(cfg.task)
+    data = None
+    if hasattr(task, "prepare_data"):
+        from samestep.prepared import prepared
+
+        data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None, stored)
+    if hasattr(task, "check_config"):  # with the fields that prepare_data has set
+        task.check_config(cfg.task)
+    built = []
+    # The first call may change the splits that it gets.
+    for number, given in enumerate((copy.copy(data), data)):
+        views: Any = None  # its rows are not kept
+        bound = contract.bind(task, cfg.task, given)
+        seeds.seed_everything(0)  # an unseeded split is the same in every process and run
+        views = contract.read_views(bound, given)
+        if isinstance(views[0], Stream):
+            views[0].begin(cfg.seed, cfg.global_batch_size)
+        seeds.seed_everything(1 + number)
+        train = read_samples(views[0], bound, 1 + number, training=True)
+        validation = read_samples(views[1], bound, 1 + number)
+        fingerprints = [hash_batch(views[0], bound, train)]
+        fingerprints += [hash_batch(views[1], bound, validation)]
+        built.append(fingerprints)
+    check_repeated(*built)
+    probes = [choose_probes(each, bound) for each in (train, validation)]
+    return data, bound, views, Samples(fingerprints, probes)
+
+
+def run_of(cfg: Any) -> Path | None:
+    """The folder of the run whose checkpoints this one resumes from; None: it begins."""
+    output = Path(cfg.output_dir)
+    is_own = any((output / "checkpoints").glob("step-*"))
+    if cfg.resume not in ("auto", "never") and (cfg.eval_only or not is_own):
+        given = Path(cfg.resume)
+        runs = [each.parent.parent for each in (given.absolute(), given.resolve())]
+        return next((each for each in runs if (each / IDENTITY).is_dir()), None)
+    return output if is_own and cfg.resume != "never" else None
+
+
+def digest_view(view: Any) -> str:
+    """A digest of all rows of a view, by their values and order; empty: it is not known."""
+    if callable(getattr(view, "digest", None)):
+        return view.digest()
+    library = sys.modules.get("datasets")  # None: then no row is one of it
+    if not library or not isinstance(view, library.Dataset):
+        return ""
+    from samestep.data import views
+
+    shown = view.format  # a transform makes other rows, and may be any function
+    if shown["type"] == "custom":
+        return ""
+    names = view.column_names if shown["output_all_columns"] else shown["columns"]
+    return views.digest(view, names or ())
+
+
+def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
+    """The entries of all manifests of this run: settings, data, identity, versions.
+
+    Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
+    """
+    train, validation = views
+    samples = 0 if isinstance(train, Stream) else len(train)
+    entries = {"samples": samples, "fingerprint": digest_view(train) or fingerprints[0]}
+    entries["validation"] = digest_view(validation) or fingerprints[1]
+    sources = list_sources(train, training=True)
+    if len(sources) > 1:
+        texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
+        entries["sources"] = "; ".join(texts)
+    identity = ""
+    if hasattr(data, "folder"):
+        from samestep.prepared import prepared
+
+        identity = prepared.identity_of(data.folder)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    on_gpu = torch.cuda.is_available() and not use_cpu()  # more processes on a CPU than GPUs
+    return {
+        "config": resolved_config(cfg),
+        "code": consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
+        "data": entries,
+        "identity": identity,
+        "prepared": getattr(getattr(data, "folder", None), "name", ""),
+        "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
+        "library": provenance.library_digest(),
+        "hardware": provenance.versions(precision, on_gpu),  # completed when the processes have met
+    }
+
+
+def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
+    """A line if a resumed run cannot see a change of each row."""
+    counted = {"fingerprint": "train on", "validation": "evaluate on"}
+    for name, view, fingerprint in zip(counted, views, fingerprints, strict=True):
+        known = manifest["data"][name] != fingerprint or len(view) <= FINGERPRINT_ROWS
+        if known or name == "validation" and not hasattr(data, "folder"):
+            continue
+        return [
+            f"of the rows to {counted[name]} {FINGERPRINT_ROWS} are compared where the run "
+            "resumes; for all of them give a datasets.Dataset without a transform, or a view with "
+            "a method digest()"
+        ]
+    return []
+
+
+def prepare_run(
+    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None,
+    stored: str = "",
+) -> RunStart:  # fmt: skip
+    """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
+
+    `about` is train.py's docstring. --help shows the commands in its second paragraph.
+    `arguments`: those of the command, unless they are given. `stored`: see `read_data`.
+    """
+    contract.check_functions(task)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    cfg = read_config(config_class, about, arguments)
+    output, layout = Path(cfg.output_dir), _read_layout(cfg)
+    check_combinations(cfg, layout)
+    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
+    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
+    if most := launched.most_processes():  # a machine too many would end the run of the others
+        replicas = most // layout.replica_size
+        in_step = replicas if layout.in_step else 0
+        plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
+    cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+    tracking.check_tracker(cfg.tracker)
+    given = resolved_config(cfg)
+    if is_main():  # before the data, whose preparation may take hours
+        _ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
+    data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
+    if isinstance(views[0], Stream):
+        _check_stream(cfg, layout)
+    if layout.cp > 1:  # each process takes a part from the front and one from the back
+        check_parts(views[0], bound, 2 * layout.cp)
+    manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
+    resume_point = _ResumePoint(cfg.max_steps)
+    resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
+    resume_point.remarks += config.remarks_on_rate(cfg)
+    # Until here nothing is written into the run folder. One process: verifying reads all bytes.
+    lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
+    if is_main():
+        resume_point.find_checkpoint(cfg)
+        resume_point.find_start(cfg, manifest, given)
+    return RunStart(
+        cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
+    )
+
+
+def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
+    """Where the main process found that the run starts.
+
+    Raises UserError unless all processes run the same, and see the same run folder.
+    """
+    facts = consistency.collect_facts(start.manifest, start.cfg.exact)
+    alike.check_same(processes, facts)
+    resume_point = processes.from_main(start.resume_point)
+    if not (start.cfg.check or resume_point.finished):
+        consistency.check_shared(processes, start.output)
+    return resume_point

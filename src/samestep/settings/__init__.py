@@ -1,0 +1,1 @@
+"""Settings: fields of a recipe and of a task, from defaults, YAML and flags."""

@@ -1,0 +1,79 @@
+"""Describes an optimizer, and restores its state.
+
+A checkpoint takes what torch's contract names: `state`, by weight, and `param_groups`. The tests of
+a project find an optimizer that keeps more, or learning rates, elsewhere.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from samestep.base.errors import UserError
+from samestep.processes.sharding import full_groups
+
+NOT_SETTINGS = ("params", "param_names")  # of a parameter group; what else it has are settings
+States = dict[torch.Tensor, dict[str, Any]]  # of each weight
+
+
+def restore(optimizer: torch.optim.Optimizer, states: States) -> None:
+    """Gives the optimizer this state, and no other, as it was saved: its own `load_state_dict`
+    would round it to the types of the weights.
+
+    Raises UserError for an optimizer whose `state` is made anew each time it is asked for.
+    """
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    if any(optimizer.state.get(p) is not each for p, each in states.items()):
+        raise UserError(
+            f"build_optimizer: {type(optimizer).__name__} does not keep the state of a checkpoint; "
+            "write one class that keeps all of it in `state`, by weight, and `param_groups`, as "
+            "those of torch.optim do"
+        )
+
+
+def check_weights(optimizer: torch.optim.Optimizer, names: dict) -> None:
+    """Raises UserError if the optimizer has a weight that is not in the model, as `names` has them.
+
+    Adagrad begins with a state of the weights: that of weights that FSDP has replaced goes.
+    """
+    if any(p not in names for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "build_optimizer gives a weight that is not in the model, so no checkpoint would hold "
+            "it; make it a part of the model, in task.build_model"
+        )
+    for key in [key for key in optimizer.state if key not in names]:
+        del optimizer.state[key]
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
+
+    Raises UserError for what is no optimizer, or cannot be used in a loop.
+    """
+    hooks = "_optimizer_step_post_hooks"  # that only Optimizer.__init__ makes
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, hooks):
+        kind = type(optimizer).__name__
+        raise UserError(
+            f"build_optimizer returns a {kind}; give one torch.optim.Optimizer, whose __init__ was "
+            "called"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} computes the loss itself, several times a step: give an "
+            "optimizer whose step() needs no closure"
+        )
+    kind = {"class": type(optimizer).__name__}
+    groups = [group for group, *_ in full_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n not in NOT_SETTINGS} for group in groups]
+
+
+def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
+    """For a manifest, since JSON has neither tensors nor tuples."""
+    return [{name: _exact_repr(value) for name, value in group.items()} for group in settings]
+
+
+def _exact_repr(value: Any) -> str:
+    """A setting as text with all digits; torch would print four digits of a tensor."""
+    return repr(value.tolist() if torch.is_tensor(value) else value)

@@ -1,0 +1,166 @@
+"""What a manifest records of how a run was made: hardware and versions, code, and its history."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import samestep
+from samestep.base.console import one_line
+from samestep.base.errors import some
+from samestep.processes.mesh import AXES, Layout
+from samestep.processes.ranks import Ranks
+from samestep.state.checkpoints import as_lines, check_settings, differences
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+LIBRARY = Path(samestep.__file__).resolve().parent
+
+
+# ---- Hardware and versions -----------------------------------------------------------------------
+
+
+def versions(precision: str, on_gpu: bool) -> dict[str, str]:
+    """What rounding depends on: versions of Python and libraries, the kind of device, precision."""
+    numbers = {"python": platform.python_version(), "precision": precision.replace("no", "fp32")}
+    numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if on_gpu:
+        numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+        if torch.distributed.is_nccl_available():
+            numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    numbers["samestep"] = samestep.__version__
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            numbers[package] = metadata.version(package)
+    return numbers
+
+
+def cpu_name() -> str:
+    """The name of the processor, as its maker gives it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _describe_sharding(layout: Layout) -> str:
+    """What shards the model, with the sizes of its axes; none: each process holds all of it."""
+    words = []
+    if layout.fsdp:
+        words.append("FSDP2")
+    if layout.deepspeed:
+        words.append(f"ZeRO-{os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '?')}")
+    for name in (*AXES, "stages"):
+        if getattr(layout, name) > 1:
+            words.append(f"{name} {getattr(layout, name)}")
+    return ", ".join(words) or "none"
+
+
+def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str, Any]:
+    """The hardware of all processes, as a manifest has it; `numbers`: see `versions`. All processes
+    must call it."""
+    name = {"cpu": numbers["cpu"], "cuda": numbers.get("gpu")}.get(device_type, device_type)
+    return {
+        "processes": ranks.layout.processes,
+        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        "sharding": _describe_sharding(ranks.layout),
+        "devices": dict(Counter(ranks.gather(name))),
+        "threads": torch.get_num_threads(),
+        "cpu_name": cpu_name(),
+        **numbers,
+    }
+
+
+# ---- Code ----------------------------------------------------------------------------------------
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def library_digest() -> str:
+    """16 hex digits of the SHA-256 of all .py files of this library, as it lies there: one that was
+    ejected and edited has another."""
+    digest = hashlib.sha256()
+    for path in sorted(LIBRARY.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(LIBRARY)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def script_code() -> dict[str, dict[str, str]]:
+    """The digest of the program that runs, as hash_project has those of a project's functions."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if not file or not os.path.isfile(file):  # a notebook
+        return {}
+    name = os.path.basename(file)
+    return {name: {name: short_hash(Path(file).read_bytes())}}
+
+
+def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
+    """Digests before and now of the names whose code differs between two manifests: `code NAME` of
+    the files that both have, and `library`."""
+    changed = {}
+    before, now = saved.get("code", {}), manifest["code"]
+    for file in before.keys() & now.keys():
+        changed |= differences(before[file], now[file])
+    named = {f"code {name}": changed[name] for name in sorted(changed)}
+    return named | differences(*({"library": each.get("library")} for each in (saved, manifest)))
+
+
+# ---- Since the checkpoint ------------------------------------------------------------------------
+
+
+def compare(
+    path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict
+) -> tuple[dict[str, list], list[str]]:
+    """The settings and code that have changed since a checkpoint, and a line for each kind; for the
+    arguments, and what is refused, see checkpoints.check_settings."""
+    changed = check_settings(path, saved, manifest, effects, accept, defaults)
+    changed |= _changed_code(saved, manifest)
+    return changed, [f"changed since the checkpoint: {each}" for each in describe_changes(changed)]
+
+
+def describe_changes(changes: dict[str, list]) -> list[str]:
+    """A line each for the settings, the code and the library that have changed."""
+    code = [name.removeprefix("code ") for name in changes if name.startswith("code ")]
+    settings = {n: pair for n, pair in changes.items() if n != "library" and n[:5] != "code "}
+    lines = ["; ".join(as_lines(settings))] if settings else []
+    if code:
+        lines.append(f"code of {some(code, 10)}")
+    if "library" in changes:
+        lines.append("the library samestep")
+    return lines
+
+
+def hardware_line(before: dict, now: dict) -> str:
+    """A line that says what differs between the hardware of a checkpoint and of now, if any."""
+    if not (changed := differences(before, now)):
+        return ""
+    text = one_line("; ".join(as_lines(changed)), 500)
+    return f"the hardware or a version changed, rounding may differ: {text}"
+
+
+def extend_history(saved: dict, manifest: dict, step: int, samples: int) -> list[dict]:
+    """The history of the run that resumes after so many samples from a checkpoint with the manifest
+    `saved`: an entry for each change of what decides which rows a step has."""
+    config, history = manifest["config"], [*saved.get("history", [])]
+    about = {
+        "mixture": manifest.get("mixture", {}),
+        "seed": config["seed"],
+        "global_batch_size": config["global_batch_size"],
+        "data": manifest["data"]["fingerprint"],
+        "prepared": manifest["prepared"],
+    }
+    about = json.loads(json.dumps(about))  # as it will be read
+    if not history or {**history[-1], **about} != history[-1]:
+        history.append({"step": step, "samples": samples, **about})
+    return history

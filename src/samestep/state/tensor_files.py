@@ -1,0 +1,91 @@
+"""Tensors in safetensors files: each process writes one, and any number of processes reads them.
+
+    checkpoints/step-00000100/rank-00000.safetensors
+    checkpoints/step-00000100/rank-00001.safetensors
+
+torch.distributed.checkpoint (DCP) plans which process writes or reads which part of a tensor, so
+one process, DDP, FSDP2, HSDP and tensor parallelism read each other's files. The files hold tensors
+and their places, nothing that is executed. torch's HuggingFaceStorageReader reads them. They are
+not written by its HuggingFaceStorageWriter: that keeps two more copies of a file in memory.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from samestep.processes.ranks import Ranks
+from samestep.state.state_hash import PLACES
+
+
+@dataclass
+class Share:
+    """What one process writes."""
+
+    rank: int  # of this process
+    parts: dict[str, torch.Tensor]  # by the name of the tensor; on any device
+    places: dict[str, dict]  # of each part: its offsets, and dtype and shape of the whole tensor
+
+
+def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
+    """This process's share of tensors that may be sharded, as DTensors. All processes must call it.
+
+    If several processes hold the same part, one of them writes it. DCP deals the parts by size. A
+    process need not have all tensors.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    rank, planner = ranks.layout.rank, DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
+    plans, _ = planner.create_global_plan(ranks.gather(planner.create_local_plan()))
+    share = Share(rank, {}, {})
+    for item in planner.finish_plan(plans[rank]).items:
+        name, whole, chunk = item.index.fqn, item.tensor_data.size, item.tensor_data.chunk
+        if whole.numel() and not chunk.sizes.numel():  # there are more processes than rows
+            continue
+        part = share.parts[name] = planner.resolve_data(item).detach()
+        dtype = str(part.dtype).removeprefix("torch.")
+        share.places[name] = {"saved_offsets": [*chunk.offsets], "shape": [*whole], "dtype": dtype}
+    return share
+
+
+def write_share(share: Share, folder: Path) -> None:
+    """Writes the file of this process; none if another process writes all of its tensors."""
+    parts, storages = {}, set()
+    for name, part in share.parts.items():
+        part = part.cpu().contiguous()
+        storage = part.untyped_storage().data_ptr()
+        parts[name] = part.clone() if storage in storages else part  # safetensors refuses two views
+        storages.add(storage)
+    if parts:
+        # One entry: safetensors writes several in any order, and the same state is the same bytes.
+        metadata = {PLACES: json.dumps(share.places, sort_keys=True)}
+        save_file(parts, folder / f"rank-{share.rank:05}.safetensors", metadata)
+
+
+class TensorReader:
+    """The tensors of a folder: `dtypes` and `shapes` by name. A process reads only its parts."""
+
+    def __init__(self, folder: Path):
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        self.files = HuggingFaceStorageReader(str(folder))
+        listed = self.files.fs.ls
+        # Hidden files are not verified: torch would load them, too.
+        self.files.fs.ls = lambda path: [n for n in listed(path) if Path(n).name[0] != "."]
+        self.metadata = self.files.read_metadata()
+        tensors = sorted(self.metadata.state_dict_metadata.items())
+        self.shapes = {name: saved.size for name, saved in tensors}
+        self.dtypes = {name: saved.properties.dtype for name, saved in tensors}
+
+    @torch.no_grad()
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrites these tensors, which must have the shapes of the saved ones."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
+        self.files.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.files.read_data(planner.create_local_plan(), planner)

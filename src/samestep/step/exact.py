@@ -1,0 +1,362 @@
+"""exact: adds up the gradients of a step's micro-batches in an order that no process decides.
+
+Floating-point sums depend on their order. A sum that follows a binary tree over the numbers of the
+micro-batches of a step does not depend on which process computes which of them:
+
+    [0, 4) = [0, 2) + [2, 4)        [2, 4) = [2, 3) + [3, 4)
+
+A process adds up the largest nodes inside its run of micro-batches. Then each receives a part of
+all nodes, adds these up the rest of the tree, and sends the others its part of the sum: as many
+bytes as DDP's all-reduce where each process has one node.
+"""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.errors import UserError
+from samestep.processes import sharding
+from samestep.processes.ranks import Ranks
+from samestep.processes.sharding import Tensors, is_dtensor, local
+from samestep.step.gradient import StepGradients
+from samestep.step.inputs import Batch
+from samestep.step.plan import StepPlan
+from samestep.step.trial import own_name, without_exchange
+
+_PIECE = 25 << 20  # bytes of gradients that are exchanged at once
+
+
+class TreeSum:
+    """Sums of lists of tensors over a run of micro-batches, added in ascending order.
+
+    `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
+    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes that are the
+    halves of a larger one become it at once: n micro-batches need about 2 log2(n) nodes at most.
+    """
+
+    def __init__(self, nodes: Iterable[tuple[int, int, Tensors]] = ()):
+        self.nodes = [*nodes]
+
+    def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
+        """Adds a micro-batch or a node. The tensors become the sums of the last node."""
+        while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
+            first, _, left = self.nodes.pop()
+            size *= 2
+            if tensors:
+                torch._foreach_add_(tensors, left)
+        self.nodes.append((first, size, tensors))
+
+    def total(self) -> Tensors:
+        """The sums over all micro-batches of a step; the last nodes are added first."""
+        *others, (_, _, sums) = self.nodes
+        for _, _, left in reversed(others):
+            torch._foreach_add_(sums, left)
+        self.nodes = []
+        return sums
+
+
+@functools.lru_cache
+def nodes_of(run: range) -> list[tuple[int, int]]:
+    """(first, size) of each node of a TreeSum over this run of micro-batches."""
+    tree = TreeSum()
+    for number in run:
+        tree.add(number, [])
+    return [(first, size) for first, size, _ in tree.nodes]
+
+
+def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
+    """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
+    this process's run; the last of these may be `total` itself, which is overwritten last.
+
+    A reduce-scatter that adds in the order of the tree, then an all-gather. `runs` are those of the
+    processes of the group, which call it together.
+    """
+    rank, count = dist.get_rank(group), len(runs)
+    sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
+    cut = [node.tensor_split(count) for node in nodes]
+    # total[:0]: a process may have no node.
+    sent = torch.cat([total[:0], *(each[peer] for peer in range(count) for each in cut)])
+    numbers = [len(nodes_of(run)) for run in runs]
+    received = sent.new_empty(sum(numbers), sizes[rank])
+    dist.all_to_all_single(
+        received.view(-1), sent, [n * sizes[rank] for n in numbers],
+        [len(nodes) * size for size in sizes], group,
+    )  # fmt: skip
+    tree = TreeSum()
+    for (first, size), part in zip(chain(*map(nodes_of, runs)), received, strict=True):
+        tree.add(first, [part], size)
+    own = tree.total()[0]
+    dist.all_to_all_single(total, own.repeat(count), sizes, [sizes[rank]] * count, group)
+
+
+def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
+    """The sums over all micro-batches of lists of tensors, of which `nodes` has those of this
+    process: in pieces of at most _PIECE bytes, or of one tensor."""
+    pieces: list[list[int]] = []  # places of the tensors of each
+    size = 0
+    for place, tensor in enumerate(nodes[-1]):
+        size += tensor.nbytes
+        if not pieces or size > _PIECE or nodes[-1][place - 1].dtype != tensor.dtype:
+            pieces.append([])
+            size = tensor.nbytes
+        pieces[-1].append(place)
+    totals = []
+    for places in pieces:
+        vectors = [torch.cat([flat(sums[place]) for place in places]) for sums in nodes]
+        exchange(vectors[-1], vectors, runs)
+        own = [nodes[-1][place] for place in places]
+        parts = vectors[-1].split([each.numel() for each in own])
+        for part, like in zip(parts, own, strict=True):
+            totals.append(part.as_strided(like.shape, like.stride()))
+    return totals
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of memory. A gradient has the strides of its weight, so this order
+    is the same on all processes."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def be_deterministic() -> None:
+    """Makes torch compute the same bits from the same numbers."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+class ExactGradients(StepGradients):
+    """The same bytes on any number of processes: the gradients of the micro-batches are added in
+    the order of a tree, which takes several times their memory; under FSDP, that of shards.
+
+    DDP exchanges nothing: the sums are exchanged after the last micro-batch.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
+        super().__init__(accelerator, ranks, model)
+        self.sharded, self.tree = ranks.layout.sharded, TreeSum()
+        self.plan, self.number = StepPlan(1, 1), 0  # of the step, of the micro-batch in it
+        self.blocks: list[_TreeReduceScatter] = []
+        if self.sharded:
+            self.blocks = self.reduce_in_tree()
+        elif isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = False  # changed_buffer would take DDP's copies for changes
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Starts a step with this plan: nothing divides its losses."""
+        super().start_step(plan)
+        self.plan = plan
+        self.accelerator.gradient_accumulation_steps = self.divisor = 1
+        # A buffer's version counts its changes. In the first step its values are compared, too:
+        # torch.nn.functional.batch_norm changes them without a new version.
+        self.buffers = {
+            name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
+            for name, buffer in self.model.named_buffers()
+        }
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
+        """Computes the gradient of micro-batch `number` of the step in its body."""
+        self.number = number
+        alone: Any = contextlib.nullcontext()
+        if not self.sharded:
+            # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
+            alone = without_exchange(self.model)
+        with alone:
+            yield
+        if not self.sharded:
+            self.add_up(number)
+
+    def add_up(self, number: int) -> None:
+        """Takes the gradients of a micro-batch out of the weights, and adds them."""
+        found = []
+        for place, parameter in enumerate(self.parameters):
+            grad, parameter.grad = parameter.grad, None
+            self.used[place] += grad is not None
+            if grad is None:  # it may have one in another micro-batch
+                grad = torch.zeros_like(parameter)
+            found.append(grad)
+        self.tree.add(number, found)
+
+    def changed_buffer(self) -> UserError | None:
+        """What is wrong if a micro-batch of this step has changed a buffer, as BatchNorm does."""
+        for name, buffer in self.model.named_buffers():
+            old, version, values = self.buffers.get(name, (None, 0, None))
+            same = buffer is old and buffer._version == version
+            if same and self.steps == 1:  # waits for the device
+                same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
+            if not same:
+                return UserError(
+                    f"exact: the model changes its buffer {own_name(name)} while it trains, so the "
+                    "result depends on which process computes what; use GroupNorm or LayerNorm in "
+                    "place of BatchNorm, or set exact to false"
+                )
+        return None
+
+    def reduce(self) -> None:
+        """Brings the sums over the whole step to the weights of each process. If a process has a
+        problem, all raise it."""
+        if self.ranks.layout.fsdp:
+            self.check_used()
+        used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
+        assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
+        if not self.sharded:
+            runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
+            if len(runs) == 1:
+                totals = self.tree.total()
+            else:
+                nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
+                totals = _exchange_lists(nodes, runs)
+            for parameter, total in zip(self.parameters, totals, strict=True):
+                parameter.grad = total
+        self.drop_unused(used)
+
+    def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
+        """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
+        across, found = None, []
+        if self.ranks.layout.dp_replicate > 1:
+            across = self.accelerator.torch_device_mesh["dp_replicate"].get_group()
+        for _, module in sharding.fsdp_modules(self.model):
+            found.append(_TreeReduceScatter(self, across))
+            module.set_custom_reduce_scatter(found[-1])
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return found
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """As StepGradients.clip; the squares are added in an order that no process decides."""
+        self.accelerator.unscale_gradients()
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = _norm_by_rows(grads)
+        if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(grad) for grad in grads], scale)
+        return norm
+
+
+def step_gradients(
+    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool
+) -> StepGradients:
+    """The gradients of the steps of this prepared model."""
+    kind = ExactGradients if exact else StepGradients
+    return kind(accelerator, ranks, model)
+
+
+# ---- Under FSDP ----------------------------------------------------------------------------------
+
+
+class _TreeReduceScatter:
+    """FSDP's reduce-scatter of one block: this process adds up its shard of all gradients.
+
+    The processes of its group compute neighboring micro-batches at the same time. It keeps their
+    sums, and gives them to FSDP with its last micro-batch. FSDP adds each output to what it has:
+    before, it gets -0.0, since x + -0.0 is x bit for bit, and x + 0.0 is not for x = -0.0.
+    Then the copies of an HSDP model, in the group `across`, exchange theirs. It takes twice the
+    memory of the gradients of a block, and computation waits for it.
+    """
+
+    def __init__(self, gradients: ExactGradients, across: dist.ProcessGroup | None):
+        self.gradients, self.across, self.tree = gradients, across, TreeSum()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received, tree, plan = torch.empty_like(input_tensor), TreeSum(), self.gradients.plan
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for i, part in enumerate(received.chunk(group.size())):
+            tree.add(self.gradients.number - group.rank() + i, [part])
+        for first, size, (part,) in tree.nodes:
+            self.tree.add(first, [part.clone()], size)  # the memory of the others becomes free
+        output_tensor.fill_(-0.0)
+        if self.gradients.number != plan.run()[-1]:
+            return
+        if self.across:
+            nodes, self.tree.nodes = [part for _, _, (part,) in self.tree.nodes], []
+            total, turns = nodes[-1], len(plan.run())
+            starts = [plan.run(i * group.size())[0] for i in range(self.across.size())]
+            runs = [range(start, start + turns * group.size()) for start in starts]
+            exchange(total, nodes, runs, self.across)
+        else:
+            (total,) = self.tree.total()
+        if not (self.across and self.across.rank()):  # FSDP will add the copies' outputs
+            output_tensor.copy_(total)
+
+
+class _WaitForAllGradients(torch.autograd.Function):
+    """Gives its inputs back: in the backward pass none of their gradients goes on before all of
+    them are complete."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def sum_inside_blocks(module: torch.nn.Module) -> None:
+    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
+    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
+    """
+
+    def separate(_, positional, named):
+        values = [*positional, *named.values()]
+        places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
+        if places:
+            same = _WaitForAllGradients.apply(*(values[i] for i in places))
+            for i, value in zip(places, same, strict=True):
+                values[i] = value
+        count = len(positional)
+        return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
+
+    blocks = getattr(module, "_no_split_modules", None) or ()
+    for block in module.modules():
+        if type(block).__name__ in blocks:
+            block.register_forward_pre_hook(separate, with_kwargs=True)
+
+
+# ---- The norm ------------------------------------------------------------------------------------
+
+
+def _norm_by_rows(grads: Tensors) -> torch.Tensor:
+    """The Euclidean norm of these tensors: a float32 of shape ().
+
+    The squares of each row are added in float64, then the rows in their order. Sharding cuts along
+    the first dimension, so the norm does not depend on who holds which rows.
+    """
+    if not grads:
+        return torch.zeros(())
+    rows, group = [], None
+    for grad in grads:
+        values = local(grad)
+        values = torch.view_as_real(values) if values.is_complex() else values
+        values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
+        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        if is_dtensor(grad):  # FSDP cuts R rows into blocks of ceil(R / n)
+            shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = grad.device_mesh.get_group(shard)
+            first = math.ceil(grad.shape[0] / group.size()) * group.rank()
+            own, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(own)] = own
+        rows.append(squares)
+    everywhere = torch.cat(rows)
+    if group:
+        dist.all_reduce(everywhere, group=group)  # others hold zeros, so the order is free
+    return everywhere.sum().sqrt().float()

@@ -1,0 +1,115 @@
+"""The gradient of a step: that of all its micro-batches, over all processes."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.errors import UserError, some
+from samestep.processes import alike, sharding
+from samestep.processes.ranks import Ranks
+from samestep.processes.sharding import full_tensor
+from samestep.step import inputs, trial
+from samestep.step.inputs import Batch
+from samestep.step.plan import StepPlan
+
+
+class StepGradients:
+    """The gradient of a step's summed losses, divided by the step's items in the loss.
+
+    DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
+        self.accelerator, self.ranks, self.model = accelerator, ranks, model
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters, self.names = [*trained.values()], [*map(trial.own_name, trained)]
+        self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+        self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
+        self.steps = 0  # that were started
+        self.is_checked = False  # whether check_loss has seen a loss
+        if ranks.layout.fsdp:
+            sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
+        alike.say_kinds(ranks, model)
+        # Under no_sync FSDP keeps whole gradients, which takes the memory that it saves. The end of
+        # a loader of the script ends no accumulation.
+        more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
+        accelerator.gradient_state.plugin_kwargs.update(more)
+        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
+            model.broadcast_buffers = False  # nothing that training changes: a message less
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Starts a step with this plan, without gradients of before. Each loss is to be multiplied
+        by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
+        DDP or FSDP by the processes, over which they average."""
+        self.steps += 1
+        if self.steps == 1 and self.ranks.layout.fsdp:
+            sharding.count_gradients(self.model, self.used)
+        if self.steps == 2:
+            alike.check_alike(self.ranks, self.model, "after the first step")
+        sharding.share_buffers(self.model, self.ranks.layout.fsdp)
+        turns = len(plan.run())
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
+        self.divisor = turns * self.ranks.layout.averaged
+        for parameter in self.parameters:  # also of those that the optimizer does not have
+            parameter.grad = None
+
+    def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
+        if not self.is_checked:
+            self.is_checked = True
+            with self.ranks.fail_together():
+                inputs.check_loss(loss)
+        # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
+        return loss * (1 + 0 * loss.detach())
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
+        """Computes the gradient of micro-batch `number` of the step in its body."""
+        with sharding.split_rows(self.accelerator, batch):
+            yield
+
+    def reduce(self) -> None:
+        """Brings the gradient of the whole step to the weights of each process."""
+        trial.check_reduced(self.model)
+        if self.ranks.layout.fsdp:
+            self.check_used()
+            self.drop_unused(self.used)
+
+    def drop_unused(self, used: list[int]) -> None:
+        """A weight that no micro-batch has used gets no gradient: it would decay."""
+        for parameter, count in zip(self.parameters, used, strict=True):
+            if not count:
+                parameter.grad = None
+        self.used[:] = [0] * len(self.used)
+
+    def check_used(self) -> None:
+        """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
+        the zeros that stand for other gradients would change weights that no process uses."""
+        used = [count > 0 for count in self.used]
+        if self.steps == 1:
+            counts = self.ranks.sum_over_ranks(*map(int, used))
+            agree = [count in (0, self.accelerator.num_processes) for count in counts]
+            self.expected = used
+        else:
+            agree = [now == before for now, before in zip(used, self.expected, strict=True)]
+        names = [name for name, good in zip(self.names, agree, strict=True) if not good]
+        if names:
+            raise UserError(
+                f"the model uses {some(names, 3)} for some rows only, and FSDP needs every weight "
+                "in each step of each process; change the model, or use multi_gpu.yaml"
+            )
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
+
+        The norm is a float32 of shape (), and stays on the device.
+        """
+        # accelerate knows an FSDP model by all of its parameters, and else needs no search.
+        parameters = self.model.parameters() if self.ranks.layout.sharded else self.parameters
+        norm = self.accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
+        # DeepSpeed has clipped and stepped in `backward`, and gives a number.
+        return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))

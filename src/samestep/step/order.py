@@ -1,0 +1,218 @@
+"""The order of the samples: which row each position of a run takes, as a function of the seed.
+
+Any position is found at once. The positions go round the sources of the data, in proportion to
+their weights. Each source passes over its rows again and again, each pass in a permutation of its
+own.
+
+Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
+"""
+
+import functools
+import hashlib
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from samestep.step.inputs import Source
+
+
+def hash64(*words: Any) -> np.ndarray:
+    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
+
+    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    bits = np.zeros(1, np.uint64)
+    for word in words:
+        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
+
+
+def hash_integers(*words: int) -> int:
+    """`hash64` of one integer for each word, without numpy: a tenth of the time."""
+    bits, mask = 0, 2**64 - 1
+    for word in words:
+        bits = ((bits ^ word & mask) + 0x9E3779B97F4A7C15) & mask
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
+        bits ^= bits >> 31
+    return bits
+
+
+def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarray:
+    """Places below `sizes`, permuted: each key has a permutation of the places below its size.
+    `back`: the inverse.
+
+    All are uint64, and broadcast to the shape of `places`. It is a Feistel network over the pairs
+    (p % a, p // a), where a * b just covers the size, applied again to the few values that fall
+    outside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, third method).
+    """
+    places = np.array(places, np.uint64)
+    sizes = np.broadcast_to(np.asarray(sizes, np.uint64), places.shape)
+    keys = np.broadcast_to(keys, places.shape)
+    widths = np.sqrt(sizes.astype(np.float64)).astype(np.uint64)
+    widths -= widths * widths >= sizes
+    widths += widths * widths < sizes  # now the square roots rounded up, exactly
+    outside = np.ones(places.shape, bool)
+    while outside.any():
+        a, key = widths[outside], keys[outside]
+        b = (sizes[outside] + a - np.uint64(1)) // a
+        right, left = np.divmod(places[outside], a)
+        turns = range(24)  # with 12, tiny data sets still showed a pattern
+        for turn in reversed(turns) if back else turns:
+            if back:
+                left, right, a, b = right, left, b, a
+            moved = hash64(key + np.uint64(turn << 32) + right)
+            left = (left + (a - moved % a if back else moved)) % a
+            if not back:
+                left, right, a, b = right, left, b, a
+        places[outside] = right * a + left
+        outside = places >= sizes
+    return places
+
+
+def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
+    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions."""
+    passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
+    return permute(places, size, hash64(seed, passes)).astype(np.int64)
+
+
+def mix(weights: Sequence[int]) -> np.ndarray:
+    """One period of a mixture: the source at each of its sum(weights) positions, int64.
+
+    After any number of positions each of k sources has had its share to 1 - 1/(2k - 2) samples at
+    most, the least that is always possible (Tijdeman, "The chairman assignment problem", 1980).
+
+    Turn j of a source may come when its share has grown to j + margin, and must before its share
+    exceeds j + 1 - margin. Among those that may, the one that must first is taken.
+    """
+    period, parts = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / parts
+    turns = []
+    for source, weight in enumerate(weights):
+        for j in range(weight):
+            earliest = -(-(parts * j + 1) * period // (parts * weight))
+            latest = (parts * j + parts - 1) * period // (parts * weight) + 1
+            turns.append((earliest, latest, source))
+    turns.sort(reverse=True)
+    table, waiting = [], []
+    for position in range(1, period + 1):
+        while turns and turns[-1][0] <= position:
+            _, latest, source = turns.pop()
+            heapq.heappush(waiting, (latest, source))
+        table.append(heapq.heappop(waiting)[1])
+    return np.array(table)
+
+
+class Mixture:
+    """Which source each position takes, and which place in the order of that source.
+
+    Positions count from 0, where each source stands at its place in `places`.
+    """
+
+    def __init__(self, weights: Sequence[int], places: Sequence[int]):
+        weights = [weight // math.gcd(*weights) for weight in weights]
+        self.weights, self.places = np.array(weights, np.uint64), np.array(places, np.uint64)
+        self.table = mix(weights)
+        self.turns = np.zeros(len(self.table), np.uint64)  # earlier ones of the same source
+        for source, weight in enumerate(weights):
+            self.turns[self.table == source] = np.arange(weight)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
+        periods, turns = np.divmod(positions, np.uint64(len(self.table)))
+        sources, turns = (each[turns.astype(np.int64)] for each in (self.table, self.turns))
+        return sources, self.places[sources] + periods * self.weights[sources] + turns
+
+    def count(self, samples: int) -> list[int]:
+        """The place of each source after so many samples."""
+        periods, rest = divmod(samples, len(self.table))
+        counts = np.bincount(self.table[:rest], minlength=len(self.places)).tolist()
+        parts = zip(self.places, self.weights, counts, strict=True)
+        return [int(place) + periods * int(weight) + n for place, weight, n in parts]
+
+
+def first_mixture(weights: dict[str, int]) -> dict:
+    """What manifests record of a mixture, here of the one with which a run begins.
+
+    `first`: the position at which it begins. For each of `sources`: its weight, 0 if it is no
+    longer in use, and its place. A source is its name; one that is all of the data is called "".
+    """
+    weights = weights if len(weights) > 1 else {"": 1}
+    return {"first": 0, "sources": {name: [weight, 0] for name, weight in weights.items()}}
+
+
+def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
+    """The record of the mixture with these weights, which follows another after so many samples.
+
+    Each source goes on from where it stood, also one that was not in use for a time.
+    """
+    weights = weights if len(weights) > 1 else {"": 1}
+    known = before["sources"]
+    used = {name: weight for name, (weight, _) in known.items() if weight}
+    if [*used.items()] == [*weights.items()]:
+        return before
+    mixture = Mixture([*used.values()], [known[name][1] for name in used])
+    places = dict(zip(used, mixture.count(samples - before["first"]), strict=True))
+    known = {name: [0, places.get(name, place)] for name, (_, place) in known.items()}
+    for name, weight in weights.items():
+        _, place = known.pop(name, (0, 0))
+        known[name] = [weight, place]  # at the end, in the order of the weights
+    return {"first": samples, "sources": known}
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of a source, by its name; "" has the seed of the run."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int(hash64(seed, int.from_bytes(digest[:8], "big"))[0]) if name else seed
+
+
+class SampleOrder:
+    """The order of one run, computed in blocks: thousands cost little more than one.
+
+    Positions are those of the run; they begin with the `mixture`, a record of `next_mixture`.
+    """
+
+    block = 8192  # positions in a block
+
+    def __init__(
+        self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
+    ):
+        mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
+        names = [each.name for each in sources] if len(sources) > 1 else [""]
+        weights, places = zip(*(mixture["sources"][name] for name in names), strict=True)
+        self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
+        sizes = [int(each.rows) for each in sources] or [rows]
+        seeds = [seed_of(seed, name) for name in names]
+        self.sizes = np.array(sizes, np.uint64)
+        self.firsts = np.cumsum(sizes) - sizes  # first row of each source
+        self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
+
+    def passes(self, positions: Any) -> np.ndarray:
+        """How often the source of each position has given all of its rows before: uint64 (N,)."""
+        sources, places = self.mixture.locate(np.asarray(positions, np.uint64) - self.first)
+        return places // self.sizes[sources]
+
+    def count(self, samples: int) -> list[int]:
+        """How many of the first samples of the run come from each source."""
+        return self.mixture.count(samples - int(self.first))
+
+    def ids(self, positions: Any) -> np.ndarray:
+        """Sample ids at these positions: int64, shape of positions (N,)."""
+        pairs = [divmod(int(each) - int(self.first), self.block) for each in positions]
+        return np.array([self.compute(number)[place] for number, place in pairs], np.int64)
+
+    @functools.lru_cache(64)  # noqa: B019  a run has one order; 64 kB a block
+    def compute(self, number: int) -> np.ndarray:
+        """The ids of a block; blocks count from the beginning of the mixture."""
+        positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)
+        ids = np.empty(self.block, np.int64)
+        sources, places = self.mixture.locate(positions)
+        for source, (first, size, seed) in enumerate(self.orders):
+            own = sources == source
+            ids[own] = first + sample_ids(places[own], size, seed)
+        return ids

@@ -1,0 +1,101 @@
+"""Gathers what a task's eval_outputs returns for each row of an evaluation, in their order.
+
+A score that is no sum over rows, such as AUC, needs all of them at once. EvaluationSums (sums.py)
+keeps totals alone.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from samestep.base.errors import as_user_error, catch
+from samestep.processes.ranks import Ranks
+from samestep.processes.sharding import full_tensor
+from samestep.step.inputs import Batch, check_outputs
+
+# Where a row is shorter than the longest one, as in transformers' Trainer.
+PADDING = -100
+
+
+class Part(NamedTuple):
+    """The outputs of some rows."""
+
+    ids: np.ndarray  # (B,), the numbers of the rows
+    arrays: dict[str, np.ndarray]  # each (B, ...)
+
+
+class EvaluationOutputs:
+    """The outputs of an evaluation: each process keeps those of its batches in CPU memory."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.parts = ranks, list[Part]()
+        self.problem: Exception | None = None  # of a batch, which all processes must raise
+
+    def add(self, outputs: Any, ids: np.ndarray) -> None:
+        """Keeps the outputs of the rows with these numbers. Those past the last row, -1, and those
+        that a neighbor computes, too, are left out."""
+        part, problem = catch(to_part, outputs, ids)
+        self.problem = self.problem or problem
+        if part and ids[0] >= 0 and self.ranks.layout.leads:
+            self.parts.append(part)
+
+    def gather(self, rows: int) -> Batch | None:
+        """The outputs of all rows in their order, (rows, ...), on the main process; elsewhere None.
+
+        All processes must call it.
+        """
+        self.ranks.raise_everywhere(self.problem)
+        parts = [part for each in self.ranks.gather_on_main(self.parts) for part in each]
+        self.parts, merged = [], None
+        with self.ranks.fail_together():
+            if parts:
+                merged = merge(parts, rows)
+        return merged
+
+
+def to_part(outputs: Any, ids: np.ndarray) -> Part:
+    """The outputs of a batch in CPU memory; raises UserError unless they are right."""
+    with as_user_error():
+        check_outputs(outputs, len(ids))
+    arrays = {}
+    for name, values in sorted(outputs.items()):
+        values = full_tensor(values.detach())
+        if values.dtype in (torch.bfloat16, torch.float16):
+            values = values.float()  # which NumPy and scikit-learn take
+        arrays[name] = values.to("cpu", copy=True).numpy()  # a view would keep what it is a part of
+    return Part(ids, arrays)
+
+
+def merge(parts: list[Part], rows: int) -> Batch:
+    """The outputs of all rows in their order: shorter ones are padded with PADDING at the end of
+    each dimension; with 0 and False in types that have no negative numbers.
+
+    Raises ValueError if batches differ in the names, types or dimensions of their outputs.
+    """
+    first, *others = (describe(part) for part in parts)
+    for other in others:
+        if other != first:
+            raise ValueError(
+                f"task.eval_outputs returns tensors {first} for one batch, and {other} for "
+                "another; return the same names, types and numbers of dimensions for all"
+            )
+    assert sum(len(part.ids) for part in parts) == rows
+    merged = {}
+    for name, values in [*parts[0].arrays.items()]:
+        sizes = [part.arrays[name].shape[1:] for part in parts]
+        shape = [max(each) for each in zip(*sizes, strict=True)]
+        padding = PADDING
+        if values.dtype.kind in "bu":
+            padding = 0
+        whole = np.full((rows, *shape), padding, values.dtype)
+        for part in parts:
+            own = part.arrays.pop(name)  # its memory is free then
+            whole[(part.ids, *map(slice, own.shape[1:]))] = own
+        merged[name] = torch.from_numpy(whole)
+    return merged
+
+
+def describe(part: Part) -> dict[str, str]:
+    """What must be the same for all batches: the type and the number of dimensions."""
+    return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}

@@ -1,0 +1,239 @@
+"""Reads the samples of a run by their positions, and makes batches of them."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.base.errors import as_user_error
+from samestep.step import inputs
+from samestep.step.inputs import Batch
+from samestep.step.order import SampleOrder, hash64, hash_integers
+from samestep.step.plan import StepPlan, assign_micro_batches
+from samestep.step.seeds import seed_host
+
+FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
+
+
+class StepBatchSampler:
+    """Yields the micro-batches of this rank, as lists of positions of the run.
+
+    The steps go from position `first` up to `last`; `sort` may reorder those of a step.
+    """
+
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+        self.plan, self.first, self.last, self.sort = plan, first, last, sort
+
+    def __iter__(self):
+        for begin in range(self.first, self.last, self.plan.samples):
+            positions = self.sort(range(begin, begin + self.plan.samples))
+            run = self.plan.run()
+            yield from (list(self.plan.positions(positions, number)) for number in run)
+
+
+class EvaluationSampler:
+    """Yields the batches of an evaluation that this rank computes, as lists of positions.
+
+    A batch has micro_batch_size rows, and none has rows of two sources; the batches of all sources
+    are numbered through, as those of one step, `plan`. All ranks get as many as the busiest, since
+    a sharded model computes on all at once; what is added holds the position past the last row,
+    without weight.
+    """
+
+    def __init__(self, plan: StepPlan, rows: "SampleDataset"):
+        self.size, self.rows = plan.micro_batch_size, rows
+        self.counts = [-(-each // self.size) for each in rows.source_sizes]  # batches of each
+        # All batches at once, so some ranks may have none of a source.
+        shares = assign_micro_batches(sum(self.counts), plan.shares)
+        self.plan = StepPlan(len(rows), self.size, shares, plan.rank)
+
+    def __len__(self):
+        return max(self.plan.shares)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """The number of each batch of this rank, and that of its source."""
+        sources = np.repeat(np.arange(len(self.counts)), self.counts)
+        for number in self.plan.run():
+            yield number, int(sources[number])
+
+    def __iter__(self):
+        run, number, first = self.plan.run(), 0, 0  # those of the next source
+        for samples, count in zip(self.rows.source_sizes, self.counts, strict=True):
+            own = range(max(run.start, number), min(run.stop, number + count))
+            positions: Sequence[int] = range(first, first + samples)
+            if own:
+                positions = self.rows.sort(positions)
+            for each in own:
+                begin = (each - number) * self.size
+                yield list(positions[begin : begin + self.size])
+            number, first = number + count, first + samples
+        yield from [[first]] * (len(self) - len(run))
+
+
+class SampleDataset(torch.utils.data.Dataset):
+    """A dataset of the task, indexed by position in the run. Items are (sample id, row).
+
+    With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
+    the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
+    and a position past the end gives (-1, first row). A stream (text/lanes.py) gives the ids
+    of its samples itself.
+    """
+
+    def __init__(
+        self, dataset: Any, task: Any = None, seed: int | None = None, mixture: dict | None = None
+    ):
+        self.dataset, self.seed = dataset, seed
+        self.sources = inputs.list_sources(dataset, training=seed is not None)
+        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        self.order, self.is_stream = None, isinstance(dataset, inputs.Stream)
+        if seed is not None and not self.is_stream:
+            self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
+        sizes = getattr(dataset, "sizes", None)
+        self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
+        if self.sizes is not None and self.sizes.shape != (len(dataset),):
+            raise ValueError(
+                f"sizes() of task.views returns an array of shape {self.sizes.shape}; return the "
+                f"sizes of the {len(dataset)} rows, shape ({len(dataset)},)"
+            )
+        self.augment = getattr(task, "augment", None) if seed is not None else None
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getstate__(self):
+        """For worker processes, which sort nothing: `sizes` may have a number for each row."""
+        return self.__dict__ | {"sizes": None}
+
+    def ids(self, positions: Iterable[int]) -> list[int]:
+        """The sample ids at these positions."""
+        if self.order is None:
+            return [p if p < len(self) else -1 for p in positions]
+        return self.order.ids(positions).tolist()
+
+    def count_samples(self, samples: int) -> dict[str, int]:
+        """For metrics.jsonl: how many of the first samples come from each of several sources."""
+        if len(self.sources) < 2:
+            return {}
+        counts = zip(self.sources, self.order.count(samples), strict=True)
+        return {f"samples/{source.name}": count for source, count in counts}
+
+    def sort(self, positions: range) -> Sequence[int]:
+        """These positions by the sizes of their rows: micro-batches then need less padding."""
+        if self.sizes is None:
+            return positions
+        order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
+        return np.asarray(positions)[order].tolist()
+
+    def __getitems__(self, positions: list[int]) -> list[tuple]:
+        ids: Any
+        with as_user_error():
+            if self.is_stream:
+                ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
+            else:
+                ids = self.ids(positions)
+                rows = self.read(positions, ids)
+        if self.augment:
+            numbers = self.seeds(positions, ids).view(np.int64).tolist()
+            generators = [torch.Generator().manual_seed(number) for number in numbers]
+            rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
+        self.seed_collate(positions)
+        return list(zip(ids, rows, strict=True))
+
+    def seed_collate(self, positions: Sequence[int]) -> None:
+        """Before collate, which may draw: by the first position of the micro-batch."""
+        seed_host(hash_integers(self.seed or 0, positions[0]))
+
+    def seeds(self, positions: list[int], ids: Sequence[int]) -> np.ndarray:
+        """What random numbers of the rows begin with, uint64: of a row of the validation by its id,
+        in training also by the seed of the run and the pass over the data."""
+        if self.seed is None:
+            return hash64(0, ids)
+        passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
+        return hash64(self.seed, passes, ids)
+
+    def read(self, positions: list[int], ids: list[int]) -> Sequence[Any]:
+        """The rows with these ids, each alone, so that a transform of others may draw from the
+        global generators. Those that a dataset reads many at once draw nothing."""
+        places = [max(i, 0) for i in ids]
+        if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
+            return self.dataset.__getitems__(places)
+        rows = []
+        for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
+            seed_host(seed)
+            rows.append(self.dataset[place])
+        return rows
+
+
+def _has_transform(dataset: Any) -> bool:
+    """Whether a datasets.Dataset, or one inside Subset, has a transform (`with_transform`)."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type") == "custom"
+
+
+def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
+    """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
+    batch = inputs.plain_batch(task.collate([row for _, row in samples]))
+    ids = np.array([i for i, _ in samples])
+    count = task.count(batch) if hasattr(task, "count") else len(samples)
+    numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))
+    return batch, numbers, ids
+
+
+def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
+    """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    seed_host(0)  # collate may draw
+    for values in inputs.entries_of(collate(task, samples)[0]):
+        if isinstance(values, str):
+            digest.update(values.encode())
+            continue
+        digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
+    return digest.hexdigest()[:16]
+
+
+def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False) -> list[tuple]:
+    """64 evenly spread samples of a view, read in one or two cuts: what reads many rows at once and
+    draws gives others then. A stream gives the first ones. In training `augment` changes them, each
+    with a generator of its own."""
+    rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
+    last = FINGERPRINT_ROWS - 1
+    if not rows.is_stream:
+        last = len(dataset) - 1
+    ids = {i * last // (FINGERPRINT_ROWS - 1) for i in range(FINGERPRINT_ROWS)}
+    places = sorted(ids)
+    middle = len(places) // 2
+    if cuts == 1 or rows.is_stream or not middle:
+        samples = rows.__getitems__(places)
+    else:
+        samples = rows.__getitems__(places[:middle]) + rows.__getitems__(places[middle:])
+    if not training or not hasattr(task, "augment"):
+        return samples
+    return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+
+
+def check_repeated(first: Any, second: Any) -> None:
+    """Raises ValueError unless what hash_batch gives for the same samples is the same twice."""
+    if first != second:
+        raise ValueError(
+            "the same samples are another batch the second time: views, a row, collate or augment "
+            "draws anew, or has a generator of its own; draw from torch, np.random or random, "
+            "which are seeded for views, for a row that is read alone and for collate, or in "
+            "augment, from its generator; what reads many rows at once (__getitems__) draws none"
+        )
+
+
+def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
+    """Samples to try the task on: of these with items in the loss the seven shortest, and the
+    longest."""
+    sized = []
+    for sample in samples:
+        batch, (items, _), _ = collate(task, [sample])
+        if items:
+            sized.append((inputs.size_of(batch), sample))
+    sized.sort(key=lambda each: each[0])
+    return [sample for _, sample in [*sized[:7], *sized[7:][-1:]]] or samples[:1]

@@ -1,0 +1,35 @@
+"""Assigns micro-batches to unequal devices in proportion to their speed: `device_shares: auto`.
+
+All processes compute whole micro-batches of one step, whose losses are divided by its number of
+items in the loss. So the gradient is that of the global batch, however they are assigned. DDP's
+mean over unequal numbers of accumulated micro-batches gives the samples of a slow device more
+weight; a sampler with a weight for each process also repeats some samples and leaves out others.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from samestep.step.trial import nothing_changes, without_exchange
+
+_MEASURED = 3  # micro-batches, after one to warm up
+
+
+def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
+    """Seconds that this device takes for the loss and the gradient of a micro-batch.
+
+    No process waits for another. The gradients are dropped, and buffers keep their values. Weights
+    must have no gradient before.
+    """
+    seconds = []
+    with nothing_changes(model), without_exchange(model):
+        for _ in range(1 + _MEASURED):
+            began = time.perf_counter()
+            loss_of().backward()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            seconds.append(time.perf_counter() - began)
+            model.zero_grad(set_to_none=True)
+    return median(seconds[1:])

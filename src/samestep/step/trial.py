@@ -1,0 +1,183 @@
+"""Tries a loss before the first step: is it a sum over independent rows?"""
+
+import contextlib
+import hashlib
+import math
+import random
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.console import print_on_main
+from samestep.base.errors import UserError, some
+from samestep.processes.ranks import Ranks
+from samestep.step.model import keep_modes
+
+SMALLEST = 0.01  # sums below it are compared as if they were so large
+
+# ---- A backward pass before the first step -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    states = _random_states(device)
+    try:
+        with keep_modes(model):
+            model.train()
+            yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for state in states[3:]:
+            torch.get_device_module(device).set_rng_state(state)
+
+
+def _random_states(device: torch.device) -> list:
+    """The states of the generators that anything draws from without being given one."""
+    states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def without_exchange(model: torch.nn.Module) -> Any:
+    """DDP does not communicate in its body."""
+    return getattr(model, "no_sync", contextlib.nullcontext)()
+
+
+def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
+    """Asks for a backward pass of the same rows on all processes, once or twice, before the first
+    step of a start: `for _ in backward_passes(...): loss().backward()`.
+
+    Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
+    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass,
+    and rounds in another way with others: a run that resumes has those of an uninterrupted one.
+    """
+    if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
+        return
+    if not getattr(model, "static_graph", False):
+        with nothing_changes(model):
+            with without_exchange(model):
+                yield
+            _check_all_used(ranks, model)
+    if isinstance(model, DistributedDataParallel):
+        with nothing_changes(model):
+            yield
+
+
+def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
+    """Raises UserError unless a backward pass has given each weight a gradient, on all processes; a
+    process alone remarks it."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
+    pairs = zip(trained, used, strict=True)
+    names = [own_name(name) for (name, _), count in pairs if count < ranks.layout.processes]
+    if names and ranks.layout.processes > 1:
+        raise UserError(_no_gradient(names))
+    if names:
+        print_on_main(_no_gradient(names))
+
+
+def check_reduced(model: torch.nn.Module) -> None:
+    """Raises UserError if a weight of this process had no gradient that DDP waits for. torch tells
+    so in the next forward pass, after the weights have changed."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        (text,) = re.findall(r"indices which did not receive .*?: ([\d ]+)", str(error))
+        names = [own_name(trained[int(place)]) for place in text.split()]
+        raise UserError(_no_gradient(names)) from None
+
+
+def own_name(name: str) -> str:
+    """The name that a weight or buffer has in the task's model."""
+    return name.removeprefix("module.").removeprefix("model.")
+
+
+def _no_gradient(names: list[str]) -> str:
+    """The line about weights without a gradient, for which DDP waits."""
+    return (
+        f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
+        "weight in each step: set find_unused_parameters to true, or freeze what no row uses"
+    )
+
+
+# ---- Is the loss a sum over rows? ----------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> str:
+    """Where the global generators stand."""
+    python, numpy, *others = _random_states(device)
+    states = [python, numpy[1].tolist(), numpy[2], *(each.tolist() for each in others)]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+class Computed(NamedTuple):
+    """What a function has computed of some rows."""
+
+    batch: Any
+    num_items: int  # in the loss
+    sums: dict[str, torch.Tensor]  # by name; a loss is called ""
+    draws: bool  # random numbers, in collate or in the model
+    collate_draws: bool = False
+
+
+def differ(place: str, together: Computed, alone: list[Computed], limit: float) -> str:
+    """How sums of rows together differ from those of each alone, by more than `limit` as a part of
+    their size; empty: they do not. `place`: what has computed them.
+
+    Where random numbers are drawn each batch has others. There the loss per item is compared: that
+    of a mean over eight rows is an eighth of that of each. Raises ValueError for other shapes.
+    """
+    if together.draws:
+        return _differ_by_item(place, together, alone)
+    for key, value in together.sums.items():
+        name = f"{place}: {key!r}" if key else place
+        own = [each.sums[key].double() for each in alone]
+        if any(each.shape != value.shape for each in own):
+            raise ValueError(
+                f"{name} has the shape {(*value.shape,)} for {len(alone)} rows and "
+                f"{(*own[0].shape,)} for one; give a sum over the rows"
+            )
+        if not value.numel():
+            continue
+        total = torch.stack(own).sum(0)
+        size = max(float(torch.stack(own).abs().sum(0).max()), SMALLEST)
+        if float((value.double() - total).abs().max()) > limit * size:
+            return described(name, float(value.sum()), float(total.sum()), len(alone))
+    return ""
+
+
+def _differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
+    """As `differ`, by the loss per item: whether it is less than half of that of each."""
+    counted = [(float(each.sums[""]), each.num_items) for each in alone]
+    counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
+    total = sum(loss for loss, _ in counted)
+    per_item = total / max(sum(items for _, items in counted), 1)
+    loss = float(together.sums[""])
+    if abs(loss) / max(together.num_items, 1) < abs(per_item) / 2:
+        return described(place, loss, total, len(alone))
+    return ""
+
+
+def described(name: str, together: float, alone: float, rows: int) -> str:
+    return (
+        f"{name} is {together:.6g} for {rows} rows together, but {alone:.6g} as the sum of each "
+        "alone. A mean, padding without a mask, or a loss across rows does that: micro-batches "
+        "would change the result"
+    )

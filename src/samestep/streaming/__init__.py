@@ -1,1 +1,0 @@
-"""Shards in lanes, which are read while the model trains."""

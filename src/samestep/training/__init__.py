@@ -1,0 +1,1 @@
+"""`Training`: a run of any script, which resumes, logs, saves and evaluates."""
