@@ -40,7 +40,10 @@ def _has_bar() -> bool:
 
 
 class Log:
-    """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
+    """Writes lines of metrics to metrics.jsonl in `folder`, the tracker and the screen.
+
+    With `shows_lines` they are printed where there is no progress bar.
+    """
 
     # In the file, not in the tracker.
     untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
@@ -49,10 +52,14 @@ class Log:
     unshown = ("step", "samples", "epoch", "items", "computed_tokens_per_second")
     unshown += (*shares, *untracked)
 
-    def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
-        self.accelerator, self.max_steps = accelerator, max_steps
+    def __init__(
+        self, accelerator: "Accelerator", folder: Path, first_step: int, max_steps: int,
+        shows_lines: bool,
+    ):  # fmt: skip
+        self.accelerator, self.folder, self.max_steps = accelerator, folder, max_steps
+        self.shows_lines = shows_lines
         # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
-        self.passes_step = config["tracker"] != "wandb"
+        self.passes_step = all(tracker.name != "wandb" for tracker in accelerator.trackers)
         self.bar = tqdm(
             total=max_steps,
             initial=first_step,
@@ -62,7 +69,7 @@ class Log:
         )
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if is_main():
-            self.file = open(Path(config["output_dir"]) / "metrics.jsonl", "ab+")
+            self.file = open(folder / "metrics.jsonl", "ab+")
             if self.file.tell():
                 self.file.seek(-1, os.SEEK_END)
                 if self.file.read() != b"\n":  # a kill has cut off the last line
@@ -75,6 +82,8 @@ class Log:
         self.bar.update()
         if not self.first:
             self.first = (step, time.monotonic())
+            if not self.shows_lines:
+                return
             seconds = time.time() - psutil.Process().create_time()
             print_on_main(f"{about}; first step {seconds:.1f} s after the start")
 
@@ -98,7 +107,7 @@ class Log:
         tracker later. Equal values of a step are one point in W&B's charts."""
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         known = 0 if run.offline else run.summary.get("step", 0)
-        for line in run_folder.read_metrics(Path(self.file.name).parent):
+        for line in run_folder.read_metrics(self.folder):
             if known <= line["step"] <= last and "started" not in line:
                 values = {n: v for n, v in line.items() if n not in self.untracked}
                 self.track(values, line["step"])
@@ -110,7 +119,7 @@ class Log:
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
         is_said = line.get("event") == "changed"  # at the start
-        if not is_said and (self.bar.disable or {"eval_loss", "event"} & line.keys()):
+        if self.shows_lines and not is_said and (self.bar.disable or {"eval_loss", "event"} & line.keys()):
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:

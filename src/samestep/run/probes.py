@@ -15,9 +15,8 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.contract import contract
-from samestep.processes import sharding
 from samestep.run.run import Run
-from samestep.step import outputs, seeds, trial
+from samestep.step import context_parallel, outputs, seeds, trial
 from samestep.step.inputs import IGNORE_INDEX, Batch, check_sums
 from samestep.step.model import bare_model, eager
 from samestep.step.samples import SampleDataset, collate
@@ -44,7 +43,7 @@ def probe_task(run: Run, model: torch.nn.Module) -> None:
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
             whole = probe.batch(run.start.probes[1])
-            sharding.check_parts(run.accelerator, model, functions, whole)
+            context_parallel.check_parts(run.accelerator, model, functions, whole)
     probe.print_loss()
     with eager(model):
         run.meter.count_flops(model, run.task, batch, run.share_trained)
@@ -211,7 +210,7 @@ class _Probe:
                 self.rounded = str(result.dtype).removeprefix("torch.")
             return {"": result}
 
-        with sharding.split_rows(self.run.accelerator, batch):
+        with context_parallel.split_rows(self.run.accelerator, batch):
             return self.model(call, batch)
 
     def check_labels(self, sample: tuple) -> None:

@@ -20,7 +20,7 @@ from samestep.processes.ranks import Ranks
 from samestep.report import speed, tracking
 from samestep.run.startup import IDENTITY, RunStart, agree_on_start
 from samestep.state import checkpoints, deepspeed, optimizers, provenance, weights
-from samestep.step import exact, seeds, shares
+from samestep.step import context_parallel, exact, seeds, shares
 from samestep.step.model import (
     TaskModule,
     build_on_ranks,
@@ -179,7 +179,7 @@ class Run:
         with self.ranks.fail_together():
             if self.cfg.gradient_checkpointing:
                 enable_gradient_checkpointing(model)
-            sharding.check_model_shares_rows(model, layout)
+            context_parallel.check_model_shares_rows(model, layout)
         model = sync_batch_norms(model, accelerator, self.plan, self.cfg.device_shares)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in trained)

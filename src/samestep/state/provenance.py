@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import samestep
-from samestep.base.console import one_line
+from samestep.base import files
+from samestep.base.console import one_line, without_credentials
 from samestep.base.errors import some
 from samestep.processes.mesh import AXES, Layout
 from samestep.processes.ranks import Ranks
 from samestep.state.checkpoints import as_lines, check_settings, differences
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+# Variables that decide where and how a run computes; none of them holds a secret.
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DS_", "NCCL_", "TORCH_NCCL_", "GLOO_")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
 LIBRARY = Path(samestep.__file__).resolve().parent
 
 
@@ -77,6 +82,51 @@ def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str
         "cpu_name": cpu_name(),
         **numbers,
     }
+
+
+def describe(
+    config: dict, data: dict, code: dict, versions: dict, identity: str = "", prepared: str = "",
+    mixture: dict | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The entries of all manifests of a run, as they are known before its processes meet.
+
+    config: settings, as JSON will hold them. data: the number of rows and their fingerprints.
+    code: digests of functions, by file. versions: see `versions`; describe_hardware completes them.
+    identity, prepared: of data that were prepared. mixture: of several sources.
+    """
+    return {
+        "config": config,
+        "code": code,
+        "data": data,
+        "identity": identity,
+        "prepared": prepared,
+        "mixture": mixture or {},
+        "library": library_digest(),
+        "hardware": versions,
+    }
+
+
+def describe_start(manifest: dict) -> dict[str, Any]:
+    """What metrics.jsonl tells of a start: hardware, and digests of what decides the result."""
+    parts = ("config", "data", "code", "library")
+    digests = {name: short_hash(json.dumps(manifest[name]).encode()) for name in parts}
+    return manifest["hardware"] | digests
+
+
+def write_hardware(output: Path, manifest: dict) -> None:
+    """Writes hardware.yaml into the folder of a run: the main process calls it."""
+    hardware = manifest["hardware"] | {"environment": _launch_variables()}
+    text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
+    files.replace_text(output / "hardware.yaml", text)
+
+
+def _launch_variables() -> dict[str, str]:
+    """The variables that hardware.yaml lists beside these entries."""
+    chosen = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_PREFIXES) or name in _NAMES:
+            chosen[name] = without_credentials(value)
+    return chosen
 
 
 # ---- Code ----------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ all nodes, adds these up the rest of the tree, and sends the others its part of 
 bytes as DDP's all-reduce where each process has one node.
 """
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,9 +27,8 @@ from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import Tensors, is_dtensor, local
 from samestep.step.gradient import StepGradients
-from samestep.step.inputs import Batch
 from samestep.step.plan import StepPlan
-from samestep.step.trial import own_name, without_exchange
+from samestep.step.trial import own_name
 
 _PIECE = 25 << 20  # bytes of gradients that are exchanged at once
 
@@ -153,6 +151,8 @@ class ExactGradients(StepGradients):
             self.blocks = self.reduce_in_tree()
         elif isinstance(model, DistributedDataParallel):
             model.broadcast_buffers = False  # changed_buffer would take DDP's copies for changes
+            # As in no_sync, whose context accelerate leaves out for DDP with one process.
+            model.require_backward_grad_sync = False
 
     def start_step(self, plan: StepPlan) -> None:
         """Starts a step with this plan: nothing divides its losses."""
@@ -166,21 +166,14 @@ class ExactGradients(StepGradients):
             for name, buffer in self.model.named_buffers()
         }
 
-    @contextlib.contextmanager
-    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
-        """Computes the gradient of micro-batch `number` of the step in its body."""
+    def start_micro_batch(self, number: int) -> None:
+        """Before micro-batch `number` of the step is computed."""
         self.number = number
-        alone: Any = contextlib.nullcontext()
-        if not self.sharded:
-            # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
-            alone = without_exchange(self.model)
-        with alone:
-            yield
-        if not self.sharded:
-            self.add_up(number)
 
-    def add_up(self, number: int) -> None:
-        """Takes the gradients of a micro-batch out of the weights, and adds them."""
+    def add(self, number: int) -> None:
+        """Takes the gradient of micro-batch `number` out of the weights, and adds it."""
+        if self.sharded:  # FSDP has taken it
+            return
         found = []
         for place, parameter in enumerate(self.parameters):
             grad, parameter.grad = parameter.grad, None

@@ -1,8 +1,6 @@
 """The gradient of a step: that of all its micro-batches, over all processes."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +11,6 @@ from samestep.processes import alike, sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_tensor
 from samestep.step import inputs, trial
-from samestep.step.inputs import Batch
 from samestep.step.plan import StepPlan
 
 
@@ -66,11 +63,11 @@ class StepGradients:
         # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
         return loss * (1 + 0 * loss.detach())
 
-    @contextlib.contextmanager
-    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
-        """Computes the gradient of micro-batch `number` of the step in its body."""
-        with sharding.split_rows(self.accelerator, batch):
-            yield
+    def start_micro_batch(self, number: int) -> None:
+        """Before micro-batch `number` of the step is computed."""
+
+    def add(self, number: int) -> None:
+        """Adds the gradient of micro-batch `number`, which the weights have. DDP and FSDP did."""
 
     def reduce(self) -> None:
         """Brings the gradient of the whole step to the weights of each process."""

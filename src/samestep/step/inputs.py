@@ -146,11 +146,11 @@ def check_count(count: Any) -> int:
     return number
 
 
-def check_loss(loss: Any) -> None:
-    """Raises ValueError unless this is a float32 scalar with a gradient."""
+def check_loss(loss: Any, needs_gradient: bool = True) -> None:
+    """Raises ValueError unless this is a float32 scalar, with a gradient if it needs one."""
     right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
     expect(right, "the loss is", loss, "the sum of the losses, a float32 of shape ()")
-    if not loss.requires_grad:
+    if needs_gradient and not loss.requires_grad:
         raise ValueError("the loss has no gradient; call model(...) for it")
 
 

@@ -1,23 +1,19 @@
 """The micro-batches of the steps, fetched one step ahead, and the batches of an evaluation."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from samestep.base.errors import catch
 from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
-from samestep.processes import sharding
 from samestep.processes.ranks import PendingSum, Ranks
-from samestep.step import seeds
 from samestep.step.inputs import Batch
-from samestep.step.model import eager, keep_modes
 from samestep.step.plan import StepPlan
 from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler, collate
 
@@ -29,8 +25,13 @@ class MicroBatch(NamedTuple):
     ids_hash: int  # of its sample ids
     ids: np.ndarray  # of its samples
 
+    def count_tokens(self) -> int:
+        """The tokens that are computed, padding included; 0 for a batch without input_ids."""
+        ids = self.batch.get("input_ids") if isinstance(self.batch, dict) else None
+        return ids.numel() if torch.is_tensor(ids) else 0
 
-class _StepFacts(NamedTuple):
+
+class StepFacts(NamedTuple):
     """What all processes must know before a step, as sums over them."""
 
     num_items: int  # in the loss of the step
@@ -41,96 +42,72 @@ class _StepFacts(NamedTuple):
 class StepLoader:
     """Gives the steps of a run, and fetches the next one while the device computes.
 
-    `first`: the position in the run where the first of `steps` steps begins. `requested()` is 1 if
-    this process was asked to stop.
+    rows: to train on. task: has collate, and perhaps count.
+    plan: which micro-batches this process computes.
+    first: the position in the run where the first of `steps` steps begins.
+    workers: processes that fetch rows; None: as many as suit the task.
+    requested(): 1 if this process was asked to stop, else 0.
+    waiting(): a context in which rows are fetched; what it raises, all processes raise.
     """
 
     def __init__(
-        self, rows: SampleDataset, task: Any, plan: StepPlan, ranks: Ranks,
-        requested: Callable[[], int], first: int, steps: int, workers: int | None,
-        device: torch.device,
+        self, rows: SampleDataset, task: Any, plan: StepPlan, ranks: Ranks, *,
+        first: int, steps: int, workers: int | None, device: torch.device,
+        requested: Callable[[], int], waiting: Callable[[], Any] = contextlib.nullcontext,
     ):  # fmt: skip
-        self.rows, self.plan, self.ranks, self.requested = rows, plan, ranks, requested
+        self.rows, self.plan, self.ranks = rows, plan, ranks
+        self.requested, self.waiting = requested, waiting
         sampler = StepBatchSampler(plan, first, first + steps * plan.samples, rows.sort)
         self.batches = iterate(make_loader(rows, sampler, task, workers, device))
         self.left = steps  # to fetch
-        self.window: list[MicroBatch] = []  # this process's part of the next step
-        self.pending: PendingSum | None = None  # its _StepFacts
+        self.micro_batches: list[MicroBatch] = []  # this process's part of the next step
+        self.pending: PendingSum | None = None  # its StepFacts
 
     def prefetch(self) -> None:
         """Fetches the next step, if there is one, and starts the communication about it."""
         if not self.left:
             return
         self.left -= 1
-        window, problem = catch(self.read)
-        self.window = window or []
-        counted = self.window if self.ranks.layout.leads else []  # a replica counts once
+        micro_batches, problem = catch(self.read)
+        self.micro_batches = micro_batches or []
+        counted = self.micro_batches if self.ranks.layout.leads else []  # a replica counts once
         num_items = sum(each.num_items for each in counted)
         ids_hash = int(np.sum([each.ids_hash for each in counted], dtype=np.int64))
-        facts = _StepFacts(num_items, ids_hash, self.requested())
+        facts = StepFacts(num_items, ids_hash, self.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:
         """This process's micro-batches of the next step."""
-        window = []
-        for number in self.plan.run():
-            batch, (num_items, ids_hash), ids = next(self.batches)
-            window.append(MicroBatch(number, batch, num_items, ids_hash, ids))
-        return window
+        micro_batches = []
+        with self.waiting():
+            for number in self.plan.run():
+                batch, (num_items, ids_hash), ids = next(self.batches)
+                micro_batches.append(MicroBatch(number, batch, num_items, ids_hash, ids))
+        return micro_batches
 
-    def next_step(self) -> tuple[list[MicroBatch], _StepFacts]:
+    def next_step(self) -> tuple[list[MicroBatch], StepFacts]:
         """This process's micro-batches of the step that was fetched, and the facts about it.
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
         assert self.pending
         pending, self.pending = self.pending, None
-        return self.window, _StepFacts(*pending.result())
+        return self.micro_batches, StepFacts(*pending.result())
 
     def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.pending and _StepFacts(*self.pending.wait()).stop)
+        return bool(self.pending and StepFacts(*self.pending.wait()).stop)
 
-
-class EvalLoader:
-    """Gives the batches of an evaluation: each row once, over all processes."""
-
-    def __init__(
-        self, data: Any, task: Any, plan: StepPlan, ranks: Ranks, workers: int | None,
-        accelerator: Accelerator,
-    ):  # fmt: skip
-        self.rows, self.ranks, self.accelerator = SampleDataset(data, task), ranks, accelerator
-        self.sampler = EvaluationSampler(plan, self.rows)
-        self.loader = make_loader(self.rows, self.sampler, task, workers, accelerator.device)
-        self.stopped = False
-        self.ids = np.empty(0)  # the rows of the batch, by number
-        self.problem: Exception | None = None  # of a batch, which all processes must raise
-
-    def batches(
-        self, model: torch.nn.Module, requested: Callable[[], int] = lambda: 0
-    ) -> Iterator[Batch]:
-        """The batches of this process on its device, as many as of every other.
-
-        It ends, with `stopped` set, as soon as `requested()` is 1 on any process. The model
-        computes in eval mode, without its compiled code.
-        """
-        iterator = iterate(self.loader)
-        with keep_modes(model), eager(model):
-            model.eval()
-            sharding.share_buffers(model, self.ranks.layout.fsdp)
-            for _ in range(len(self.loader)):
-                fetched, problem = catch(next, iterator)
-                problem = problem or self.problem
-                (stop,) = self.ranks.sum_over_ranks(requested(), problem=problem)
-                self.stopped = bool(stop)
-                if stop:
-                    break
-                batch, (_, ids_hash), self.ids = fetched
-                batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
-                # A model that draws noise: by the rows of the batch, whoever evaluates them.
-                seeds.seed_micro_batch(0, 1, ids_hash)
-                with sharding.split_rows(self.accelerator, batch):
-                    yield batch
+    def last_of_lanes(self) -> dict[int, int]:
+        """Of a stream: the sample with which each lane ends in the step, by lane, on the process
+        that has read it."""
+        found = {}
+        share = self.plan.samples // self.rows.dataset.lanes
+        for each in self.micro_batches:
+            places = self.plan.positions(range(1, self.plan.samples + 1), each.number)
+            pairs = zip(places, each.ids.tolist(), strict=True)
+            found |= {end // share: sample for end, sample in pairs if end % share == 0}
+        return found
 
 
 def make_loader(

@@ -1,0 +1,65 @@
+"""Where a run starts: its newest valid checkpoint, and what has changed since."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep.base import run_folder
+from samestep.base.console import print_on_main
+from samestep.state import checkpoints, provenance
+
+
+@dataclass
+class ResumePoint:
+    """Where a run starts. The main process finds it, and tells the others."""
+
+    checkpoint: Path | None = None  # to resume from
+    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
+    saved: dict = field(default_factory=dict)  # its manifest
+    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    # Accepted changes of settings, and of code: what was before, and is now.
+    changed: dict[str, list] = field(default_factory=dict)
+
+    def find(
+        self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True
+    ) -> None:
+        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
+
+        evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
+
+        Raises ValueError where a checkpoint is needed: to evaluate alone, or since the run has
+        saved some.
+        """
+        folder = output / "checkpoints"
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"the folder of the run, {output}, is a file; give another")
+        found = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
+        self.checkpoint, self.saved, passed_over = found
+        self.remarks += [f"passed over: {reason}" for reason in passed_over]
+        if self.checkpoint:
+            self.own = self.checkpoint.resolve().parent == folder.resolve()
+        if evaluates and not self.checkpoint:
+            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
+
+    def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
+        """Notes what has changed since the checkpoint; raises UserError for what must not change.
+
+        manifest: that of this start. accept: whether changes of settings are accepted.
+        effects, defaults: of each setting, see checkpoints.check_settings.
+        """
+        if self.checkpoint:
+            given = self.checkpoint, self.saved, manifest, accept, effects, defaults
+            self.changed, lines = provenance.compare(*given)
+            self.remarks += lines
+
+    def say(self, hardware: dict) -> None:
+        """Prints the remarks, and what differs in the hardware of now."""
+        for remark in self.remarks:
+            print_on_main(remark)
+        if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
+            print_on_main(line)
+
+    def write_running(self, output: Path) -> None:
+        """Writes into the status that this process runs; the main process calls it."""
+        saved = self.saved.get("step", 0) if self.own else 0
+        run_folder.write_status(output, "running", saved=saved)
