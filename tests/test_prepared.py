@@ -21,8 +21,7 @@ import torch
 import yaml
 
 from conftest import ROOT, BakedProject, edit, kill_after, lines, make_tiny, preloaded
-from samestep.prepared import prepared_key
-from samestep.run import startup
+from samestep.prepared import prepared_key, run_data
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 RECIPE = (
@@ -513,11 +512,11 @@ def test_every_row_is_in_the_digest():
     many = np.zeros(160_000, np.uint16)
     one = many.copy()
     one[2 * 70_001] = 1
-    assert startup.digest_view(stored(many)) != startup.digest_view(stored(one))
+    assert run_data.digest_view(stored(many)) != run_data.digest_view(stored(one))
 
     tokens = np.arange(6000, dtype=np.uint16)
     data = stored(tokens)
-    first = startup.digest_view(data)
+    first = run_data.digest_view(data)
     changed = tokens.copy()
     changed[2 * 2001 + 1] += 1
     later = lambda n: [i > 3 for i in n]  # noqa: E731
@@ -526,14 +525,14 @@ def test_every_row_is_in_the_digest():
         data.select(range(2999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
         data.select_columns(["ids"]),
     ]  # fmt: skip
-    digests = [startup.digest_view(view) for view in views]
+    digests = [run_data.digest_view(view) for view in views]
     assert len({first, *digests}) == 1 + len(views) and all(digests)
     parts = [data.select(range(start, start + 600)) for start in range(0, 3000, 600)]
     same = [datasets.concatenate_datasets(parts), data.with_format("torch")]
     same.append(data.shuffle(seed=1).sort("n").flatten_indices())
-    assert {startup.digest_view(view) for view in same} == {first}
+    assert {run_data.digest_view(view) for view in same} == {first}
     for view in (data.with_transform(lambda rows: rows), torch.utils.data.Subset(data, range(9))):
-        assert startup.digest_view(view) == ""
+        assert run_data.digest_view(view) == ""
 
 
 @pytest.mark.slow

@@ -19,8 +19,10 @@ from samestep.base.fields import (
     check_fields,
     check_ignored_fields,
     is_local_name,
+    local_path,
 )
 from samestep.base.workers import count_cores
+from samestep.data.files import check_cache, describe_shards, split_shards
 
 _OF_DATA = HUB, HELD_OUT, OWN = "a dataset of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
@@ -86,6 +88,14 @@ class DataConfig:
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Folder for prepared data; each combination of data and settings has a subfolder."""
 
+    def key_values(self) -> dict[str, Any]:
+        """Leave weights out of the key of prepared data: they change the order alone."""
+        return {"data": [each.data for each in split_data(self.data)]}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name the files and folders of the sources."""
+        return {"data": [each.data for each in split_data(self.data)]}
+
     def num_proc(self, parts: int) -> int | None:
         """Processes for `map` of a dataset: one for each part, at most the number of cores; None:
         this process alone."""
@@ -104,6 +114,17 @@ class StreamConfig(DataConfig):
     lanes: Lanes = 4
     """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
+
+    def key_values(self) -> dict[str, Any]:
+        """Add the list of shards to the key of prepared data."""
+        if not self.streaming:
+            return {}
+        train, held, _ = split_shards(self)
+        return {"shards": [describe_shards(train), describe_shards(held)]}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name no file of a stream, whose shards are not read for the key."""
+        return {"data": [], "validation_data": []} if self.streaming else {}
 
 
 def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
@@ -171,6 +192,8 @@ def _check_streaming(cfg: Any, bundled: Any) -> None:
         ("group_column", not cfg.group_column, held),
     ]
     check_fields(cfg, rules)
+    for name in ("data", "validation_data"):
+        check_cache(local_path(cfg.cache_dir), getattr(cfg, name), name)
     if cfg.data in bundled or is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         hint = f"of a dataset on the Hub give the URL of its files, {example}"

@@ -15,6 +15,8 @@ from samestep.models import weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 _NUMBERS = (int, float)
+# Endings of the files of a tokenizer or an image processor.
+_SHAPING = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".tiktoken", ".py")
 
 
 @dataclass
@@ -34,6 +36,18 @@ class ModelConfig:
     )
     """How attention is computed, by transformers' names; flash_attention_2 needs its package, or
     kernels, which loads it from the Hub, a GPU, and bf16 or fp16."""
+
+    def key_values(self) -> dict[str, str]:
+        """Replace a branch by its commit in the key of prepared data."""
+        return {"revision": commit_of(self)}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name the files of a local model folder that shape its tokenizer or image processor."""
+        if not (folder := folder_of(self)):
+            return {"model_name_or_path": []}
+        files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+        names = sorted(str(each.relative_to(folder)) for each in files if each.suffix in _SHAPING)
+        return {"model_name_or_path": [f"{self.model_name_or_path}/{name}" for name in names]}
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
@@ -65,13 +79,6 @@ def width_rule(cfg: Any, pair: int = 2) -> tuple[str, bool, str]:
     unit = pair * cfg.num_heads
     fits = bool(cfg.model_name_or_path) or cfg.hidden_size % unit == 0
     return "hidden_size", fits, f"a multiple of {pair} x num_heads, {unit}"
-
-
-def used_files(cfg: ModelConfig) -> list[Path]:
-    """Files of a local model folder that shape its tokenizer or image processor, sorted."""
-    folder, endings = folder_of(cfg), ".json .jinja .txt .model .spm .bpe .tiktoken .py".split()
-    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
-    return sorted(file for file in files if file.suffix in endings)
 
 
 def commit_of(cfg: ModelConfig) -> str:

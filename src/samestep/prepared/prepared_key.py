@@ -23,12 +23,9 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
-from samestep.data.files import describe_shards, files_below, split_shards
-from samestep.data.sources import DataConfig, split_data
-from samestep.models import pretrained
-from samestep.run.consistency import hash_functions, statements_of
+from samestep.data.files import check_cache, files_below
+from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
 
-LIBRARY = Path(__file__).parents[1]
 # The code of the library that shapes rows.
 _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
 # Functions of task.py that only training calls.
@@ -43,20 +40,22 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
 
     `identity`: of the files of a run that resumes, which lie in the folder beforehand.
     """
-    fields = read_fields(cfg)
-    if isinstance(cfg, DataConfig):  # weights change the order alone
-        fields["data"] = [each.data for each in split_data(fields["data"])]
-    if isinstance(cfg, pretrained.ModelConfig):
-        fields["revision"] = pretrained.commit_of(cfg)
-    if getattr(cfg, "streaming", False):
-        train, held, _ = split_shards(cfg)
-        fields["shards"] = [describe_shards(train), describe_shards(held)]
-    code = [code_of(task), _library_code()]
-    return short_hash([to_jsonable_python(fields), *code, digests, identity])
+    fields = to_jsonable_python(read_fields(cfg) | _call_all(cfg, "key_values"))
+    facts = [fields, code_of(task), _library_code(), digests, identity]
+    return short_hash(json.dumps(facts, sort_keys=True).encode())
 
 
-def short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def _call_all(cfg: Any, method: str) -> dict[str, Any]:
+    """What the classes of a config return from this method, by field; a subclass overrides.
+
+    key_values: what counts in the key in place of, or beside, the values of fields.
+    named_files: the paths that a field names, where its value is none.
+    """
+    found = {}
+    for kind in reversed(type(cfg).__mro__):
+        if method in vars(kind):
+            found |= vars(kind)[method](cfg)
+    return found
 
 
 def hidden_fields(cfg: Any) -> set[str]:
@@ -165,45 +164,30 @@ def describe(value: Any) -> str:
 
 
 def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
-    """The files that fields of a task name, as a path, a folder, a pattern such as data/*.jsonl, or
-    sources with weights; and those of its function `files`.
+    """The files that fields of a task name, as a path, a folder or a pattern such as data/*.jsonl,
+    or as `named_files` of its config says; and those of its function `files`.
 
     Fields of columns and splits, and those with a choice, name no file. Of a folder all files
-    below, but hidden ones. Of a model's folder the files of its tokenizer.
-    Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
-    file, and for prepared data among them.
+    below, but hidden ones. Each by a name that does not depend on where the folder lies. Raises
+    ValueError for what is no file, and for prepared data among them.
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
-    kinds = get_type_hints(type(cfg))
+    kinds, named = get_type_hints(type(cfg)), _call_all(cfg, "named_files")
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
             continue  # a folder may have the name of a column, or of a choice
-        if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
-            continue  # its weights shape no rows
-        texts = list(texts_in(to_jsonable_python(value)))
-        if field == "data" and isinstance(cfg, DataConfig):
-            texts = [each.data for each in split_data(value)]
-        for text in texts:
+        for text in named.get(field, texts_in(to_jsonable_python(value))):
             path = os.path.expanduser(text)
             # A separator such as "." or "/" is no folder.
             if re.search(r"\w", text) and "://" not in text:
                 matches = filter(os.path.isfile, glob.glob(path, recursive=True))
                 for each in [path] if os.path.exists(path) else matches:
                     roots[f"{field}/{text}{each.removeprefix(path)}"] = each
-    # Of a stream the list of shards is in the key.
-    listed = ("data", "validation_data") if getattr(cfg, "streaming", False) else ()
-    cache = cache_of(cfg).resolve()
     found: dict[str, str] = {}
     for name, path in roots.items():
-        field = name.partition("/")[0]
-        if os.path.isdir(path) and cache.is_relative_to(root := Path(path).resolve()):
-            if not any(part.startswith(".") for part in cache.relative_to(root).parts):
-                raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
-        if field not in listed:
-            found |= {f"{name}/{below}": file for below, file in files_below(path)}
-    if isinstance(cfg, pretrained.ModelConfig):
-        found |= {f"model/{path.name}": str(path) for path in pretrained.used_files(cfg)}
+        check_cache(cache_of(cfg), path, name.partition("/")[0])
+        found |= {f"{name}/{below}": file for below, file in files_below(path)}
     return found
 
 

@@ -4,7 +4,6 @@ A machine with an older copy of the project, with other data or another library 
 would train something else.
 """
 
-import ast
 import functools
 import os
 import socket
@@ -17,7 +16,7 @@ from samestep.base.files import read_json_object
 from samestep.processes import alike
 from samestep.processes.ranks import Ranks
 from samestep.state.checkpoints import flatten
-from samestep.state.provenance import LIBRARY, short_hash
+from samestep.state.provenance import LIBRARY, hash_functions, short_hash
 
 # Other versions, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
@@ -70,48 +69,6 @@ def _loaded_modules(project: Path) -> dict[str, Path]:
         if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
             found[str(name)] = path
     return found
-
-
-def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
-    """The statements of a file, each with the name that it binds: a function, a class or a
-    constant; empty for others.
-
-    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
-    count.
-    """
-    found = []
-    for number, node in enumerate(ast.parse(path.read_bytes()).body):
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        name = getattr(node, "name", "")
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
-            name = targets[0].id
-        if isinstance(node, ast.ClassDef) and name == "TaskConfig":
-            kept = [each for each in node.body if not _is_field(each)]
-            node.body = kept or ast.parse("pass").body
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if number or not is_text:
-            found.append((name, node))
-    return found
-
-
-def _is_field(node: ast.stmt) -> bool:
-    """Whether a statement of a dataclass is one of its fields, or a text below it."""
-    if isinstance(node, ast.AnnAssign):
-        kind = ast.unparse(node.annotation)
-        return "ClassVar" not in kind and "InitVar" not in kind
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def hash_functions(path: Path, file: str) -> dict[str, str]:
-    """16 hex digits of the SHA-256 of each function, class and constant of a file, such as
-    task.loss_sum, and of all its other statements, under the name of the file: see statements_of.
-    """
-    module = file.removesuffix(".py").replace(os.sep, ".")
-    texts = {file: ""}
-    for bound, node in statements_of(path):
-        name = f"{module}.{bound}" if bound else file
-        texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
-    return {name: short_hash(text.encode()) for name, text in texts.items()}
 
 
 def hash_project(project: Path) -> dict[str, dict[str, str]]:

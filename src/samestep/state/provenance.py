@@ -1,5 +1,6 @@
 """What a manifest records of how a run was made: hardware and versions, code, and its history."""
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -144,6 +145,48 @@ def library_digest() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(LIBRARY)} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
+
+
+def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
+    """The statements of a file, each with the name that it binds: a function, a class or a
+    constant; empty for others.
+
+    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
+    count.
+    """
+    found = []
+    for number, node in enumerate(ast.parse(path.read_bytes()).body):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        name = getattr(node, "name", "")
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
+            name = targets[0].id
+        if isinstance(node, ast.ClassDef) and name == "TaskConfig":
+            kept = [each for each in node.body if not _is_field(each)]
+            node.body = kept or ast.parse("pass").body
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if number or not is_text:
+            found.append((name, node))
+    return found
+
+
+def _is_field(node: ast.stmt) -> bool:
+    """Whether a statement of a dataclass is one of its fields, or a text below it."""
+    if isinstance(node, ast.AnnAssign):
+        kind = ast.unparse(node.annotation)
+        return "ClassVar" not in kind and "InitVar" not in kind
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def hash_functions(path: Path, file: str) -> dict[str, str]:
+    """16 hex digits of the SHA-256 of each function, class and constant of a file, such as
+    task.loss_sum, and of all its other statements, under the name of the file: see statements_of.
+    """
+    module = file.removesuffix(".py").replace(os.sep, ".")
+    texts = {file: ""}
+    for bound, node in statements_of(path):
+        name = f"{module}.{bound}" if bound else file
+        texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
+    return {name: short_hash(text.encode()) for name, text in texts.items()}
 
 
 def script_code() -> dict[str, dict[str, str]]:
