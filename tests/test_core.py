@@ -64,7 +64,7 @@ MISTAKES = {
     "vector": (1, "the loss is a tensor, float32, of shape (2, 1); give"),
     "no_backward": (1, "step.backward was called 0 times for a batch; call it once"),
     "two_backwards": (1, "step.backward was called 2 times for a batch; call it once"),
-    "accumulate": (1, "the loop calls accelerator.accumulate; leave it out"),
+    "accumulate": (1, "the loop computes a batch outside of `with accelerator.accumulate(model)`"),
     "step_inside": (1, "optimizer.step() in step 1, whose gradient is not added up: first"),
     "zero_grad_inside": (1, "optimizer.zero_grad() in the loop over the batches deletes the"),
     "scheduler_inside": (1, "the loop over the batches changes a scheduler, or what is registered"),
@@ -88,7 +88,7 @@ MISTAKES = {
     "seed=None": (1, "seed is None; give a whole number, at least 0"),
     "settings=['lr']": (1, "settings are a list; give a dict, as vars(args)"),
     "targets_differ": (2, "the rows are others on another process"),
-    "seed_differs": (2, "setting seed is 0 on process 0 and 1 on process 1; give all of them"),
+    "seed_differs": (2, "seed is 0 on process 0 and 1 on process 1; give all of them"),
     "inner_model": (2, "after the first step process 1 has other weights than process 0"),
     "main_alone": (2, "process 1 has other weights than process 0"),
     "exception": (2, "KeyError: 'a bug of the script'"),
@@ -146,12 +146,12 @@ SETUPS = [
     ({"kind": "FSDP", "mixed_precision": "fp16", "policy": {}}, False, "precision takes bf16"),
     ({"kind": "FSDP", "policy": {"reduce_dtype": None}}, False, "adds gradients in float32"),
     ({"kind": "FSDP", "policy": {"output_dtype": torch.bfloat16}}, False, "precision takes bf16"),
-    ({"kind": "FSDP", "mixed_precision": "bf16"}, True, "combined with bf16 under FSDP2"),
+    ({"kind": "FSDP", "mixed_precision": "bf16"}, True, "combined with half precision under FSDP2"),
     ({"kind": "FSDP", "offload": CPUOffloadPolicy()}, True, "be combined with offload"),
     ({"kind": "FSDP", "fused": True}, True, "combined with fused=True under FSDP2 on CPUs"),
     ({"mixed_precision": "fp8"}, True, "exact cannot be combined with fp8"),
     ({"device": torch.device("mps")}, True, "exact cannot be combined with an Apple GPU"),
-    ({"compiled": True}, True, "exact cannot be combined with torch.compile"),
+    ({"compiled": True}, True, "exact cannot be combined with compile"),
 ]
 
 
@@ -184,9 +184,9 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
 
 
 def test_ten_steps_that_are_not_finite_end_the_run(tmp_path):
-    for mistake, step in (("always_nan", 10), ("nan_gradient", 11)):  # a norm is read a step later
+    for mistake in ("always_nan", "nan_gradient"):
         ((code, _, errors),) = script(1, mistake, tmp_path / mistake, 20)
-        assert code == 2 and f"was not finite 10 times in a row, up to step {step}" in errors
+        assert code == 2 and "was not finite in 10 steps in a row, up to step 10" in errors
     assert newest(tmp_path / "always_nan").name == "step-00000008"
 
 
@@ -342,11 +342,20 @@ def test_fsdp2_that_would_train_otherwise_is_refused(tmp_path, said):
     assert [code for code, *_ in ended] == [2, 2] and said in str(ended)
 
 
+AUTOCAST = """
+def under_autocast(accelerator, model, batch):
+    with accelerator.autocast():
+        return model(**batch).loss
+
+
+"""
+
+
 def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
-    program, loss = tmp_path / "script.py", "loss = model(**batch).loss"
+    program, loss = tmp_path / "script.py", "model(**batch).loss"
     shutil.copy(EXAMPLE, program)
     edit(program, "= Accelerator()", f"= Accelerator(fsdp_plugin={POLICY})")
-    edit(program, loss, f"with accelerator.autocast():\n                {loss}")
+    edit(program, loss, "under_autocast(accelerator, model, batch)", "def main", f"{AUTOCAST}def main")
     program.write_text(f"import accelerate, torch.distributed.fsdp\n{program.read_text()}")
     bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
     program = [SHARDED[0], program]
@@ -389,7 +398,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(plain, tmp_path, process
     ended = script(processes, "SIGKILL", tmp_path)
     assert ended[-1][0] == -signal.SIGKILL and {code for code, *_ in ended[:-1]} <= {1}
     assert newest(tmp_path).name == "step-00000002"
-    assert "continues from" in words_of(script(processes, "nothing", tmp_path))
+    assert "continuing from" in words_of(script(processes, "nothing", tmp_path))
     assert digest(newest(tmp_path)) == digest(newest(plain(processes)[0]))
 
 
@@ -462,6 +471,6 @@ def test_a_launcher_that_is_killed_with_all_its_processes_loses_nothing(tmp_path
                     break
             os.killpg(run.pid, signal.SIGKILL)
         printed = run.communicate(timeout=140)[0]
-    assert run.returncode == 0 and "continues from" in printed, printed
+    assert run.returncode == 0 and "continuing from" in printed, printed
     words_of(script(1, *flags, tmp_path / "whole", program=[EXAMPLE]))
     assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))

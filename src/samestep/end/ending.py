@@ -5,6 +5,7 @@ export_check.py. The task may give what to compare them with: its function `test
 """
 
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
 from samestep.base.workers import count_cores
 from samestep.contract import dtypes
 from samestep.end import export_check
-from samestep.launch.shutdown import STOPPED
 from samestep.report import model_card, tracking
-from samestep.run.log import RunLog
 from samestep.run.run import Run
-from samestep.run.saving import Saver
 from samestep.state import checkpoints
 from samestep.step.model import gather_model
+from samestep.training.training import Training
 
 _TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
-def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
+def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
     """Saves the model of this step with its card.
 
     Returns the model with all its weights, on the main process. All processes must call it.
@@ -44,8 +42,8 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             if run.cfg.check_export and hasattr(run.task, "test_inputs"):
                 # The export may change the model: LoRA's adapters are merged then.
                 run.tested = catch(ask_trained, run, full_model)
-            about = {"step": step, "steps": run.last_step, "scores": scores}
-            about |= {**run.start.manifest, "devices": run.hardware}
+            about = {"step": step, "steps": run.max_steps, "scores": scores}
+            about |= {**run.manifest, "devices": run.hardware}
             with checkpoints.replaced_folder(folder) as fresh:
                 trained = dtypes.trained_weights(full_model).values()
                 in_float32 = any(each.dtype == torch.float32 for each in trained)
@@ -56,83 +54,76 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     return full_model
 
 
-def write_evaluation(
-    run: Run, saver: Saver, model: torch.nn.Module, scores: dict | None, sums: dict | None
-) -> int:
+def write_evaluation(training: Training, scores: dict) -> int:
     """The end of `eval_only`: the scores of a checkpoint, and what the task reports of it; the exit
-    code. Without scores the evaluation was stopped."""
-    if scores is None or sums is None:
-        return STOPPED
+    code."""
+    run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-    full_model = gather_model(run.accelerator, run.ranks, model, run.new_model)
+    full_model = gather_model(run.accelerator, run.ranks, training.model, run.new_model)
     folder = run.output / "evaluation"
     with run.ranks.fail_together():
         if run.accelerator.is_main_process:
-            checkpoint = str(run.resume_point.checkpoint)
-            line = {"step": run.first_step, "checkpoint": checkpoint, **scores}
+            line = {"step": training.step, "checkpoint": str(run.point.checkpoint), **scores}
             folder.mkdir(exist_ok=True)
             replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
-    if _leave_others(run):
-        attempt("no report", report, run, saver, full_model, sums, folder)
+    if _leave_others(training):
+        attempt("no report", report, training, full_model, folder)
     return 0
 
 
-def _leave_others(run: Run) -> bool:
+def _leave_others(training: Training) -> bool:
     """Ends the communication of the processes; whether this is the main one, which works on: what
     it does may take longer than the timeout."""
-    run.accelerator.state.destroy_process_group()
+    training.run.leave(training)
     torch.set_num_threads(count_cores())  # the other processes have left their cores
-    return run.accelerator.is_main_process
+    return training.accelerator.is_main_process
 
 
-def finish(
-    run: Run,
-    log: RunLog,
-    saver: Saver,
-    full_model: torch.nn.Module | None,
-    sums: dict | None,
-    step: int,
-) -> int:
-    """Writes how the run ended, and shows what the task reports of the model; the exit code.
+def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
+    """Exports the last model or the best, writes how the run ended, and shows what the task reports
+    of the model; the exit code. `evaluate(training)` gives the scores of the model."""
+    run: Run = training.run
+    exported = training.load_best() if run.cfg.export == "best" else training.step
+    scores = training.scores
+    if exported != training.step or run.sums is None:  # it has not just been evaluated
+        scores = evaluate(training)
+    assert scores is not None
+    training.close()
+    full_model = _export(run, training.model, exported, scores)
+    if not _leave_others(training):
+        return 0
+    assert full_model is not None
+    training.write_status("finished", exit_code=0, exported=exported)
+    shown = attempt("no report", report, training, full_model, run.output)
+    texts = {name: value for name, value in (shown or {}).items() if isinstance(value, str)}
+    lines = tracking.Tracker(training.accelerator)
+    attempt("the tracker has no report", lines.track, {**texts, "step": exported}, exported)
+    if run.cfg.check_export:
+        attempt("the export was not checked", check_export, training, full_model, exported)
+    from samestep.report import curves  # matplotlib, which other processes and checks need not
 
-    `sums`: of the evaluation of the exported model, that of this step; None: the run was stopped.
-    """
-    code, state = (0, "finished") if sums else (STOPPED, "stopped")
-    if not _leave_others(run):
-        return code
-    exported = {"exported": step} if sums else {}
-    run_folder.write_status(run.output, state, exit_code=code, **exported)
-    if sums:
-        shown = attempt("no report", report, run, saver, full_model, sums, run.output)
-        texts = {name: value for name, value in (shown or {}).items() if isinstance(value, str)}
-        attempt("the tracker has no report", log.lines.track, {**texts, "step": step}, step)
-        if run.cfg.check_export:
-            attempt("the export was not checked", check_export, run, full_model, step)
-        from samestep.report import curves  # matplotlib, which other processes and checks need not
-
-        picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
-        picture = picture or f"no picture: {one_line(problem)}"
-        print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
-    else:
-        print_on_main(f"stopped after step {saver.step}; the same command continues the run")
-    attempt("the tracker was not closed", run.accelerator.end_training)
-    return code
+    picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
+    picture = picture or f"no picture: {one_line(problem)}"
+    print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
+    run.end_tracking(training)
+    return 0
 
 
-def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, output: Path) -> dict:
-    """Prints what the task shows of an evaluation, texts and pictures; returns it."""
+def report(training: Training, full_model: torch.nn.Module, output: Path) -> dict:
+    """Prints what the task shows of the newest evaluation, texts and pictures; returns it."""
+    run: Run = training.run
     if not hasattr(run.task, "report"):
         return {}
     output.mkdir(exist_ok=True)
     device = run.accelerator.device
     if run.ranks.layout.sharded and device.type == "cuda":  # gathered on the CPU
-        saver.state.optimizer.state.clear()  # training is over
+        training.optimizer.state.clear()  # training is over
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
         if size + total // 10 < free:  # the tenth is for what the report computes
             full_model.to(device)
-    shown = run.task.report(full_model.eval(), sums, output) or {}
+    shown = run.task.report(full_model.eval(), run.sums, output) or {}
     shown = {name: value for name, value in shown.items() if value is not None}  # it failed
     for name, value in shown.items():
         print_on_main(f"{name}: {value}")
@@ -147,7 +138,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
 
     In the vocabulary of export_check.compare_outputs.
     """
-    rows = [run.start.views[1][i] for i in range(min(_TESTED, len(run.start.views[1])))]
+    rows = [run.validation[i] for i in range(min(_TESTED, len(run.validation)))]
     asked: list[dict[str, Any]] = []
     model.eval()
     for given, tensors in run.task.test_inputs(rows):
@@ -163,8 +154,9 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
     return asked
 
 
-def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
+def check_export(training: Training, model: torch.nn.Module, step: int) -> None:
     """Compares the exported model with the trained one; the card and the status say the result."""
+    run: Run = training.run
     folder = run.output / "model"
     line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
@@ -184,7 +176,7 @@ def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
     section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
     facts = {"exit_code": 0, "exported": step, "export_check": result}
-    run_folder.write_status(run.output, "finished", **facts)
+    training.write_status("finished", **facts)
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:

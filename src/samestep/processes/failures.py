@@ -85,5 +85,3 @@ def exit_code_of(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, SystemExit):
         return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
     return 1, None
-
-

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from tqdm import tqdm
 
 from samestep.base import run_folder
@@ -39,7 +38,23 @@ def _has_bar() -> bool:
         return False
 
 
-class Log:
+class Tracker:
+    """The trackers of an accelerator."""
+
+    def __init__(self, accelerator: "Accelerator"):
+        self.accelerator = accelerator
+        # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
+        self.passes_step = all(each.name != "wandb" for each in accelerator.trackers)
+
+    def track(self, values: dict, step: int) -> None:
+        """Sends values to the tracker: dicts as texts."""
+        values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
+        if self.passes_step:
+            values = {name: value for name, value in values.items() if name != "step"}
+        self.accelerator.log(values, step=step if self.passes_step else None)
+
+
+class Log(Tracker):
     """Writes lines of metrics to metrics.jsonl in `folder`, the tracker and the screen.
 
     With `shows_lines` they are printed where there is no progress bar.
@@ -56,10 +71,8 @@ class Log:
         self, accelerator: "Accelerator", folder: Path, first_step: int, max_steps: int,
         shows_lines: bool,
     ):  # fmt: skip
-        self.accelerator, self.folder, self.max_steps = accelerator, folder, max_steps
-        self.shows_lines = shows_lines
-        # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
-        self.passes_step = all(tracker.name != "wandb" for tracker in accelerator.trackers)
+        super().__init__(accelerator)
+        self.folder, self.max_steps, self.shows_lines = folder, max_steps, shows_lines
         self.bar = tqdm(
             total=max_steps,
             initial=first_step,
@@ -84,6 +97,8 @@ class Log:
             self.first = (step, time.monotonic())
             if not self.shows_lines:
                 return
+            import psutil  # not needed to import the core
+
             seconds = time.time() - psutil.Process().create_time()
             print_on_main(f"{about}; first step {seconds:.1f} s after the start")
 
@@ -119,7 +134,11 @@ class Log:
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
         is_said = line.get("event") == "changed"  # at the start
-        if self.shows_lines and not is_said and (self.bar.disable or {"eval_loss", "event"} & line.keys()):
+        if (
+            self.shows_lines
+            and not is_said
+            and (self.bar.disable or {"eval_loss", "event"} & line.keys())
+        ):
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:
@@ -133,13 +152,6 @@ class Log:
             left = (time.monotonic() - began) / (step - first) * (self.max_steps - step)
             words.append(f"{tqdm.format_interval(left)} left")
         print_on_main("  ".join(words))
-
-    def track(self, values: dict, step: int) -> None:
-        """Sends values to the tracker: dicts as texts."""
-        values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
-        if self.passes_step:
-            values = {name: value for name, value in values.items() if name != "step"}
-        self.accelerator.log(values, step=step if self.passes_step else None)
 
     def close(self) -> None:
         """Closes the file and the bar."""

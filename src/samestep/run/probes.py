@@ -15,90 +15,88 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.contract import contract
-from samestep.run.run import Run
 from samestep.step import context_parallel, outputs, seeds, trial
 from samestep.step.inputs import IGNORE_INDEX, Batch, check_sums
-from samestep.step.model import bare_model, eager
+from samestep.step.model import HALF, bare_model, eager, keep_modes
 from samestep.step.samples import SampleDataset, collate
+from samestep.training.trial import choose
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
 _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
 _LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
-HALF = (torch.bfloat16, torch.float16)
 
 
-def probe_task(run: Run, model: torch.nn.Module) -> None:
-    """Checks loss_sum on training rows and eval_sums on validation rows, on all processes alike.
+def probe_task(run: Any, training: Any) -> None:
+    """Checks eval_sums and eval_outputs on validation rows, on all processes alike, before the
+    first step; loss_sum is tried by the loop itself, see training/trial.py.
 
     Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
     is a warning.
     """
-    model.eval()
-    with run.ranks.fail_together(), eager(model):
-        probe = _Probe(run, model)
-        batch = probe.check("loss_sum", run.start.probes[0])
+    model = training.model
+    with run.ranks.fail_together(), keep_modes(model), eager(model):
+        model.eval()
+        probe = _Probe(run, training)
         probe.check_outputs(run.start.probes[1])
-        probe.check("eval_sums", run.start.probes[1])
-        probe.check_ends(run.start.views[0])
+        probe.check_sums(run.start.probes[1])
+        probe.check_ends(run.rows)
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
             whole = probe.batch(run.start.probes[1])
             context_parallel.check_parts(run.accelerator, model, functions, whole)
-    probe.print_loss()
-    with eager(model):
-        run.meter.count_flops(model, run.task, batch, run.share_trained)
-        if not (run.cfg.exact or run.cfg.find_unused_parameters):  # exact counts them in each step
-            for _ in trial.backward_passes(run.ranks, model):
-                probe.loss_of(batch).backward()
-    run.meter.stopwatch.watch(model)
-    model.train()
+
+
+def check_labels(run: Any, training: Any) -> None:
+    """Raises UserError, or warns, where a language model sees the token that it is to predict."""
+    layout = run.ranks.layout
+    if training.rows_depend or layout.cp > 1:
+        return
+    model = training.model
+    with run.ranks.fail_together(), keep_modes(model), eager(model):
+        model.eval()
+        _Probe(run, training).check_labels(run.samples[-1])
+    if rounded := getattr(training.accelerator.unwrap_model(model), "rounded", ""):
+        print_on_main(
+            f"warning: task.loss_sum computes the loss in {rounded}, since it runs under autocast; "
+            "call .float() on the outputs of the model"
+        )
 
 
 class _Probe:
     """A prepared model and the functions of its task."""
 
-    def __init__(self, run: Run, model: torch.nn.Module):
-        self.run, self.model, self.task = run, model, run.task
-        half = any(weight.dtype in HALF for weight in model.parameters())
+    def __init__(self, run: Any, training: Any):
+        self.run, self.model, self.task = run, training.model, run.task
+        half = any(weight.dtype in HALF for weight in self.model.parameters())
         # A run that resumes has passed; trained weights may give small differences of large sums.
         rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
-        self.exact = not rounds and not run.first_step
+        self.exact = not rounds and not training.step
         self.limit = _LIMIT if self.exact else _LIMIT_BELOW
         self.outputs: Batch = {}  # of validation rows
-        self.dependent = getattr(run.task, "rows_depend", bool)()
-        self.rounded = ""  # the dtype of a loss below fp32
+        self.dependent = training.rows_depend
 
-    def check(self, name: str, samples: list[tuple]) -> Batch:
-        """Checks the sums of a function on samples; the batch of as many as a device takes."""
-        chosen = self.choose(samples)
-        found = together = self.compute(name, chosen)
-        compares = not self.dependent
-        if found.draws:
-            self.say_what_draws(name, found.collate_draws)
-            compares &= name == "loss_sum" and self.run.ranks.layout.cp == 1 and len(samples) > 2
-            chosen = samples
-        if compares:
-            if found.draws:
-                together = self.compute(name, chosen)
-            alone = [self.compute(name, [each], i) for i, each in enumerate(chosen, 1)]
-            if problem := trial.differ(f"task.{name}", together, alone, self.limit):
+    def check_sums(self, samples: list[tuple]) -> None:
+        """Checks eval_sums on samples, and the metrics of their sums."""
+        chosen = choose(samples, self.run.plan)
+        together = self.compute("eval_sums", chosen)
+        if together.draws:
+            print_on_main(
+                "task.eval_sums draws random numbers without a row's generator: it is not checked "
+                "that rows are independent"
+            )
+        elif not self.dependent:
+            alone = [self.compute("eval_sums", [each], i) for i, each in enumerate(chosen, 1)]
+            if problem := trial.differ("task.eval_sums", together, alone, self.limit):
                 remedy = "give a sum over independent rows, or write rows_depend = True"
                 self.complain(f"{problem}; {remedy}")
-            if name == "loss_sum" and self.run.ranks.layout.cp == 1 and not found.draws:
-                self.check_labels(chosen[-1])
-        if name == "loss_sum":
-            self.loss, self.items = float(found.sums[""]), found.num_items
-            self.rows = len(self.choose(samples))
-        if name == "eval_sums":
-            totals = {key: value.cpu().double() for key, value in found.sums.items()}
-            metrics: Any = {"loss": 0.0}
-            with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
-                given = [totals]
-                if self.outputs:
-                    given.append(self.outputs)
-                metrics = self.task.metrics(*given)
-            contract.check_metrics(metrics)
-        return found.batch
+        totals = {key: value.cpu().double() for key, value in together.sums.items()}
+        metrics: Any = {"loss": 0.0}
+        with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
+            given = [totals]
+            if self.outputs:
+                given.append(self.outputs)
+            metrics = self.task.metrics(*given)
+        contract.check_metrics(metrics)
 
     def compute(self, name: str, samples: list[tuple], number: int = 0) -> trial.Computed:
         """What the function gives for these samples. `number`: that of its random numbers."""
@@ -112,26 +110,11 @@ class _Probe:
         states.append(trial.random_state(device))
         return trial.Computed(batch, items, sums, states[2] != states[0], states[1] != states[0])
 
-    def say_what_draws(self, name: str, collate: bool) -> None:
-        """Says what random numbers depend on."""
-        if collate and name == "loss_sum":
-            print_on_main(
-                "task.collate draws random numbers, by the micro-batch: micro_batch_size changes "
-                "the result"
-            )
-        remark = "it is not checked that rows are independent"
-        print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
-
-    def choose(self, samples: list[tuple]) -> list[tuple]:
-        """As many of these as a device takes, at most four, with the last one."""
-        maximum = min(max(2, self.run.plan.largest), 4)
-        return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
-
     def check_outputs(self, samples: list[tuple]) -> None:
         """Compares the outputs of rows together with those of each alone."""
         if not hasattr(self.task, "eval_outputs"):
             return
-        chosen = self.choose(samples)
+        chosen = choose(samples, self.run.plan)
         before = trial.random_state(self.run.accelerator.device)
         self.outputs = self.rows_of([chosen])
         drawn = before != trial.random_state(self.run.accelerator.device)
@@ -167,31 +150,6 @@ class _Probe:
             first += len(group)
         return outputs.merge(parts, first)
 
-    def loss_of(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch, with the same random numbers at each call."""
-        seeds.seed_micro_batch(self.run.cfg.seed, 0, 0)
-        return self.model(self.task.loss_sum, batch)
-
-    def print_loss(self) -> None:
-        """Prints the loss per item of the training rows; all processes must call it."""
-        if self.rounded:
-            print_on_main(
-                f"warning: task.loss_sum computes the loss in {self.rounded}, since it runs under "
-                "autocast; call .float() on the outputs of the model"
-            )
-        layout, loss = self.run.ranks.layout, self.loss
-        if layout.cp > 1:  # each process has the loss of its part of the rows
-            own = np.array([loss * layout.adds, layout.leads], np.float64)
-            total, replicas = self.run.ranks.sum_arrays(own)
-            loss = total / replicas
-        line = f"loss per item {loss / max(self.items, 1):.3g} ({self.rows} rows)"
-        if self.dependent:
-            line += (
-                "; rows_depend: it is not checked that rows are independent, and the result "
-                "depends on micro_batch_size and on the number of processes"
-            )
-        print_on_main(line)
-
     def batch(self, samples: list[tuple]) -> Batch:
         return send_to_device(collate(self.task, samples)[0], self.run.accelerator.device)
 
@@ -206,8 +164,6 @@ class _Probe:
             if name == "eval_sums":
                 check_sums(result)
                 return result
-            if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
-                self.rounded = str(result.dtype).removeprefix("torch.")
             return {"": result}
 
         with context_parallel.split_rows(self.run.accelerator, batch):

@@ -35,49 +35,30 @@ from samestep.processes import alike
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.report import tracking
-from samestep.run import consistency
 from samestep.settings import config
-from samestep.state import checkpoints, provenance
+from samestep.state import checkpoints, consistency, provenance
 from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
 from samestep.step.plan import StepPlan, plan_step
 from samestep.step.samples import FINGERPRINT_ROWS
+from samestep.training.resume import ResumePoint
 
 
 @dataclass
-class _ResumePoint:
-    """Where the run starts, and how far it goes. The main process tells the others."""
+class _ResumePoint(ResumePoint):
+    """Where the run starts, and how far it goes."""
 
-    max_steps: int
-    checkpoint: Path | None = None  # to continue from
-    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
-    saved: dict = field(default_factory=dict)  # its manifest
-    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
-    remarks: list[str] = field(default_factory=list)  # lines to print
-    # Accepted changes of settings, and of code: what was before, and is now.
-    changed: dict[str, list] = field(default_factory=dict)
+    max_steps: int = 0
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
 
     def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
-        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
-
-        Raises ValueError where one is needed: to evaluate alone, or since the run has saved some.
-        """
+        """Finds the checkpoint to start from; raises ValueError where one is missing."""
         output = Path(cfg.output_dir)
-        folder = output / "checkpoints"
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"output_dir {output} is a file; give another")
-        found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only, hashed)
-        self.checkpoint, self.saved, passed_over = found
-        self.remarks += [f"passed over: {reason}" for reason in passed_over]
-        if self.checkpoint:
-            self.own = self.checkpoint.resolve().parent == folder.resolve()
+        self.find(output, cfg.resume, cfg.eval_only, hashed)
         begins = not self.own and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
-        if cfg.eval_only and not self.checkpoint:
-            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
         """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
@@ -97,13 +78,9 @@ class _ResumePoint:
             else:
                 self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
-        if self.checkpoint:
-            fields = config.fields_of(type(cfg)).items()
-            defaults = {name: field.default for name, (_, field) in fields}
-            self.changed, lines = provenance.compare(
-                self.checkpoint, self.saved, manifest, cfg.accept_changes, effects, defaults
-            )
-            self.remarks += lines
+        fields = config.fields_of(type(cfg)).items()
+        defaults = {name: field.default for name, (_, field) in fields}
+        self.compare(manifest, cfg.accept_changes, effects, defaults)
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -191,6 +168,12 @@ class RunStart:
     probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
     resume_point: _ResumePoint  # on the main process
+
+    def meet(self, ranks: Ranks, stop: Any) -> Any:
+        """The run, once its processes have met."""
+        from samestep.run.run import Run  # accelerate's parts take a second
+
+        return Run(self, ranks, stop)
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
@@ -351,16 +334,15 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
         identity = prepared.identity_of(data.folder)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     on_gpu = torch.cuda.is_available() and not use_cpu()  # more processes on a CPU than GPUs
-    return {
-        "config": resolved_config(cfg),
-        "code": consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
-        "data": entries,
-        "identity": identity,
-        "prepared": getattr(getattr(data, "folder", None), "name", ""),
-        "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
-        "library": provenance.library_digest(),
-        "hardware": provenance.versions(precision, on_gpu),  # completed when the processes have met
-    }
+    return provenance.describe(
+        config=resolved_config(cfg),
+        data=entries,
+        code=consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
+        versions=provenance.versions(precision, on_gpu),
+        identity=identity,
+        prepared=getattr(getattr(data, "folder", None), "name", ""),
+        mixture=first_mixture({each.name: int(each.weight) for each in sources}),
+    )
 
 
 def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
@@ -402,14 +384,14 @@ def prepare_run(
     tracking.check_tracker(cfg.tracker)
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
-        _ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
+        _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
         check_parts(views[0], bound, 2 * layout.cp)
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
-    resume_point = _ResumePoint(cfg.max_steps)
+    resume_point = _ResumePoint(max_steps=cfg.max_steps)
     resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
     resume_point.remarks += config.remarks_on_rate(cfg)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.

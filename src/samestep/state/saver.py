@@ -74,13 +74,15 @@ class Saver:
         """Saves this step, or begins to, once the last one is saved; entries for its line."""
         self.wait()
         share, manifest = self.collect(step)
-        self.step, self.takes_scores = step, True
         if not self.in_background:
             self.write(self.ranks, share, manifest)
             self.note_saved(step)
+            self.step, self.takes_scores = step, True
             return self.hashed
+        assert share
         with self.ranks.fail_together():
             self.host = share.parts = _host_copies(share.parts, self.host)
+        self.step, self.takes_scores = step, True
         self.thread = threading.Thread(
             target=self.write_in_background, args=(share, manifest), name=SAVE_THREAD, daemon=True
         )

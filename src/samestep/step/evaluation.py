@@ -25,9 +25,9 @@ from samestep.step.sums import EvaluationSums
 class Evaluation:
     """The batches of an evaluation, and the sums and outputs of its rows.
 
-        for batch in evaluation:
-            evaluation.add(eval_sums(model, batch))
-        sums = evaluation.sums()
+    for batch in evaluation:
+        evaluation.add(eval_sums(model, batch))
+    sums = evaluation.sums()
     """
 
     def __init__(

@@ -13,6 +13,8 @@ from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import is_dtensor
 from samestep.step.plan import StepPlan
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def build_on_ranks(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
     """The task's model, which `make()` gives. All processes must call it.
@@ -68,6 +70,7 @@ class TaskModule(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
         self.model, self.context = model, context
+        self.rounded = ""  # the dtype of a loss below float32, computed in half precision
         names = defaultdict(list)
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
@@ -82,7 +85,10 @@ class TaskModule(torch.nn.Module):
 
     def forward(self, function, batch):
         with self.context():
-            return function(self.model, batch)
+            result = function(self.model, batch)
+        if torch.is_tensor(result) and result.dtype in HALF:  # accelerate makes it float32
+            self.rounded = str(result.dtype).removeprefix("torch.")
+        return result
 
     def train(self, mode: bool = True) -> "TaskModule":
         """Modules whose weights are all frozen stay in eval mode: a teacher has no dropout, and its

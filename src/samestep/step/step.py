@@ -153,8 +153,8 @@ class Step:
         """Raise UserError for what comes too early, or twice."""
         if self.gradient != wanted:
             raise UserError(
-                f"{what} in step {self.number}, whose gradient is {self.gradient}: first `for batch "
-                "in step` to its end, then step.clip(...), then optimizer.step(), each once"
+                f"{what} in step {self.number}, whose gradient is {self.gradient}: first `for "
+                "batch in step` to its end, then step.clip(...), then optimizer.step(), each once"
             )
 
     def check_complete(self) -> None:

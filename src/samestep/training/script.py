@@ -47,12 +47,21 @@ class Script:
     profile_steps = None
     about = ""
     computes_gradients = True  # where the loop is tried: its body may need them
+    tries_backward = True
+    rounds = False  # whether products are rounded below float32
+    loss_name, prefix = "the loss", ""
+    loss_remedy = (
+        "step.backward takes the sum over the items, not their mean (reduction='sum', or mean=True "
+        "with the count of that mean); if rows depend on each other by intent, give "
+        "rows_depend=True"
+    )
 
     def __init__(
         self, training: Any, rows: Any, global_batch_size: int, micro_batch_size: int,
         settings: dict, functions: dict[str, Callable | None],
     ):  # fmt: skip
         self.training, self.folder = training, training.folder
+        self.label = f"{self.folder}: "  # before lines of the library, among those of the script
         self.lock: run_folder.RunLock | None = None
         self.stop: StopRequest | None = None
         _end_in_one_line(self)  # first: it tells errors in status.json, too
@@ -69,7 +78,7 @@ class Script:
         check_rows(rows)
         check_prepared(accelerator, training.model, training.optimizer)
         if is_exact:
-            _prepare_exact(accelerator, training.model, training.optimizer)
+            prepare_exact(accelerator, training.model, training.optimizer)
         layout = layout_of_accelerator(accelerator)
         self.ranks = Ranks(layout)
         self.plan = plan_step(
@@ -259,7 +268,7 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
         )
 
 
-def _prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
+def prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
     """Makes torch deterministic, on CPUs with one thread; raises UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

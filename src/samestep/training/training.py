@@ -132,7 +132,7 @@ class Training:
         )  # fmt: skip
         if point.checkpoint:
             saver.restore(point.checkpoint, point.saved)
-            print_on_main(f"{run.verb} {point.checkpoint}")
+            print_on_main(f"{run.label}{run.verb} {point.checkpoint}")
         else:
             with self.ranks.fail_together():
                 if saver.main:  # AdamW will keep two moments of each weight
@@ -308,7 +308,7 @@ class Training:
                 self.metrics.note(**line)
 
     def save(self) -> None:
-        """Save a checkpoint of the newest step, unless there is one: before a `break`, for instance.
+        """Save a checkpoint of the newest step, unless there is one; before a `break`, too.
 
         What follows it in the body, such as scheduler.step(), is not in the checkpoint.
         """

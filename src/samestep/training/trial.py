@@ -12,7 +12,7 @@ from samestep.base.errors import UserError
 from samestep.processes import alike
 from samestep.step import context_parallel, trial
 from samestep.step.loader import MicroBatch
-from samestep.step.model import eager, keep_modes
+from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
 from samestep.step.samples import collate
 from samestep.step.seeds import seed_micro_batch
@@ -21,7 +21,6 @@ from samestep.step.step import Step
 # Largest relative difference: above the first it is said, above the second it ends the run. Right
 # losses show 2.3e-7 in fp32, and 6.1e-6 below.
 _IN_FLOAT32, _BELOW = (1e-4, 1e-4), (1e-3, 5e-2)
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def try_loop(run: Any, step: Step) -> Iterator[Any]:
@@ -89,7 +88,7 @@ def _try_batch(
 
 def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
     """Says, or raises UserError, that the loss is no sum over independent rows."""
-    is_half = any(parameter.dtype in _HALF for parameter in run.model.parameters())
+    is_half = any(parameter.dtype in HALF for parameter in run.model.parameters())
     rounds = is_half or run.run.rounds or run.accelerator.mixed_precision != "no"
     remarked, refused = _BELOW if rounds else _IN_FLOAT32
     for limit in (refused, remarked):
@@ -112,14 +111,15 @@ def _say(run: Any, computed: trial.Computed, rows: int) -> None:
         loss = sum(part for part, _ in parts) / sum(leads for _, leads in parts)
     if computed.collate_draws:
         print_on_main(
-            "collate draws random numbers, by the micro-batch: micro_batch_size changes the result"
+            f"{run.run.prefix}collate draws random numbers, by the micro-batch: micro_batch_size "
+            "changes the result"
         )
     if computed.draws:
         print_on_main(
             f"{run.run.loss_name} draws random numbers without a row's generator: rows together "
             "and alone are compared by their loss per item"
         )
-    line = f"tried the loop: loss per item {loss / max(computed.num_items, 1):.3g} ({rows} rows)"
+    line = f"{run.run.label}loss per item {loss / max(computed.num_items, 1):.3g} ({rows} rows)"
     if run.rows_depend:
         line += (
             "; rows_depend: it is not checked that rows are independent, and the result depends on "
