@@ -66,7 +66,8 @@ def main(verb: str) -> int:
     end = words.index("--") if "--" in words else len(words)
     args, args.flags = parser.parse_known_args(words[:end])
     args.command = words[end + 1 :]
-    if verb != "audit" and (others := args.flags + args.command):
+    known = args.command if verb in ("audit", "replay") else []
+    if verb != "audit" and (others := args.flags + [*args.command[len(known) :]]):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     protect_output()
     try:

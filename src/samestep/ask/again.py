@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from samestep.base.files import read_text
 
 # Settings that belong to a start, with what they are where a part of a run is trained again.
 QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
+_REPLAYED = QUIET | {"eval_every": 0, "save_every": 0, "keep_every": 0}
 
 
 def write_recipe(record: Record, step: int, folder: Path) -> str:
     """Writes a recipe with the settings of a step; its path."""
     settings, path = record.settings(step), folder / "recipe.yaml"
-    quiet = {name: value for name, value in QUIET.items() if name in settings}
+    quiet = {name: value for name, value in _REPLAYED.items() if name in settings}
     settings = settings | quiet | {"output_dir": str(folder / "run")}
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return str(path)
@@ -75,9 +75,9 @@ def started(command: list[str], envs: list[dict], **streams: Any) -> Iterator[li
             each.wait()
 
 
-def start(words: list[str], envs: list[dict[str, str]]) -> int:
-    """Runs `python WORDS` once in each of these environments; the exit code of the first that
+def start(command: list[str], envs: list[dict[str, str]]) -> int:
+    """Runs a command once in each of these environments, silently; the exit code of the first that
     failed, or 0."""
-    with started([sys.executable, *words], envs) as processes:
+    with started(command, envs, stdout=subprocess.DEVNULL) as processes:
         codes = [each.wait() for each in processes]
     return next((code for code in codes if code), 0)

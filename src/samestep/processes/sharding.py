@@ -130,6 +130,13 @@ def fsdp_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
     return [each for each in model.named_modules() if isinstance(each[1], FSDPModule)]
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Frees the weights that FSDP has gathered: a forward pass without a backward pass keeps some,
+    and the parameters of the model are whole tensors then."""
+    for _, module in fsdp_modules(model):
+        module.reshard()
+
+
 def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
     """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process,
     and take zeros where a weight has none. All processes must call it together."""

@@ -33,6 +33,7 @@ from samestep.step.model import (
 )
 from samestep.step.plan import assign_micro_batches
 from samestep.step.samples import collate
+from samestep.training.resume import describe_run
 
 
 class Run:
@@ -46,7 +47,7 @@ class Run:
     verb = "continuing from"
     sets_lr = True  # the loop sets the learning rate of each step
     shows_lines = True
-    computes_gradients = False  # where the loop is tried
+    trial_mode = torch.no_grad  # where the loop is tried
     loss_name, prefix, label = "task.loss_sum", "task.", ""
     loss_remedy = "give a sum over independent rows, or write rows_depend = True"
 
@@ -100,12 +101,8 @@ class Run:
         self.accelerator, cfg = accelerator, self.cfg
         device.check_accelerator(accelerator, cfg)
         kept = f"weights {self.task.WEIGHTS}, " if hasattr(self.task, "WEIGHTS") else ""
-        self.hardware = (
-            f"{accelerator.num_processes} x {accelerator.device.type}, "
-            f"{accelerator.mixed_precision.replace('no', 'fp32')}, {kept}"
-            f"distributed: {accelerator.distributed_type.value}; "
-            f"a step of {self.plan.describe(self.ranks.layout.replica_name)}"
-        )
+        step = self.plan.describe(self.ranks.layout.replica_name)
+        self.hardware = describe_run(accelerator, step, kept)
         print_on_main(f"{self.output}: {self.hardware}")
         kind, versions = accelerator.device.type, self.manifest["hardware"]
         hardware = provenance.describe_hardware(self.ranks, kind, versions)

@@ -41,6 +41,7 @@ from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
 from samestep.step.plan import StepPlan, plan_step
 from samestep.step.samples import FINGERPRINT_ROWS
+from samestep.training.replay import read_question
 from samestep.training.resume import ResumePoint
 
 
@@ -361,13 +362,12 @@ def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list
 
 
 def prepare_run(
-    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None,
-    stored: str = "",
-) -> RunStart:  # fmt: skip
+    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None
+) -> RunStart:
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
-    `arguments`: those of the command, unless they are given. `stored`: see `read_data`.
+    `arguments`: those of the command, unless they are given.
     """
     contract.check_functions(task)
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -385,6 +385,8 @@ def prepare_run(
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
+    asked = read_question()  # of samestep replay, which takes the data of then
+    stored = asked.prepared if asked else ""
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)

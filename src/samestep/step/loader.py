@@ -24,6 +24,7 @@ class MicroBatch(NamedTuple):
     num_items: int  # in the loss
     ids_hash: int  # of its sample ids
     ids: np.ndarray  # of its samples
+    counts: bool = True  # whether its loss does; see training/replay.py
 
     def count_tokens(self) -> int:
         """The tokens that are computed, padding included; 0 for a batch without input_ids."""

@@ -28,7 +28,7 @@ class Loop(Protocol):
     gradients: Any  # StepGradients, once the loop was tried; a pipeline brings its own
     current: "Step | None"
 
-    def start_gradients(self, step: "Step") -> Iterator[Any]: ...
+    def try_others(self, step: "Step") -> Iterator[Any]: ...
 
     def prefetch(self) -> None: ...
 
@@ -56,7 +56,7 @@ class Step:
         self.norm: torch.Tensor | None = None  # of the gradient, before it is clipped, ()
         self.learning_rate: Any = None  # of the first parameter group, when it was clipped
         self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
-        self.num_items = 0  # in the loss of the newest batch
+        self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
 
     def due(self, every: int | str) -> bool:
         """Whether what happens every so many steps, or each "epoch" (0: only at the end), is due
@@ -72,8 +72,13 @@ class Step:
         self.check_order("not begun", "another loop over the batches")
         self.gradient = "not added up"
         run = self.run
-        if run.gradients is None:
-            yield from run.start_gradients(self)  # tries the body on a few rows
+        yield from run.try_others(self)  # a few rows before the first step
+        yield from self.compute_all()
+        self.reduce()
+
+    def compute_all(self) -> Iterator[Any]:
+        """Give the batches of this process to the body of the loop."""
+        run = self.run
         gradients: StepGradients = run.gradients
         gradients.start_step(run.plan)
         for each in self.micro_batches:
@@ -83,12 +88,11 @@ class Step:
                 gradients.start_micro_batch(each.number)
                 yield from self.compute(each, batch)
                 gradients.add(each.number)
-        self.reduce()
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
         """Give a batch to the body of the loop, which computes its gradient."""
         calls, passes = len(self.losses), self.run.accelerator.step
-        self.num_items = micro_batch.num_items
+        self.num_items, self.counts = micro_batch.num_items, micro_batch.counts
         yield batch
         calls = len(self.losses) - calls
         if calls != 1:
@@ -111,6 +115,8 @@ class Step:
         if mean:
             # Where no item is in the loss, its mean is 0 / 0.
             loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
+        if not self.counts:
+            loss = loss * 0
         gradients = self.run.gradients
         if gradients is None:  # the loop is tried; without gradients it computes losses alone
             with as_user_error():

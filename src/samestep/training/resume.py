@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.state import checkpoints, provenance
@@ -63,3 +65,12 @@ class ResumePoint:
         """Writes into the status that this process runs; the main process calls it."""
         saved = self.saved.get("step", 0) if self.own else 0
         run_folder.write_status(output, "running", saved=saved)
+
+
+def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:
+    """A line about what runs on what. `step`: its samples as a product. `kept`: of the weights."""
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    return (
+        f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, {kept}"
+        f"distributed: {accelerator.distributed_type.value}; a step of {step}"
+    )

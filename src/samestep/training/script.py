@@ -3,6 +3,7 @@
 `Script` has what train.py's run has, too (run/run.py): what a run is made of before its first step.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from samestep.state import checkpoints, consistency, provenance, weights
 from samestep.step import exact, samples, seeds
 from samestep.step.model import bare_model, form_of, is_compiled
 from samestep.step.plan import plan_step
-from samestep.training.resume import ResumePoint
+from samestep.training.resume import ResumePoint, describe_run
 
 # Names that a line of metrics has of itself.
 RESERVED = ("step", "samples", "epoch", "loss", "items", "grad_norm", "lr", "worst", "batch_hash")
@@ -46,7 +47,7 @@ class Script:
     shows_lines = False  # a script prints what it likes
     profile_steps = None
     about = ""
-    computes_gradients = True  # where the loop is tried: its body may need them
+    trial_mode = contextlib.nullcontext  # where the loop is tried: its body may need gradients
     tries_backward = True
     rounds = False  # whether products are rounded below float32
     loss_name, prefix = "the loss", ""
@@ -151,15 +152,19 @@ class Script:
         with self.ranks.fail_together():
             if training.accelerator.is_main_process:  # one process: verifying reads all bytes
                 self.lock = self.lock or run_folder.RunLock(self.folder)
-                point.find(self.folder)
+                replay = training.replay
+                point.find(self.folder, replay.checkpoint if replay else "auto")
                 if not point.checkpoint:
                     checkpoints.check_none_saved(self.folder)
-                point.compare(self.manifest, training.accept_changes, {}, {})
-                point.best = point.saved.get("best")
+                accepts = training.accept_changes or bool(replay)
+                point.compare(self.manifest, accepts, {}, {})
+                if point.own:
+                    point.best = point.saved.get("best")
                 point.write_running(self.folder)
                 provenance.write_hardware(self.folder, self.manifest)
         point = self.ranks.from_main(point)
-        print_on_main(f"{self.folder}: a step of {self.plan.describe()}")
+        self.hardware = describe_run(training.accelerator, self.plan.describe())
+        print_on_main(f"{self.label}{self.hardware}")
         point.say(self.manifest["hardware"])
         return point
 

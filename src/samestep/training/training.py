@@ -42,7 +42,7 @@ from samestep.step.monitor import StepMonitor
 from samestep.step.samples import SampleDataset
 from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step, watch_optimizer
-from samestep.training import script
+from samestep.training import replay, script
 from samestep.training.log import RunLog
 from samestep.training.resume import ResumePoint
 from samestep.training.trial import try_loop
@@ -80,7 +80,10 @@ class Training:
         rows_depend: bool = False, accept_changes: bool = False, run: Any = None,
     ):  # fmt: skip
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.replay = replay.read_question()
         self.folder, self.seed, self.exact = Path(folder), seed, exact
+        if self.replay:
+            self.folder = self.replay.folder / "run"
         self.keep_checkpoints, self.keep_every = keep_checkpoints, keep_every
         self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
         self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
@@ -121,6 +124,8 @@ class Training:
             return self.step
         self.point = point = run.find_start(self)
         self.lock = run.lock
+        if self.replay:
+            self.replay.check_rows(self.manifest)
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
             options = run.optimizer_settings, run.sets_lr
@@ -259,16 +264,22 @@ class Training:
         assert self.loader
         self.loader.prefetch()
 
-    def start_gradients(self, step: Step) -> Iterator[Any]:
-        """Try the body of the loop on a few rows; then make what adds up its gradients."""
-        yield from try_loop(self, step)
-        given = self.accelerator, self.ranks, self.model, self.exact
-        self.gradients = exact.step_gradients(*given)
+    def try_others(self, step: Step) -> Iterator[Any]:
+        """Give other batches to the body of the loop before those of a step: a few rows before the
+        first one, and what `samestep replay` asks."""
+        if self.gradients is None:
+            yield from try_loop(self, step)
+            given = self.accelerator, self.ranks, self.model, self.exact
+            self.gradients = exact.step_gradients(*given)
+        if self.replay and step.number == self.replay.step:
+            yield from self.replay.ask(self, step)
 
     def read_loss(self, step: Step) -> None:
         """Read the loss of a step that is logged, when its last batch is computed."""
         assert self.metrics
         self.metrics.monitor.add(step)
+        if self.replay and step.number == self.replay.step:
+            self.replay.answer |= replay.describe(self, step)
         if step.number % self.log_every == 0:
             self.metrics.monitor.read_losses()
             assert step.total is not None
@@ -297,8 +308,10 @@ class Training:
         step.check_complete()
         self.step = step.number
         self.metrics.add(step, values)
-        if step.due(self.log_every):
+        if step.number in self.replay.lines if self.replay else step.due(self.log_every):
             self.metrics.write_means()
+        if self.replay and step.number == self.replay.last:
+            self.replay.finish(self)
         self.note_commits()
 
     def note_commits(self) -> None:
@@ -315,7 +328,7 @@ class Training:
         self.resume()
         step = self.complete()
         assert self.saver
-        if step == self.saver.step:
+        if step == self.saver.step or self.replay:
             return
         self.write_line()  # all lines of a step before its checkpoint
         began = time.perf_counter()
@@ -326,7 +339,7 @@ class Training:
 
     def write_line(self) -> None:
         """Write a line about the steps since the last one."""
-        if self.metrics:
+        if self.metrics and not self.replay:
             self.metrics.write_means()
 
     def score(self, scores: dict[str, float]) -> None:

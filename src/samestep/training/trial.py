@@ -1,15 +1,13 @@
 """Tries the body of the loop on a few rows before the first step: is the loss a sum over rows?"""
 
-import contextlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError
-from samestep.processes import alike
+from samestep.processes import alike, sharding
 from samestep.step import context_parallel, trial
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
@@ -35,18 +33,20 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     before = _states_of_others(run)
     with keep_modes(run.model), eager(run.model):
         for _ in trial.backward_passes(run.ranks, run.model) if run.run.tries_backward else ():
-            yield from _try_batch(run, step, rows)
+            yield from try_batch(run, step, rows)
         run.model.eval()
-        with contextlib.nullcontext() if run.run.computes_gradients else torch.no_grad():
-            first = together = yield from _try_batch(run, step, rows)
+        with run.run.trial_mode():
+            first = together = yield from try_batch(run, step, rows)
             if together.draws and len(samples) > 2:
                 rows = samples
-                together = yield from _try_batch(run, step, rows)
+                together = yield from try_batch(run, step, rows)
             alone = []
             if not (run.rows_depend or run.ranks.layout.cp > 1):
                 for number, row in enumerate(rows, 1):
-                    alone.append((yield from _try_batch(run, step, [row], number)))
+                    alone.append((yield from try_batch(run, step, [row], number)))
     step.losses = []
+    if run.ranks.layout.fsdp:
+        sharding.reshard(run.model)
     if _states_of_others(run) != before:
         raise UserError(
             "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
@@ -64,13 +64,13 @@ def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
     return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
 
 
-def _try_batch(
-    run: Any, step: Step, samples: list[tuple], number: int = 0
+def try_batch(
+    run: Any, step: Step, samples: list[tuple], number: int = 0, first: int | None = None
 ) -> Generator[Any, None, trial.Computed]:
     """Gives these samples to the body of the loop as one batch; returns a Computed. `number`: that
-    of its random numbers."""
+    of its random numbers, and `first` their seed, in place of the run's."""
     accelerator = run.accelerator
-    seed_micro_batch(run.seed, 1, number)
+    seed_micro_batch(run.seed if first is None else first, 1, number)
     states = [trial.random_state(accelerator.device)]
     batch, (num_items, ids_hash), ids = collate(run.task, samples)
     states.append(trial.random_state(accelerator.device))
