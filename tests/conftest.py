@@ -57,7 +57,7 @@ train.shutdown.run(train.main, train.prepare)
 ASK = """
 import atexit, os, runpy, sys
 from samestep.ask import again
-def start(words, envs):
+def start(command, envs):
     children = []
     for env in envs:
         children.append(os.fork())
@@ -65,8 +65,9 @@ def start(words, envs):
             atexit._clear()  # it would remove the scratch folder
             os.environ.clear()
             os.environ.update(env)
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            sys.argv = command[1:]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            runpy.run_path(command[1], run_name="__main__")
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 again.start = start
 exec(sys.argv.pop(1), {})
@@ -238,11 +239,12 @@ class BakedProject:
         assert result.returncode == code, f"{words} ended with {result.returncode}:\n{printed}"
         return printed
 
-    def check_asked(self, run, step):
-        """The rows of a run are those computed, and a step is equal to the bit."""
+    def check_asked(self, run, step, command=(), before=""):
+        """The rows of a run are those computed, and a step is equal to the bit. `command`: of a
+        script of one's own."""
         count = len(lines(run, "loss"))
         assert f"{count} of {count} lines of metrics.jsonl" in self.ask("rows", run)
-        printed = self.ask("replay", run, "--step", step)
+        printed = self.ask("replay", run, "--step", step, *command, before=before)
         assert re.search(r"\b(\d+) of \1 lines of metrics.jsonl", printed), printed
         assert "computed twice: equal" in printed, printed
         return printed

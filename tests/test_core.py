@@ -327,6 +327,19 @@ def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes
     assert digest(newest(tmp_path)) == digest(newest(folder))
 
 
+def test_a_run_of_a_script_can_be_asked(tiny, alone, tmp_path):
+    """Its rows by number, and a step by its own command, from the beginning and a checkpoint."""
+    folder, _ = alone
+    command = ["--", "python", EXAMPLE, *FLAGS, tmp_path / "unused"]
+    assert "computed twice: equal" in tiny.check_asked(folder, 5, command)
+    row = tiny.ask("rows", folder, "--step", 5).splitlines()[1].split()[0]
+    assert re.search(r"until step 8: (\d+, )*5\b", tiny.ask("when", folder, row))
+    printed = tiny.ask("replay", folder, "--step", 5, "--without", row, *command)
+    assert f"and without {row}" in printed and f"row {row}" in printed
+    assert "was trained by a script" in tiny.ask("replay", folder, "--step", 5, code=2)
+    assert not (tmp_path / "unused").exists()
+
+
 OTHERWISE = {
     "FSDP2 in half precision takes bf16": {"ACCELERATE_MIXED_PRECISION": "bf16"},
     "FSDP ignores classifier.weight, classifier.bias, and would not reduce their gradients": {
@@ -355,7 +368,13 @@ def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
     program, loss = tmp_path / "script.py", "model(**batch).loss"
     shutil.copy(EXAMPLE, program)
     edit(program, "= Accelerator()", f"= Accelerator(fsdp_plugin={POLICY})")
-    edit(program, loss, "under_autocast(accelerator, model, batch)", "def main", f"{AUTOCAST}def main")
+    edit(
+        program,
+        loss,
+        "under_autocast(accelerator, model, batch)",
+        "def main",
+        f"{AUTOCAST}def main",
+    )
     program.write_text(f"import accelerate, torch.distributed.fsdp\n{program.read_text()}")
     bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
     program = [SHARDED[0], program]

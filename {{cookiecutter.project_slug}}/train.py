@@ -192,7 +192,7 @@ def main(run: Run) -> int:
             group["lr"] = lr_at(step.number, cfg, run.max_steps)
         for batch in step:  # on the device, seeded by the number of the micro-batch
             with accelerator.accumulate(model):
-                step.backward(lambda: model(task.loss_sum, batch))  # noqa: B023
+                step.backward(lambda: model(task.loss_sum, batch))
         step.clip(cfg.max_grad_norm)  # a step whose norm is not finite changes nothing
         optimizer.step()
         training.log(step)

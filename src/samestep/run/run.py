@@ -61,6 +61,7 @@ class Run:
             start.lock,
         )
         self.rows, self.validation = start.views
+        self.accelerator: Any = None
         self.point = agree_on_start(ranks, start)
         self.first_step = self.point.saved.get("step", 0)  # done before
         self.max_steps = max(self.first_step, self.point.max_steps)
@@ -135,7 +136,8 @@ class Run:
 
     def build_model(self, accelerator: Accelerator) -> torch.nn.Module:
         """The task's model as the recipe and the YAML want it: before it is prepared."""
-        self.set_accelerator(accelerator)
+        if self.accelerator is None:
+            self.set_accelerator(accelerator)
         layout = self.ranks.layout
         model = build_on_ranks(self.new_model, accelerator, self.ranks)
         if line := dtypes.describe(model):

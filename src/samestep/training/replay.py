@@ -91,12 +91,15 @@ class Replay:
             micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
         items = sum(each.num_items for each in micro_batches) * run.ranks.layout.leads
         (items,) = run.ranks.sum_over_ranks(items)
-        asked = Step(run, step.number, micro_batches, items, last=False)
-        yield from asked.compute_all()
+        whole = step.micro_batches, step.items
+        step.micro_batches, step.items = micro_batches, items
+        yield from step.compute_all()
         run.gradients.reduce()
-        found = describe(run, asked)
+        found = describe(run, step)
         for parameter in run.gradients.parameters:
             parameter.grad = None
+        step.micro_batches, step.items = whole
+        step.losses, step.total = [], None
         return found
 
     def compute_rows(self, run: Any, step: Step) -> Iterator[Any]:

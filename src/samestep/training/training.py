@@ -82,12 +82,12 @@ class Training:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.replay = replay.read_question()
         self.folder, self.seed, self.exact = Path(folder), seed, exact
-        if self.replay:
-            self.folder = self.replay.folder / "run"
         self.keep_checkpoints, self.keep_every = keep_checkpoints, keep_every
         self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
         self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
         self.accept_changes = accept_changes
+        if self.replay:
+            self.folder, self.max_skipped_steps = self.replay.folder / "run", 0
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
         if run is None:
             run = script.Script(
