@@ -67,7 +67,11 @@ def start(command, envs):
             os.environ.update(env)
             sys.argv = command[1:]
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            runpy.run_path(command[1], run_name="__main__")
+            try:
+                runpy.run_path(command[1], run_name="__main__")
+            except SystemExit as end:
+                os._exit(end.code or 0)
+            os._exit(0)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 again.start = start
 exec(sys.argv.pop(1), {})

@@ -118,8 +118,16 @@ def test_a_run_that_ends_by_nan_names_its_step_and_its_rows(tiny, quick, tmp_pat
     assert f"step {step:>8}: skipped" in tiny.ask("replay", tmp_path / "run")
 
 
-NORM = "import task, torch\nold = task.build_model\n"
-NORM += "task.build_model = lambda cfg: torch.nn.Sequential(torch.nn.BatchNorm1d(4), old(cfg))"
+NORM = """
+import task, torch
+old = task.build_model
+def build(cfg):
+    model = old(cfg)
+    model.norm = torch.nn.BatchNorm1d(4)
+    model.register_forward_pre_hook(lambda model, given: (model.norm(given[0]), *given[1:]))
+    return model
+task.build_model = build
+"""
 
 
 def test_a_question_changes_no_statistics(tiny, quick, tmp_path):

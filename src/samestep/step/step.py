@@ -43,6 +43,8 @@ class Step:
     number: of the step, from 1.
     items: in its loss, over all processes.
     loss: the mean loss of these, after the last batch of every `log_every`-th step; else None.
+    prepare(list of MicroBatch): if you set it, it gets all of this process before the first one is
+        computed, and may add to their batches: a loss over the global batch needs that.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Step:
         self.total: float | None = None  # the sum of all losses, over all processes, once read
         self.norm: torch.Tensor | None = None  # of the gradient, before it is clipped, ()
         self.learning_rate: Any = None  # of the first parameter group, when it was clipped
+        self.prepare: Callable[[list[MicroBatch]], None] | None = None
         self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
         self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
 
@@ -81,6 +84,8 @@ class Step:
         run = self.run
         gradients: StepGradients = run.gradients
         gradients.start_step(run.plan)
+        if self.prepare:
+            self.prepare(self.micro_batches)
         for each in self.micro_batches:
             batch = send_to_device(each.batch, run.accelerator.device, non_blocking=True)
             with context_parallel.split_rows(run.accelerator, batch):
