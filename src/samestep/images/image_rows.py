@@ -19,9 +19,10 @@ import pyarrow.parquet
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
 from samestep.base.files import read_json_object, replace_text
-from samestep.data import demo_data, labels, sources
+from samestep.data import demo_data, labels, readers, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
-from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
+from samestep.data.inputs import Input, RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
@@ -93,8 +94,8 @@ def _images_of(table: File, field: str, cfg: Any) -> list[str]:
     known = read_json_object(memo)
     if known.get("table") == facts:
         return known["images"]
-    columns = {cfg.image_column: True}
-    rows = Input(field, table.path, "", [table], columns=columns, paths=cfg.image_column).rows()
+    source = Input(field, table.path, "", [table], paths=cfg.image_column)
+    rows = readers.read(source, lambda first: {cfg.image_column: True})
     cells = (row[cfg.image_column] for row, _ in rows)
     images = [cell for cell in cells if isinstance(cell, str)]
     with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
@@ -147,10 +148,10 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     bundled = {BUNDLED: demo_data.digit_rows}
     inputs = find_inputs(cfg, bundled, ENDINGS, in_classes=True)
     for each in inputs:
-        each.columns = {cfg.image_column: True, cfg.label_column: True}
         each.paths = cfg.image_column
-    form = RowFormat(partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
-    rows = load_rows(inputs, cfg, form)
+    columns = {cfg.image_column: True, cfg.label_column: True}
+    form = RowFormat(columns, partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
+    rows = load_rows(inputs, cfg, lambda source, first: form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])
     options = {"cfg": cfg, "side": image_data.read_processor(folder)[0]}

@@ -18,8 +18,8 @@ import torch
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS
-from samestep.data.readers import Columns
-from samestep.data.rows import NOTES, Input, RowFormat, find_inputs, key_of, load_rows
+from samestep.data.inputs import Input, RowFormat, find_inputs, key_of
+from samestep.data.rows import NOTES, load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
@@ -34,6 +34,8 @@ _KNOWN: list[tuple[str, list[str]]] = [
     ("prompt", ["prompt", "completion"]),
     ("text", ["text"]),
 ]
+# The columns that are stored of each kind.
+STORED = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
 BUNDLED = ("manual", "docstrings")
 _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
@@ -112,69 +114,61 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
     bundled: dict[str, Any] = {"manual": demo_data.manual_rows, "docstrings": functions}
     inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
-    kinds = {}
-    for each in inputs:
-        # Rows to evaluate on are read as those of the first source, unless they are of one.
-        same = next((own for own in inputs if own.name == each.name), inputs[0])
-        kind, each.columns = recognize_format(same, cfg)
-        kinds[kind] = same.data
-    if len(kinds) > 1:
-        found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
-        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
-    (cfg.rows,) = kinds
-    sources.check_read(cfg, BUNDLED)
-    _check_packing(cfg, cfg.rows)
-    return load_rows(inputs, cfg, row_format(cfg))
+    named, kinds = cfg.rows, {}  # of each kind of rows, where it is
+
+    def choose(source: Input, first: dict) -> RowFormat:
+        cfg.rows, form = choose_format(source, first, cfg, named)
+        kinds.setdefault(cfg.rows, source.data)
+        if len(kinds) > 1:
+            each = " and ".join(f"{kind} in {data}" for kind, data in kinds.items())
+            raise ValueError(f"task.data: rows are {each}; give sources with rows of one kind")
+        sources.check_read(cfg, BUNDLED)
+        _check_packing(cfg, cfg.rows)
+        return form
+
+    return load_rows(inputs, cfg, choose)
 
 
-def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
-    """The kind of a source's rows, and the columns that are read: fields decide; where they leave
-    it open, the names of columns do.
+def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str, RowFormat]:
+    """The kind of a source's rows, and how they are read: fields decide; where they leave it open,
+    the columns of the first row do. `rows`: the kind, or auto.
 
     Raises ValueError for columns of no known format.
     """
     named = _named_kinds(cfg)
-    kind = named[0] if named and cfg.rows == "auto" else cfg.rows
+    kind = named[0] if named and rows == "auto" else rows
     if kind in ("text", "prompt", *named):
-        columns = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
+        names = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
     else:
         known = [*_KNOWN, ("chat", [cfg.prompt_column, cfg.completion_column])]  # as TRL has them
         formats = [each for each in known if kind in ("auto", each[0])]
-        fitting = [each for each in formats if {*each[1]} <= {*source.first}]
+        fitting = [each for each in formats if {*each[1]} <= {*first}]
         if not fitting:
-            raise _unknown_columns(source, cfg.rows, [columns for _, columns in formats])
-        kind, columns = fitting[0]
-    found = dict.fromkeys(columns, True)
-    if kind == "chat" and "instruction" in columns:
-        found["input"] = False
-    prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
+            raise _unknown_columns(source.data, first, rows, [names for _, names in formats])
+        kind, names = fitting[0]
+    columns = dict.fromkeys(names, True)
+    if kind == "chat" and "instruction" in names:
+        columns["input"] = False
+    prompt = [first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
     if kind == "prompt" and any(isinstance(chats.parse_messages(v), list) for v in prompt):
         kind = "chat"
     if kind == "chat" and cfg.tools_column:
-        found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
-    return kind, found
+        columns[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
+    normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
+    features = {name: datasets.Value("string") for name in STORED[kind]}
+    return kind, RowFormat(columns, partial(normalize[kind], cfg=cfg), features, _key_of)
 
 
-def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
+def _unknown_columns(data: str, first: dict, rows: str, formats: list[list[str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
-    if not source.first:
-        return ValueError(f"task.data: there is no text in {source.data}")
-    there = ", ".join(source.first)[:100]
+    there = ", ".join(first)[:100]
     forms = ", ".join(dict.fromkeys(map(" + ".join, formats)))
     fields = "--task.messages_column"
     if rows == "auto":
         texts = "--task.text_column, --task.prompt_column and --task.completion_column"
         fields = f"{texts}, or {fields}"
     text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
-    return ValueError(f"task.data: {source.data} has the columns {there}, {text}")
-
-
-def row_format(cfg: Any) -> RowFormat:
-    """How rows of the kind cfg.rows are read."""
-    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
-    normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
-    features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=_key_of)
+    return ValueError(f"task.data: {data} has the columns {there}, {text}")
 
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import datasets
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
+from samestep.data.inputs import RowFormat, find_inputs
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import NOTES, RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, load_rows
 from samestep.data.views import Rows
 from samestep.models import classification, next_token, pretrained
 from samestep.text import tokenizing
@@ -64,18 +65,17 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
     names = TEXTS if cfg.text_pair_column else TEXTS[:1]
+    columns = filter(None, [cfg.text_column, cfg.text_pair_column, cfg.label_column])
     form = RowFormat(
+        dict.fromkeys(columns, True),
         partial(normalize, cfg=cfg),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         group=lambda row: "\0".join(row[name] for name in names),
     )
     bundled = {"stdlib": demo_data.area_rows}
     inputs = find_inputs(cfg, bundled, (*TABLES, ".txt"), in_classes=True)
-    columns = [cfg.text_column, cfg.text_pair_column, cfg.label_column]
-    for each in inputs:
-        each.columns = dict.fromkeys(filter(None, columns), True)
     is_given = any(each.is_validation for each in inputs)
-    rows = load_rows(inputs, cfg, form)
+    rows = load_rows(inputs, cfg, lambda source, first: form)
     labels.learn(rows, cfg, folder, is_given)
     return rows
 

@@ -12,7 +12,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, require_text
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -51,11 +52,10 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
         raise ValueError(f"task.model_name_or_path: {text}")
     inputs = find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES)
-    for each in inputs:
-        each.columns = {cfg.source_column: True, cfg.target_column: True}
+    columns = {cfg.source_column: True, cfg.target_column: True}
     features = {name: datasets.Value("string") for name in TEXTS}
-    form = RowFormat(partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
-    return load_rows(inputs, cfg, form)
+    form = RowFormat(columns, partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
+    return load_rows(inputs, cfg, lambda source, first: form)
 
 
 def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:

@@ -15,7 +15,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import IncompleteRow
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -60,13 +61,12 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
 
     Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
     """
-    inputs = find_inputs(cfg, BUNDLED, TABLES)
-    for each in inputs:
-        each.columns = {cfg.chosen_column: True, cfg.rejected_column: True}
-        for name in ("prompt", "tools"):  # a column that is named must be there
-            if column := getattr(cfg, f"{name}_column"):
-                each.columns[column] = column != name
-    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, _key_of, _group_of))
+    columns = {cfg.chosen_column: True, cfg.rejected_column: True}
+    for name in ("prompt", "tools"):  # a column that is named must be there
+        if column := getattr(cfg, f"{name}_column"):
+            columns[column] = column != name
+    form = RowFormat(columns, partial(normalize, cfg=cfg), READ, _key_of, _group_of)
+    return load_rows(find_inputs(cfg, BUNDLED, TABLES), cfg, lambda source, first: form)
 
 
 def _group_of(row: dict) -> str:
