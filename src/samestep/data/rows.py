@@ -26,7 +26,8 @@ from samestep.data.sources import DataConfig
 
 _WRITTEN = 2_000_000  # bytes of content that are written at a time
 MOST_NAMES = 10_000  # of files, in the type of the column "file": they are read at each start
-NOTES = ("source", "place", "file", "line")  # columns beside the content of rows
+NUMBERS = ("source", "file", "line")  # of a row: where it comes from
+NOTES = (*NUMBERS, "place")  # columns beside the content of rows
 
 
 # ---- Reading -------------------------------------------------------------------------------------

@@ -1,30 +1,26 @@
 """Formats of rows for a language model: a text, a prompt with its completion, or a chat.
 
-They are recognized by their columns, read, checked, and tokenized. Messages and tools are stored as
-JSON text: a column of `datasets` for JSON rounds numbers.
+They are recognized by their columns, and checked; `tokenizing` makes tokens of them. Messages and
+tools are stored as JSON text: a column of `datasets` for JSON rounds numbers.
 """
 
 import json
 import os
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS
 from samestep.data.inputs import Input, RowFormat, find_inputs, key_of
-from samestep.data.rows import NOTES, load_rows
+from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
-from samestep.text import chats, sequences, tokenizing
-from samestep.text.tokenizing import Tokens
+from samestep.text import chats, tokenizing
 
 # The columns of each kind of rows, the more structured formats first.
 _KNOWN: list[tuple[str, list[str]]] = [
@@ -220,13 +216,6 @@ def _messages_of(value: Any, name: str) -> list[dict]:
     return found
 
 
-def texts_of(rows: datasets.Dataset) -> Iterator[str]:
-    """Texts of rows, evenly spread, to train a tokenizer on."""
-    names = [name for name in rows.column_names if name not in NOTES]
-    for row in tokenizing.spread_rows(rows, names):
-        yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
-
-
 def _key_of(row: dict) -> str:
     """Text that equal rows have in common; of chats their words."""
     if "chat" not in row:
@@ -235,65 +224,7 @@ def _key_of(row: dict) -> str:
     return json.dumps({**chat, "messages": chats.words_of(chat["messages"])})
 
 
-# ---- Tokens --------------------------------------------------------------------------------------
-
-
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
-    template = chats.read_template(cfg.chat_template)
-    default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
-    options: dict[str, Any] = {"model_max_length": cfg.context_length}
-    if not is_packed(cfg):
-        options["lengths"] = ["context_length"]
-    texts = texts_of(rows)
-    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
-
-
-def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
-    """Documents as token ids, for `map`: input_ids, the numbers of their row (source, file, line)
-    and, `with_masks`, loss_mask.
-
-    Texts begin and end with the tokens that the tokenizer puts there, or at least with its end of
-    text; special tokens in them are text. Of prompts and chats the completions, or the messages of
-    the assistant, are in the loss. A chat gives several documents where the template changes a turn
-    when others follow. Raises ValueError for a template that fails or leaves out a part.
-    """
-    names = [name for name in batch if name not in NOTES]
-    columns = [batch[name] for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    found: list[tuple[Tokens, int]] = []  # each with the number of its row
-    if names == ["text"]:
-        begin, end = tokenizing.begin_tokens(tokenizer), [tokenizer.eos_token_id]
-        begin = begin or (end if with_masks else [])
-        for i, ids in enumerate(tokenizing.tokenize_texts(batch["text"], tokenizer)):
-            tokens = np.concatenate([begin, ids, end]).astype(np.int32)
-            found.append(((tokens, np.ones(len(tokens), np.uint8)), i))
-    else:
-        places = batch.get("place") or ["a row"] * len(rows)
-        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-            if "chat" in row:
-                texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
-                found += [(tokenizing.tokenize_answers(*each, tokenizer), i) for each in texts]
-            else:
-                found.append((tokenize_prompt(row, tokenizer), i))
-    dtype = tokenizing.id_type(tokenizer)
-    result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
-    batch = {"source": [0] * len(rows), **batch}  # rows of a task's own have none
-    for name in sequences.NUMBERS:
-        if name in batch:
-            result[name] = [batch[name][i] for _, i in found]
-    if with_masks:
-        result["loss_mask"] = [mask for (_, mask), _ in found]
-    return result
-
-
-def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
-    """A prompt with its completion and the end-of-text token, which are the items in the loss."""
-    whole = row["prompt"] + row["completion"]
-    ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
-    begin = tokenizing.begin_tokens(tokenizer)
-    ids = np.array([*begin, *ids, tokenizer.eos_token_id], np.int32)
-    return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)
+# ---- What the trained model is asked -------------------------------------------------------------
 
 
 def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
@@ -307,9 +238,6 @@ def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
         begin = begin or [tokenizer.eos_token_id]
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return [*begin, *tokens] or [tokenizer.eos_token_id]
-
-
-# ---- What the trained model is asked -------------------------------------------------------------
 
 
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:

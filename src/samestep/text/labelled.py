@@ -83,30 +83,15 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer.
-
-    Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
-    pair.
-    """
-    names = [name for name in TEXTS if name in rows.column_names]
-    texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["pad_token"],
-        model_input_names=["input_ids", "attention_mask"],
-        model_max_length=cfg.max_length,
-    )
+def check_tokenizer(tokenizer: Any, cfg: Any) -> None:
+    """Raise ValueError for a pretrained model that was made for shorter texts, or for texts without
+    a pair."""
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
     if cfg.text_pair_column and special(pair=True) <= special(pair=False):
         text = f"the tokenizer of {cfg.model_name_or_path} puts nothing between two texts"
         hint = "put them into one column, or give another model"
         raise ValueError(f"task.text_pair_column: {text}; {hint}")
-    return tokenizer
 
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:

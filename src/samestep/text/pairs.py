@@ -58,28 +58,13 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     return load_rows(inputs, cfg, lambda source, first: form)
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
+def set_languages(tokenizer: Any, cfg: Any, folder: Path) -> Any:
+    """Let a tokenizer write the languages of cfg into texts, and save it in `folder`.
+
+    Raises ValueError for a language that is missing, or unknown to the tokenizer.
+    """
     from transformers import AutoTokenizer
 
-    texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["eos_token"],
-        model_input_names=["input_ids", "attention_mask"],
-    )
-    _set_languages(tokenizer, cfg)
-    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
-    tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
-
-
-def _set_languages(tokenizer: Any, cfg: Any) -> None:
-    """Lets a tokenizer write the languages of cfg into texts, and save them; raises ValueError for
-    one that is missing, or unknown to the tokenizer."""
     known = tokenizing.languages_of(tokenizer)
     for name, attribute in (("source_lang", "src_lang"), ("target_lang", "tgt_lang")):
         given = getattr(cfg, name)
@@ -94,6 +79,9 @@ def _set_languages(tokenizer: Any, cfg: Any) -> None:
             check_fields(cfg, [(name, False, text)])
         tokenizer.init_kwargs[attribute] = given  # which is saved
         setattr(tokenizer, attribute, given)
+    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
 
 
 def _set_target_language(model: Any, tokenizer: Any) -> None:

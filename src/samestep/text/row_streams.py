@@ -68,7 +68,7 @@ class RowStream(ShardStream):
         packed whole."""
         cfg, length = self.cfg, self.cfg.context_length
         is_packed = formats.is_packed(cfg)
-        tokens = formats.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
+        tokens = tokenizing.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
         if is_packed:
             documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
             found = sequences.pack(documents, cfg, self.longest)
