@@ -64,19 +64,13 @@ def check_config(cfg: Any) -> None:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _local_data(cfg: Any) -> dict[str, str]:
-    """The absolute paths of local files or folders that fields name."""
-    found = {"data": cfg.data, "validation_data": cfg.validation_data}
-    if cfg.data == BUNDLED or sources.is_hub_name(cfg.data):
-        del found["data"]
-    found = {field: str(local_path(data).absolute()) for field, data in found.items() if data}
-    return {field: path for field, path in found.items() if os.path.exists(path)}
-
-
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
-    for field, root in _local_data(cfg).items():
+    for field in ("data", "validation_data"):
+        root = os.path.abspath(local_path(getattr(cfg, field)))
+        if not getattr(cfg, field) or not os.path.exists(root):
+            continue  # bundled, or of the Hub
         for each in list_files(root, field, ENDINGS)[0]:
             if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
                 found |= dict.fromkeys(_images_of(each, field, cfg))
