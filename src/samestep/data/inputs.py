@@ -58,10 +58,12 @@ class Input:
     dataset: Dataset | None = None  # of the Hub, or bundled
     paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
+    group: str = ""  # a column that is read beside those of the format
+    choose: Callable[["Input", dict], RowFormat] | None = None  # of the first row the format
     # Known when it is read:
-    form: RowFormat | None = None  # by its first row
+    form: RowFormat | None = None
     names: list[str] = field(default_factory=list)  # of all columns of the first row
-    columns: Columns = field(default_factory=dict)  # that are read
+    columns: Columns = field(default_factory=dict)
     empty: set[File] = field(default_factory=set)  # without rows
 
     @property
@@ -72,8 +74,14 @@ class Input:
     def is_table(self) -> bool:
         return not self.files or files.file_ending(self.files[0].path) in files.TABLES
 
-
-ChooseFormat = Callable[[Input, dict], RowFormat]  # of an input and its first row the format
+    def columns_of(self, first: dict) -> Columns:
+        """Return the columns to read. The first row of all files chooses the format."""
+        if not self.columns:
+            self.form = self.form or self.choose(self, first)
+            self.names, self.columns = [*first], {**self.form.columns}
+            if self.group:
+                self.columns[self.group] = True
+        return self.columns
 
 
 # ---- Files ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ The loaders of `datasets` change values: dates become timestamps, NA becomes nul
 field too many shifts its columns. So these files are read here, one after the other, each from its
 start to its end; `datasets` does all else.
 
-A reader shows `choose` the first row of a file, with all its columns: it returns those to read.
+`Input.columns_of` gets the first row of a file with all its columns, and returns those to read.
 Then come all rows with these as they stand in the file, each with the number of its line (of .json
 and .parquet: of the row).
 """
@@ -26,7 +26,6 @@ from samestep.base.console import one_line
 from samestep.data.files import IMAGES, PACKED, TABLES, File, file_ending
 from samestep.data.inputs import Columns, Input
 
-Choose = Callable[[dict[str, Any]], Columns]  # of the first row of a file the columns to read
 _Numbered = Iterator[tuple[int, Any]]
 
 DOCUMENT = 64_000  # characters of a document, of which a larger .txt or .md file has several
@@ -51,13 +50,13 @@ Row = tuple[dict[str, Any], Place]
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def read(source: Input, choose: Choose) -> Iterator[Row]:
-    """The rows of an input, each with its place. Notes files without rows."""
+def read(source: Input) -> Iterator[Row]:
+    """Yield the rows of an input, each with its place. Notes files without rows."""
     if source.dataset is not None:
-        yield from _read_dataset(source.dataset, choose, source.data, source.field)
+        yield from _read_dataset(source, source.dataset)
     for file in source.files:
         place, size = None, 0
-        for row, place in read_file(file, choose, source.field):
+        for row, place in _read_file(file, source):
             if source.paths and file_ending(file.path) in TABLES:
                 row[source.paths] = _relative_to(file.path, row.get(source.paths))
             yield row, place
@@ -78,7 +77,7 @@ def _relative_to(table: str, value: Any) -> Any:
     return value
 
 
-def read_file(file: File, choose: Choose, field: str = "data") -> Iterator[Row]:
+def _read_file(file: File, source: Input) -> Iterator[Row]:
     """The rows of a file, each with its place. What a row lacks is None. A file that is no table
     has the columns `text` or `image`, and `label`, its folder's name.
 
@@ -91,11 +90,11 @@ def read_file(file: File, choose: Choose, field: str = "data") -> Iterator[Row]:
     read_rows = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
     columns: Columns = {}
     try:
-        for number, row in read_rows(path, choose):
+        for number, row in read_rows(path, source):
             if not isinstance(row, dict):
                 raise ValueError(f"not an object: {row!r:.60}")
             if not columns:  # what a later row lacks is null
-                columns = choose(row)
+                columns = source.columns_of(row)
                 _check_columns(row, columns)
             row = {name: row.get(name) for name in columns}
             row = replace_surrogates(row) if ending in _READERS else row
@@ -104,7 +103,7 @@ def read_file(file: File, choose: Choose, field: str = "data") -> Iterator[Row]:
         if isinstance(error, MemoryError) or str(error).startswith("task."):  # it has its field
             raise
         after = f" after {unit} {number}" if number else ""
-        text = f"task.{field}: cannot read {shown}{after}: {one_line(error)}"
+        text = f"task.{source.field}: cannot read {shown}{after}: {one_line(error)}"
         if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
         raise ValueError(text) from None
@@ -165,11 +164,11 @@ def _open_text(path: str) -> Any:
 # ---- Readers -------------------------------------------------------------------------------------
 
 
-def _read_image(path: str, choose: Choose) -> _Numbered:
+def _read_image(path: str, source: Input) -> _Numbered:
     yield 0, {"image": path, "label": _folder_of(path)}
 
 
-def _read_text(path: str, choose: Choose) -> _Numbered:
+def _read_text(path: str, source: Input) -> _Numbered:
     """Documents of about DOCUMENT characters, cut at the ends of lines."""
     number = 1
     with _open_text(path) as file:
@@ -187,14 +186,14 @@ def _folder_of(path: str) -> str:
     return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
 
 
-def _read_jsonl(path: str, choose: Choose) -> _Numbered:
+def _read_jsonl(path: str, source: Input) -> _Numbered:
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, parse_json(line)
 
 
-def _read_json(path: str, choose: Choose) -> _Numbered:
+def _read_json(path: str, source: Input) -> _Numbered:
     """The objects of a list, one object, or lines of them, since many programs name .jsonl so."""
     with _open_text(path) as file:
         text = file.read()
@@ -203,11 +202,11 @@ def _read_json(path: str, choose: Choose) -> _Numbered:
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return _read_jsonl(path, choose)
+        return _read_jsonl(path, source)
     return enumerate([rows] if isinstance(rows, dict) else rows, 1)
 
 
-def _read_csv(path: str, choose: Choose) -> _Numbered:
+def _read_csv(path: str, source: Input) -> _Numbered:
     mark = "\t" if file_ending(path) == ".tsv" else ","
     with _open_text(path) as file:
         rows = csv.reader(file, delimiter=mark, strict=True)
@@ -231,12 +230,12 @@ def _read_csv(path: str, choose: Choose) -> _Numbered:
             if row:
                 found = dict(zip(names, row, strict=True))
                 if not columns:
-                    columns = choose(found)
+                    columns = source.columns_of(found)
                     _check_columns(names, columns)
                 yield number, found
 
 
-def _read_parquet(path: str, choose: Choose) -> _Numbered:
+def _read_parquet(path: str, source: Input) -> _Numbered:
     content: Any = path
     if "://" in path:
         import fsspec
@@ -247,7 +246,7 @@ def _read_parquet(path: str, choose: Choose) -> _Numbered:
         if not table.metadata.num_rows:
             return
         [first] = next(table.iter_batches(1)).to_pylist()
-        columns = choose(_read_cells(first, {}))
+        columns = source.columns_of(_read_cells(first, {}))
         _check_columns(table.schema_arrow.names, columns)
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in columns]
@@ -260,7 +259,7 @@ def _read_parquet(path: str, choose: Choose) -> _Numbered:
                 yield number, _read_cells(row, classes)
 
 
-_READERS: dict[str, Callable[[str, Choose], _Numbered]] = {
+_READERS: dict[str, Callable[[str, Input], _Numbered]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -272,7 +271,7 @@ _READERS: dict[str, Callable[[str, Choose], _Numbered]] = {
 # ---- The Hub -------------------------------------------------------------------------------------
 
 
-def _read_dataset(dataset: Dataset, choose: Choose, data: str, field: str) -> Iterator[Row]:
+def _read_dataset(source: Input, dataset: Dataset) -> Iterator[Row]:
     """The rows of a dataset of the Hub, each with its place: with names in place of the numbers of
     classes. Raises ValueError for a missing column."""
     for name in dataset.column_names:  # decoded images would not fit into memory
@@ -280,16 +279,16 @@ def _read_dataset(dataset: Dataset, choose: Choose, data: str, field: str) -> It
             dataset = dataset.cast_column(name, Image(decode=False))
     if not len(dataset):
         return
-    columns = choose(_read_cells(dataset[0], {}))
+    columns = source.columns_of(_read_cells(dataset[0], {}))
     try:
         _check_columns(dataset.column_names, columns)
     except ValueError as error:
-        raise ValueError(f"task.{field}: {data}: {error}") from None
+        raise ValueError(f"task.{source.field}: {source.data}: {error}") from None
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
     classes = _class_names(part.features)
     for number, row in enumerate(part, 1):
         row = dict.fromkeys(columns) | _read_cells(row, classes)
-        yield replace_surrogates(row), Place(one_line(data, 200), number, "row")
+        yield replace_surrogates(row), Place(one_line(source.data, 200), number, "row")
 
 
 def _class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:

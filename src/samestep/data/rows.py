@@ -7,7 +7,7 @@ import itertools
 import json
 import uuid
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
 from samestep.data import readers, sources
-from samestep.data.inputs import ChooseFormat, Columns, Input, name_first
+from samestep.data.inputs import Input, RowFormat, name_first
 from samestep.data.readers import Place
 from samestep.data.sources import DataConfig
 
@@ -39,23 +39,15 @@ def hash_of(text: str) -> int:
 
 
 def stored_rows(
-    source: Input, choose: ChooseFormat, cfg: DataConfig, left_out: list[str]
+    source: Input, cfg: DataConfig, left_out: list[str]
 ) -> Iterator[tuple[dict, str | None, Place]]:
-    """What is stored of each row, its group, and its place. `left_out` gets an entry for each
+    """Yield what is stored of each row, its group, and its place. `left_out` gets an entry for each
     other row: the first says its place, later ones are empty.
 
     Raises ValueError for the first row that cannot be used.
     """
-
-    def columns_of(first: dict) -> Columns:
-        if not source.columns:
-            source.form = source.form or choose(source, first)
-            source.names, source.columns = [*first], {**source.form.columns}
-            if cfg.group_column:
-                source.columns[cfg.group_column] = True
-        return source.columns
-
-    for row, place in readers.read(source, columns_of):
+    source.group = cfg.group_column
+    for row, place in readers.read(source):
         try:
             group = _group_of(row[cfg.group_column]) if cfg.group_column else None
             stored = source.form.normalize(row)
@@ -78,7 +70,9 @@ def _group_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def load_rows(inputs: list[Input], cfg: DataConfig, choose: ChooseFormat) -> DatasetDict:
+def load_rows(
+    inputs: list[Input], cfg: DataConfig, choose: Callable[[Input, dict], RowFormat]
+) -> DatasetDict:
     """Read the rows of these inputs as splits train and validation, and print what is read.
 
     `choose`: gets a source and its first row, and returns their format. All have the same features.
@@ -102,7 +96,8 @@ def load_rows(inputs: list[Input], cfg: DataConfig, choose: ChooseFormat) -> Dat
         for source in inputs:
             before = len(hashes)
             source.form = next((each.form for each in inputs if each.name == source.name), None)
-            for stored, group, place in stored_rows(source, choose, cfg, left_out):
+            source.choose = choose
+            for stored, group, place in stored_rows(source, cfg, left_out):
                 form = source.form
                 key = form.key(stored)
                 if group is None:

@@ -88,9 +88,10 @@ def _images_of(table: File, field: str, cfg: Any) -> list[str]:
     known = read_json_object(memo)
     if known.get("table") == facts:
         return known["images"]
-    source = Input(field, table.path, "", [table], paths=cfg.image_column)
-    rows = readers.read(source, lambda first: {cfg.image_column: True})
-    cells = (row[cfg.image_column] for row, _ in rows)
+    column = cfg.image_column
+    form = RowFormat({column: True}, dict, {})
+    source = Input(field, table.path, "", [table], paths=column, form=form)
+    cells = (row[column] for row, _ in readers.read(source))
     images = [cell for cell in cells if isinstance(cell, str)]
     with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
         own = memo.with_name(f".{memo.name}-{platform.node()[:60]}-{os.getpid()}")

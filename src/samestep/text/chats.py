@@ -214,7 +214,7 @@ def is_chat(row: dict) -> bool:
 def chat_texts(row: dict) -> Iterator[str]:
     """Give all text of a stored row of messages: contents, and tool calls and tools as JSON."""
     if "chat" in row:
-        chat = as_chat(row)
+        chat = json.loads(row["chat"])
     else:
         parts = (json.loads(row[name]) for name in ("prompt", "chosen", "rejected"))
         chat = {"messages": [*itertools.chain(*parts)], "tools": json.loads(row["tools"])}
@@ -229,11 +229,6 @@ def chat_texts(row: dict) -> Iterator[str]:
 def _require(fits: bool, what: str, value: Any, wanted: str) -> None:
     if not fits:
         raise ValueError(f"{what} is {value!r:.60} but must be {wanted}")
-
-
-def as_chat(row: dict) -> dict:
-    """The messages and tools of a stored row."""
-    return json.loads(row["chat"])
 
 
 # ---- Templates -----------------------------------------------------------------------------------

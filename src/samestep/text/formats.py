@@ -220,7 +220,7 @@ def _key_of(row: dict) -> str:
     """Text that equal rows have in common; of chats their words."""
     if "chat" not in row:
         return key_of(row)
-    chat = chats.as_chat(row)
+    chat = json.loads(row["chat"])
     return json.dumps({**chat, "messages": chats.words_of(chat["messages"])})
 
 

@@ -47,12 +47,12 @@ class RowStream(ShardStream):
     def blocks(self, shard: str) -> Iterator[Block]:
         """Raises ValueError for a row that cannot be used. (How many are left out is printed of
         those that are prepared: several processes may read a shard, and each epoch again.)"""
-        source = Input("data", self.cfg.data, "", [File(shard, "", 0)])
+        source = Input("data", self.cfg.data, "", [File(shard, "", 0)], choose=self.choose)
         names = [*formats.STORED[self.cfg.rows], "place"]
         full = _SEQUENCES * self.cfg.context_length * _BYTES_A_TOKEN
         block: Block = {name: [] for name in names}
         size = 0
-        for stored, _, place in stored_rows(source, self.choose, self.cfg, []):
+        for stored, _, place in stored_rows(source, self.cfg, []):
             for row in _pieces_of(stored):
                 for name in names:
                     block[name].append(row.get(name, str(place)))

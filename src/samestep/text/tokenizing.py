@@ -5,6 +5,7 @@ token that is a loss term and 0 for context.
 """
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -333,7 +334,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
         places = batch.get("place") or ["a row"] * len(rows)
         for i, (row, place) in enumerate(zip(rows, places, strict=True)):
             if "chat" in row:
-                texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
+                texts = chats.render_chat(json.loads(row["chat"]), place, tokenizer)
                 found += [(tokenize_answers(*each, tokenizer), i) for each in texts]
             else:
                 found.append((tokenize_prompt(row, tokenizer), i))
