@@ -14,16 +14,16 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
-from datasets import Dataset, Features, Image
+from datasets import Features, Image
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
-from samestep.data.files import IMAGES, PACKED, TABLES, File, file_ending
+from samestep.data.files import IMAGES, PACKED, TABLES, file_ending
 from samestep.data.inputs import Columns, Input
 
 _Numbered = Iterator[tuple[int, Any]]
@@ -53,11 +53,11 @@ Row = tuple[dict[str, Any], Place]
 def read(source: Input) -> Iterator[Row]:
     """Yield the rows of an input, each with its place. Notes files without rows."""
     if source.dataset is not None:
-        yield from _read_dataset(source, source.dataset)
+        yield from _read_file(source.data, source, "hub")
     for file in source.files:
-        place, size = None, 0
-        for row, place in _read_file(file, source):
-            if source.paths and file_ending(file.path) in TABLES:
+        place, size, ending = None, 0, file_ending(file.path)
+        for row, place in _read_file(file.path, source, ending):
+            if source.paths and ending in TABLES:
                 row[source.paths] = _relative_to(file.path, row.get(source.paths))
             yield row, place
             if source.most < math.inf:
@@ -77,16 +77,16 @@ def _relative_to(table: str, value: Any) -> Any:
     return value
 
 
-def _read_file(file: File, source: Input) -> Iterator[Row]:
-    """The rows of a file, each with its place. What a row lacks is None. A file that is no table
-    has the columns `text` or `image`, and `label`, its folder's name.
+def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
+    """Yield the rows of a file, or of a dataset of the Hub, each with its place. What a row lacks
+    is None. A file that is no table has the columns `text` or `image`, and `label`, its folder's
+    name.
 
     Raises ValueError, which names the last line that was read, for what cannot be read, and for a
     missing column; ConnectionError for a store out of reach.
     """
-    path, ending, number = file.path, file_ending(file.path), 0
-    unit = "row" if ending in (".json", ".parquet") else "line"
-    shown = one_line(path, 200)
+    number, shown = 0, one_line(path, 200)
+    unit = "row" if ending in (".json", ".parquet", "hub") else "line"
     read_rows = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
     columns: Columns = {}
     try:
@@ -94,8 +94,7 @@ def _read_file(file: File, source: Input) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise ValueError(f"not an object: {row!r:.60}")
             if not columns:  # what a later row lacks is null
-                columns = source.columns_of(row)
-                _check_columns(row, columns)
+                columns = source.columns_of(row, [*row])
             row = {name: row.get(name) for name in columns}
             row = replace_surrogates(row) if ending in _READERS else row
             yield row, Place(shown, number, unit)
@@ -107,18 +106,6 @@ def _read_file(file: File, source: Input) -> Iterator[Row]:
         if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
         raise ValueError(text) from None
-
-
-def _check_columns(existing: Iterable[str], columns: Columns) -> None:
-    """Raises ValueError for a column that is missing, or there twice; names the existing ones."""
-    names = list(existing)
-    for name, must in columns.items():
-        number = names.count(name)
-        if number > 1 or must and not number:
-            problem = "more than one column" if number else "no column"
-            shown = one_line(", ".join(names[:20]), 100)
-            hint = "name the right one with --task.*_column"
-            raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,8 +200,7 @@ def _read_csv(path: str, source: Input) -> _Numbered:
         names = next(filter(None, rows), [])
         if not names:
             raise ValueError("it is empty: it has no column names")
-        columns: Columns = {}
-        last = rows.line_num
+        is_first, last = True, rows.line_num
         for row in rows:
             number = rows.line_num
             if mark == "\t" and number > last + 1 and any(mark in each for each in row):
@@ -229,9 +215,9 @@ def _read_csv(path: str, source: Input) -> _Numbered:
                 raise ValueError(f"line {number} has the column names again: remove it")
             if row:
                 found = dict(zip(names, row, strict=True))
-                if not columns:
-                    columns = source.columns_of(found)
-                    _check_columns(names, columns)
+                if is_first:
+                    source.columns_of(found, names)
+                    is_first = False
                 yield number, found
 
 
@@ -246,8 +232,7 @@ def _read_parquet(path: str, source: Input) -> _Numbered:
         if not table.metadata.num_rows:
             return
         [first] = next(table.iter_batches(1)).to_pylist()
-        columns = source.columns_of(_read_cells(first, {}))
-        _check_columns(table.schema_arrow.names, columns)
+        columns = source.columns_of(_read_cells(first, {}), table.schema_arrow.names)
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in columns]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
@@ -259,36 +244,19 @@ def _read_parquet(path: str, source: Input) -> _Numbered:
                 yield number, _read_cells(row, classes)
 
 
-_READERS: dict[str, Callable[[str, Input], _Numbered]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-# ---- The Hub -------------------------------------------------------------------------------------
-
-
-def _read_dataset(source: Input, dataset: Dataset) -> Iterator[Row]:
-    """The rows of a dataset of the Hub, each with its place: with names in place of the numbers of
-    classes. Raises ValueError for a missing column."""
+def _read_dataset(path: str, source: Input) -> _Numbered:
+    """Rows of the Hub, with names in place of the numbers of classes."""
+    dataset = source.dataset
     for name in dataset.column_names:  # decoded images would not fit into memory
         if isinstance(dataset.features[name], Image):
             dataset = dataset.cast_column(name, Image(decode=False))
     if not len(dataset):
         return
-    columns = source.columns_of(_read_cells(dataset[0], {}))
-    try:
-        _check_columns(dataset.column_names, columns)
-    except ValueError as error:
-        raise ValueError(f"task.{source.field}: {source.data}: {error}") from None
+    columns = source.columns_of(_read_cells(dataset[0], {}), dataset.column_names)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
     classes = _class_names(part.features)
     for number, row in enumerate(part, 1):
-        row = dict.fromkeys(columns) | _read_cells(row, classes)
-        yield replace_surrogates(row), Place(one_line(source.data, 200), number, "row")
+        yield number, _read_cells(row, classes)
 
 
 def _class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
@@ -307,3 +275,13 @@ def _read_cells(row: dict[str, Any], classes: dict[str, list[str] | None]) -> di
         elif names and isinstance(value, int):
             row[column] = names[value] if value >= 0 else None
     return row
+
+
+_READERS: dict[str, Callable[[str, Input], _Numbered]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    "hub": _read_dataset,
+}
