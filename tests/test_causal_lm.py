@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT, write_table
 from samestep.data import views
-from samestep.text import formats, sequences
+from samestep.text import sequences
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -52,7 +52,7 @@ def test_ids_may_be_larger_than_the_number_of_tokens():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[U]")
-    found = formats.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
+    found = text_module.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
     assert found["input_ids"][0].tolist() == [0, 70_000, 1]
 
 
@@ -181,9 +181,11 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
-    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
+    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="", length=8)
+    rows = [{"text": "a"}]
     for template in ("", "{{ messages }}\n", "{{ tools }}"):
-        made = text_module.save_tokenizer(cfg, tmp_path / "made", [], template)
+        vars(cfg).update(write_template(tmp_path, template) if template else {"chat_template": ""})
+        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", rows, "length")
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
 

@@ -13,7 +13,7 @@ import pytest
 from datasets import Value
 
 from conftest import write_table
-from samestep.data import files, readers, rows, sources
+from samestep.data import files, inputs, readers, rows, sources
 from samestep.data.sources import IncompleteRow
 
 ENDINGS = (*files.TEXTS, *files.TABLES)
@@ -46,11 +46,9 @@ def load(data, **fields):
     """(train, validation)"""
     cfg = Config(data=str(data), **fields)
     sources.check_data_config(cfg, ())
-    inputs = rows.find_inputs(cfg, {}, ENDINGS)
-    for each in inputs:
-        each.columns = {cfg.text_column: True}
-    form = rows.RowFormat(normalize, {"text": Value("string")})
-    found = rows.load_rows(inputs, cfg, form)
+    form = inputs.RowFormat({cfg.text_column: True}, normalize, {"text": Value("string")})
+    named = inputs.find_inputs(cfg, {}, ENDINGS)
+    found = rows.load_rows(named, cfg, lambda source, first: form)
     return found["train"], found["validation"]
 
 

@@ -12,7 +12,7 @@ import hub
 from conftest import ROOT, bake, load_task
 from samestep.base.console import one_line
 from samestep.contract import contract
-from samestep.data import files, rows, sources
+from samestep.data import files, inputs, sources
 from samestep.models import pretrained
 from samestep.prepared import prepared_key
 from samestep.step.plan import StepPlan
@@ -86,7 +86,7 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch):
 def test_other_files_are_counted_and_said(tmp_path, capsys):
     for name in "a.jsonl b.JSONL.gz c.jsonl.xz d.jsonl.zst e.JPG.gz LICENSE .hidden".split():
         (tmp_path / name).write_text('{"text": "a"}\n')
-    [source] = rows.find_inputs(sources.DataConfig(data=str(tmp_path)), {}, files.TABLES)
+    [source] = inputs.find_inputs(sources.DataConfig(data=str(tmp_path)), {}, files.TABLES)
     assert len(source.files) == 2
     assert capsys.readouterr().out.endswith(
         "2 files to train on, 0 to evaluate on, 4 not read (the first: LICENSE)\n"
@@ -225,7 +225,7 @@ def test_splits_are_known_by_their_names_on_a_disk_and_in_a_store(tmp_path, name
     fsspec.filesystem("memory").put(f"{tmp_path}/", f"/{tmp_path.name}/", recursive=True)
     endings = (".txt", *files.TABLES, *files.IMAGES)
     for data in (str(tmp_path), f"memory://{tmp_path.name}"):
-        found = rows.find_inputs(sources.DataConfig(data=data), {}, endings)
+        found = inputs.find_inputs(sources.DataConfig(data=data), {}, endings)
         read = [" ".join(file.name for file in each.files) for each in found]
         assert read == ([train, held] if held else [train])
 
@@ -236,7 +236,7 @@ def test_who_names_validation_data_means_it_and_what_it_replaces_is_said(tmp_pat
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
     given = str(tmp_path / "own" / "test.jsonl")
     cfg = sources.DataConfig(data=str(tmp_path / "own"), validation_data=given)
-    found = [file.name for each in rows.find_inputs(cfg, {}, files.TABLES) for file in each.files]
+    found = [file.name for each in inputs.find_inputs(cfg, {}, files.TABLES) for file in each.files]
     assert found == ["train.jsonl", "test.jsonl"]
     assert "1 files to train on, 0 to evaluate on, 2 not read" in capsys.readouterr().out
 

@@ -83,7 +83,9 @@ check_config = labelled.check_config  # fields that do not fit each other
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows, `labels` as numbers, and the `weight` of each row in the loss."""
     rows = labelled.read_rows(cfg, folder)
-    tokenizer = labelled.prepare_tokenizer(cfg, folder, rows["train"])
+    how = {"ends": True, "needs": ["pad_token"]}
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, rows["train"], "max_length", **how)
+    labelled.check_tokenizer(tokenizer, cfg)
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
     tokens = rows.map(
         tokenize,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -186,18 +186,9 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
             given = inspect.signature(function).parameters
             named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
             setattr(found, name, functools.partial(function, **named) if named else function)
-    if hasattr(found, "collate"):
-        found.collate = functools.partial(_collate_mapping, found.collate)
     if hasattr(found, "build_model"):
         found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
     return found
-
-
-def _collate_mapping(collate: Callable, rows: list) -> Mapping:
-    """What the task's collate returns; raises ValueError unless it is a mapping."""
-    batch = collate(rows)
-    expect(isinstance(batch, Mapping), "task.collate returns", batch, "a dict of tensors")
-    return batch
 
 
 def read_views(task: Any, data: Any) -> tuple[Any, Any]:

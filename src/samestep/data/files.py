@@ -9,11 +9,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.base.console import one_line, print_on_main
-from samestep.base.fields import local_path
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md")
@@ -68,14 +66,6 @@ def files_below(root: str) -> Iterator[tuple[str, str]]:
             if not name.startswith("."):
                 path = os.path.join(folder, name)
                 yield os.path.relpath(path, root) if folder != root else name, path
-
-
-def check_cache(cache: Path, folder: str, field: str) -> None:
-    """Raises ValueError for a cache inside a folder of data, unless it is hidden there."""
-    cache, root = cache.resolve(), local_path(folder).resolve()
-    if folder and root.is_dir() and cache.is_relative_to(root):
-        if not any(part.startswith(".") for part in cache.relative_to(root).parts):
-            raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
 
 
 @functools.cache

@@ -19,10 +19,9 @@ from samestep.base.fields import (
     check_fields,
     check_ignored_fields,
     is_local_name,
-    local_path,
 )
 from samestep.base.workers import count_cores
-from samestep.data.files import check_cache, describe_shards, split_shards
+from samestep.data.files import describe_shards, split_shards
 
 _OF_DATA = HUB, HELD_OUT, OWN = "a dataset of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
@@ -192,8 +191,6 @@ def _check_streaming(cfg: Any, bundled: Any) -> None:
         ("group_column", not cfg.group_column, held),
     ]
     check_fields(cfg, rules)
-    for name in ("data", "validation_data"):
-        check_cache(local_path(cfg.cache_dir), getattr(cfg, name), name)
     if cfg.data in bundled or is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         hint = f"of a dataset on the Hub give the URL of its files, {example}"

@@ -19,9 +19,10 @@ import pyarrow.parquet
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
 from samestep.base.files import read_json_object, replace_text
-from samestep.data import demo_data, labels, sources
+from samestep.data import demo_data, labels, readers, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
-from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
+from samestep.data.inputs import Input, RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
@@ -63,19 +64,13 @@ def check_config(cfg: Any) -> None:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _local_data(cfg: Any) -> dict[str, str]:
-    """The absolute paths of local files or folders that fields name."""
-    found = {"data": cfg.data, "validation_data": cfg.validation_data}
-    if cfg.data == BUNDLED or sources.is_hub_name(cfg.data):
-        del found["data"]
-    found = {field: str(local_path(data).absolute()) for field, data in found.items() if data}
-    return {field: path for field, path in found.items() if os.path.exists(path)}
-
-
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
-    for field, root in _local_data(cfg).items():
+    for field in ("data", "validation_data"):
+        root = os.path.abspath(local_path(getattr(cfg, field)))
+        if not getattr(cfg, field) or not os.path.exists(root):
+            continue  # bundled, or of the Hub
         for each in list_files(root, field, ENDINGS)[0]:
             if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
                 found |= dict.fromkeys(_images_of(each, field, cfg))
@@ -93,9 +88,10 @@ def _images_of(table: File, field: str, cfg: Any) -> list[str]:
     known = read_json_object(memo)
     if known.get("table") == facts:
         return known["images"]
-    columns = {cfg.image_column: True}
-    rows = Input(field, table.path, "", [table], columns=columns, paths=cfg.image_column).rows()
-    cells = (row[cfg.image_column] for row, _ in rows)
+    column = cfg.image_column
+    form = RowFormat({column: True}, dict, {})
+    source = Input(field, table.path, "", [table], paths=column, form=form)
+    cells = (row[column] for row, _ in readers.read(source))
     images = [cell for cell in cells if isinstance(cell, str)]
     with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
         own = memo.with_name(f".{memo.name}-{platform.node()[:60]}-{os.getpid()}")
@@ -147,10 +143,10 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     bundled = {BUNDLED: demo_data.digit_rows}
     inputs = find_inputs(cfg, bundled, ENDINGS, in_classes=True)
     for each in inputs:
-        each.columns = {cfg.image_column: True, cfg.label_column: True}
         each.paths = cfg.image_column
-    form = RowFormat(partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
-    rows = load_rows(inputs, cfg, form)
+    columns = {cfg.image_column: True, cfg.label_column: True}
+    form = RowFormat(columns, partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
+    rows = load_rows(inputs, cfg, lambda source, first: form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])
     options = {"cfg": cfg, "side": image_data.read_processor(folder)[0]}

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
-from samestep.data.files import check_cache, files_below
+from samestep.data.files import files_below
 from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
 
 # The code of the library that shapes rows.
@@ -177,18 +177,26 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
             continue  # a folder may have the name of a column, or of a choice
-        for text in named.get(field, texts_in(to_jsonable_python(value))):
+        texts = [*texts_in(to_jsonable_python(value))]
+        read = named.get(field, texts)
+        for text in dict.fromkeys([*texts, *read]):
             path = os.path.expanduser(text)
-            # A separator such as "." or "/" is no folder.
-            if re.search(r"\w", text) and "://" not in text:
-                matches = filter(os.path.isfile, glob.glob(path, recursive=True))
-                for each in [path] if os.path.exists(path) else matches:
+            if not re.search(r"\w", text) or "://" in text:
+                continue  # a separator such as "." or "/" is no folder
+            matches = filter(os.path.isfile, glob.glob(path, recursive=True))
+            for each in [path] if os.path.exists(path) else matches:
+                _check_cache(cfg, each, field)
+                if text in read:
                     roots[f"{field}/{text}{each.removeprefix(path)}"] = each
-    found: dict[str, str] = {}
-    for name, path in roots.items():
-        check_cache(cache_of(cfg), path, name.partition("/")[0])
-        found |= {f"{name}/{below}": file for below, file in files_below(path)}
-    return found
+    return {f"{n}/{below}": file for n, root in roots.items() for below, file in files_below(root)}
+
+
+def _check_cache(cfg: Any, path: str, field: str) -> None:
+    """Raise ValueError for a cache inside a folder of data, unless it is hidden there."""
+    cache, root = cache_of(cfg).resolve(), Path(path).resolve()
+    if root.is_dir() and cache.is_relative_to(root):
+        if not any(part.startswith(".") for part in cache.relative_to(root).parts):
+            raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
 
 
 def cache_of(cfg: Any) -> Path:

@@ -1,7 +1,7 @@
 """Reads the samples of a run by their positions, and makes batches of them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,8 +175,13 @@ def _has_transform(dataset: Any) -> bool:
 
 
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
-    """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
-    batch = inputs.plain_batch(task.collate([row for _, row in samples]))
+    """Make the task's batch of these (id, row) pairs: the batch, (the number of its items in the
+    loss, the hash of the ids), and the ids, int64 (B,)."""
+    batch = task.collate([row for _, row in samples])
+    if hasattr(task, "loss_sum"):  # the functions of a task.py get a dict
+        is_dict = isinstance(batch, Mapping)
+        inputs.expect(is_dict, "task.collate returns", batch, "a dict of tensors")
+    batch = inputs.plain_batch(batch)
     ids = np.array([i for i, _ in samples])
     count = task.count(batch) if hasattr(task, "count") else len(samples)
     numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))

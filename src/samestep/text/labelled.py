@@ -10,8 +10,9 @@ import datasets
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
+from samestep.data.inputs import RowFormat, find_inputs
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import NOTES, RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, load_rows
 from samestep.data.views import Rows
 from samestep.models import classification, next_token, pretrained
 from samestep.text import tokenizing
@@ -64,18 +65,17 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
     names = TEXTS if cfg.text_pair_column else TEXTS[:1]
+    columns = filter(None, [cfg.text_column, cfg.text_pair_column, cfg.label_column])
     form = RowFormat(
+        dict.fromkeys(columns, True),
         partial(normalize, cfg=cfg),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         group=lambda row: "\0".join(row[name] for name in names),
     )
     bundled = {"stdlib": demo_data.area_rows}
     inputs = find_inputs(cfg, bundled, (*TABLES, ".txt"), in_classes=True)
-    columns = [cfg.text_column, cfg.text_pair_column, cfg.label_column]
-    for each in inputs:
-        each.columns = dict.fromkeys(filter(None, columns), True)
     is_given = any(each.is_validation for each in inputs)
-    rows = load_rows(inputs, cfg, form)
+    rows = load_rows(inputs, cfg, lambda source, first: form)
     labels.learn(rows, cfg, folder, is_given)
     return rows
 
@@ -83,30 +83,15 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer.
-
-    Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
-    pair.
-    """
-    names = [name for name in TEXTS if name in rows.column_names]
-    texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["pad_token"],
-        model_input_names=["input_ids", "attention_mask"],
-        model_max_length=cfg.max_length,
-    )
+def check_tokenizer(tokenizer: Any, cfg: Any) -> None:
+    """Raise ValueError for a pretrained model that was made for shorter texts, or for texts without
+    a pair."""
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
     if cfg.text_pair_column and special(pair=True) <= special(pair=False):
         text = f"the tokenizer of {cfg.model_name_or_path} puts nothing between two texts"
         hint = "put them into one column, or give another model"
         raise ValueError(f"task.text_pair_column: {text}; {hint}")
-    return tokenizer
 
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:

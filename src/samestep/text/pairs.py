@@ -12,7 +12,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, require_text
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -51,35 +52,19 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
         raise ValueError(f"task.model_name_or_path: {text}")
     inputs = find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES)
-    for each in inputs:
-        each.columns = {cfg.source_column: True, cfg.target_column: True}
+    columns = {cfg.source_column: True, cfg.target_column: True}
     features = {name: datasets.Value("string") for name in TEXTS}
-    form = RowFormat(partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
-    return load_rows(inputs, cfg, form)
+    form = RowFormat(columns, partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
+    return load_rows(inputs, cfg, lambda source, first: form)
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
+def set_languages(tokenizer: Any, cfg: Any, folder: Path) -> Any:
+    """Let a tokenizer write the languages of cfg into texts, and save it in `folder`.
+
+    Raises ValueError for a language that is missing, or unknown to the tokenizer.
+    """
     from transformers import AutoTokenizer
 
-    texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["eos_token"],
-        model_input_names=["input_ids", "attention_mask"],
-    )
-    _set_languages(tokenizer, cfg)
-    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
-    tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
-
-
-def _set_languages(tokenizer: Any, cfg: Any) -> None:
-    """Lets a tokenizer write the languages of cfg into texts, and save them; raises ValueError for
-    one that is missing, or unknown to the tokenizer."""
     known = tokenizing.languages_of(tokenizer)
     for name, attribute in (("source_lang", "src_lang"), ("target_lang", "tgt_lang")):
         given = getattr(cfg, name)
@@ -94,6 +79,9 @@ def _set_languages(tokenizer: Any, cfg: Any) -> None:
             check_fields(cfg, [(name, False, text)])
         tokenizer.init_kwargs[attribute] = given  # which is saved
         setattr(tokenizer, attribute, given)
+    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
 
 
 def _set_target_language(model: Any, tokenizer: Any) -> None:

@@ -1,10 +1,8 @@
 """Preferences: a prompt with a chosen and a rejected answer; read, tokenized, and shown as rows."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,7 +13,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import IncompleteRow
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -60,13 +59,12 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
 
     Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
     """
-    inputs = find_inputs(cfg, BUNDLED, TABLES)
-    for each in inputs:
-        each.columns = {cfg.chosen_column: True, cfg.rejected_column: True}
-        for name in ("prompt", "tools"):  # a column that is named must be there
-            if column := getattr(cfg, f"{name}_column"):
-                each.columns[column] = column != name
-    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, _key_of, _group_of))
+    columns = {cfg.chosen_column: True, cfg.rejected_column: True}
+    for name in ("prompt", "tools"):  # a column that is named must be there
+        if column := getattr(cfg, f"{name}_column"):
+            columns[column] = column != name
+    form = RowFormat(columns, partial(normalize, cfg=cfg), READ, _key_of, _group_of)
+    return load_rows(find_inputs(cfg, BUNDLED, TABLES), cfg, lambda source, first: form)
 
 
 def _group_of(row: dict) -> str:
@@ -173,26 +171,7 @@ def _count_equal(first: Any, second: Any) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
-    """Give all text of the pairs, for a tokenizer to be trained on."""
-    for pair in tokenizing.spread_rows(pairs, [*READ]):
-        parts = [pair[name] for name in ("prompt", *ANSWERS)]
-        if pair["is_chat"]:
-            messages = [message for part in parts for message in json.loads(part)]
-            yield from chats.chat_texts({"messages": messages, "tools": json.loads(pair["tools"])})
-        else:
-            yield from parts
-
-
 # ---- Tokens --------------------------------------------------------------------------------------
-
-
-def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
-    default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
-    template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
-    options: dict[str, Any] = {"lengths": ["max_length"], "model_max_length": cfg.max_length}
-    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
@@ -216,7 +195,7 @@ def _tokenize_answer(pair: dict, name: str, tokenizer: Any) -> tuple[np.ndarray,
     """Tokenize the prompt with one answer: ids, and a mask of the tokens of the answer, (T,)."""
     if not pair["is_chat"]:
         row = {"prompt": pair["prompt"], "completion": pair[name]}
-        return formats.tokenize_prompt(row, tokenizer)
+        return tokenizing.tokenize_prompt(row, tokenizer)
     texts = chats.render_chat(_chat_of(pair, name), pair["place"], tokenizer)
     if len(texts) > 1:
         raise ValueError(

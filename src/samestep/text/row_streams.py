@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from samestep.data.files import File, describe_shards, split_shards
-from samestep.data.rows import Input, stored_rows
+from samestep.data.inputs import Input, RowFormat
+from samestep.data.rows import stored_rows
 from samestep.text import formats, sequences, tokenizing
 from samestep.text.lanes import ShardStream
 
@@ -29,21 +30,29 @@ class RowStream(ShardStream):
     def __init__(self, cfg: Any, folder: Path):
         self.cfg, self.folder = cfg, folder
         own = split_shards(cfg)[0]
-        self.form = formats.row_format(cfg)
-        self.columns = formats.recognize_format(Input("data", cfg.data, "", own), cfg)[1]
         self.longest = sequences.longest_piece(cfg)
         self.described = describe_shards(own)
         super().__init__([each.path for each in own], cfg.lanes)
 
+    def choose(self, source: Input, first: dict) -> RowFormat:
+        """The format of a shard's rows; raises ValueError for other rows than were prepared."""
+        kind, form = formats.choose_format(source, first, self.cfg, self.cfg.rows)
+        if kind != self.cfg.rows:
+            shard = source.files[0].path
+            raise ValueError(
+                f"task.data: rows are {self.cfg.rows} elsewhere, and {kind} in {shard}"
+            )
+        return form
+
     def blocks(self, shard: str) -> Iterator[Block]:
         """Raises ValueError for a row that cannot be used. (How many are left out is printed of
         those that are prepared: several processes may read a shard, and each epoch again.)"""
-        source = Input("data", self.cfg.data, "", [File(shard, "", 0)], columns=self.columns)
-        names = [*self.form.features, "place"]
+        source = Input("data", self.cfg.data, "", [File(shard, "", 0)], choose=self.choose)
+        names = [*formats.STORED[self.cfg.rows], "place"]
         full = _SEQUENCES * self.cfg.context_length * _BYTES_A_TOKEN
         block: Block = {name: [] for name in names}
         size = 0
-        for stored, _, place in stored_rows(source, self.form, self.cfg, []):
+        for stored, _, place in stored_rows(source, self.cfg, []):
             for row in _pieces_of(stored):
                 for name in names:
                     block[name].append(row.get(name, str(place)))
@@ -59,7 +68,7 @@ class RowStream(ShardStream):
         packed whole."""
         cfg, length = self.cfg, self.cfg.context_length
         is_packed = formats.is_packed(cfg)
-        tokens = formats.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
+        tokens = tokenizing.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
         if is_packed:
             documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
             found = sequences.pack(documents, cfg, self.longest)

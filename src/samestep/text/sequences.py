@@ -18,6 +18,7 @@ import pyarrow as pa
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
+from samestep.data.rows import NUMBERS
 from samestep.data.views import Rows, cells_of, lengths_of, values_of
 from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
@@ -25,7 +26,6 @@ from samestep.text import tokenizing
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about
 READ = 100  # documents that are read at once: each may have a megabyte
 COLUMNS = ("input_ids", "loss_mask", "lengths", "bytes", "unigram_loss")
-NUMBERS = ("source", "file", "line")  # of a document
 Documents = Iterable[tuple[np.ndarray, np.ndarray]]  # token ids, and which are in the loss
 
 
