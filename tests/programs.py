@@ -32,10 +32,3 @@ def run(module, folder, *arguments, stdin=b""):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     texts = [file.seek(0) or file.read().decode(errors="replace") for file in files[1:]]
     return SimpleNamespace(returncode=code, stdout=texts[0], stderr=texts[1])
-
-
-def refused(result, said):
-    """Whether a program ended with one line, on stderr alone, that says these words."""
-    line = result.stderr.removesuffix("\n")
-    alone = (result.returncode, result.stdout) == (2, "") and line.isprintable()
-    return alone and ": " in line[:20] and len(line) < 400 and said in line

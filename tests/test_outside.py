@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers.pipelines import pipeline  # noqa: F401  imported once, for all forks
 
 import programs
-from programs import refused
+from refusals import check_ended
 from samestep.images import images
 from samestep.programs import predict
 from samestep.report import model_card
@@ -45,7 +45,8 @@ def test_weights_of_another_model_are_refused(made, tmp_path):
     model = shutil.copytree(made / "texts", tmp_path / "model")
     shutil.copy(made / "images" / "model.safetensors", model)
     result = programs.run(predict, tmp_path, "--model", "model", "one")
-    assert refused(result, "its files lack ") and "of its weights: bert." in result.stderr
+    check_ended(result, "its files lack ", "samestep predict: ")
+    assert "of its weights: bert." in result.stderr
 
 
 def test_code_that_came_with_a_model_is_not_run(made, tmp_path):
@@ -70,7 +71,7 @@ def test_each_line_is_answered_in_its_place(made):
     assert all(line.isprintable() for line in shown)  # whatever its classes are called
     assert sorted(each["label"] for each in found[0]["classes"]) == sorted(HOSTILE)
     refusal = programs.run(predict, made, *flags, stdin=b"caf\xe9\n")
-    assert refused(refusal, "can't decode byte 0xe9")
+    check_ended(refusal, "can't decode byte 0xe9", "samestep predict: ")
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"

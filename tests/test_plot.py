@@ -6,6 +6,7 @@ import math
 import pytest
 
 import programs
+from refusals import check_ended
 from samestep.programs import plot
 from samestep.report import curves
 
@@ -84,4 +85,4 @@ def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
         (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported (supported formats: "),
     ]:
-        assert programs.refused(programs.run(plot, tmp_path, *words), said)
+        check_ended(programs.run(plot, tmp_path, *words), said, "samestep plot: ")

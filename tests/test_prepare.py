@@ -6,6 +6,7 @@ import re
 import pytest
 
 from conftest import bake, lines
+from refusals import check_ended
 from samestep.programs import prepare
 
 PREPARE = ("python", "-m", "samestep", "prepare")
@@ -70,9 +71,7 @@ RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
     ],
 )
 def test_a_mistake_is_a_line(tiny, flags, said):
-    result = tiny.run(*PREPARE, *flags, check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
+    check_ended(tiny.run(*PREPARE, *flags, check=False), "", f"samestep prepare: {said}")
 
 
 SWALLOWED = """

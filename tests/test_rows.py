@@ -13,6 +13,7 @@ import pytest
 from datasets import Value
 
 from conftest import write_table
+from refusals import refused
 from samestep.data import files, readers, rows, sources
 from samestep.data.sources import IncompleteRow
 
@@ -126,11 +127,9 @@ def test_columns_that_are_not_read_may_be_of_any_type(tmp_path):
 def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
     """Trap 8."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError) as error:
+    with refused(said, "task.data: cannot read ") as error:
         load(tmp_path / name)
-    text = str(error.value)
-    assert text.startswith("task.data: cannot read ") and said in text and name in text
-    assert text.isprintable() and len(text) < 500
+    assert name in str(error.value)
 
 
 def test_the_first_problem_is_raised_with_its_line(tmp_path):

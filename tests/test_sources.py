@@ -10,6 +10,7 @@ import yaml
 
 import hub
 from conftest import ROOT, bake, load_task
+from refusals import check_ended, refused
 from samestep.base.console import one_line
 from samestep.contract import contract
 from samestep.data import files, rows, sources
@@ -48,26 +49,17 @@ def test_linked_folders_count_once_and_hidden_copies_do_not(tmp_path, monkeypatc
         assert [each.path for each in found] == [os.path.join(root, name) for name in wanted]
 
 
-def refused(function, *arguments):
-    """The one line that a ValueError says."""
-    with pytest.raises(ValueError) as error:
-        function(*arguments)
-    text = str(error.value)
-    assert text.isprintable() and len(text) < 500, text
-    return text
-
-
 def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "1.txt").write_text("a cat")
     cfg = sources.DataConfig(data="own", validation_data=str(tmp_path))
     (tmp_path / "dogs").symlink_to("none")
-    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
-    assert text.startswith("task.validation_data: ") and "dogs is a link to nothing" in text
+    with refused("dogs is a link to nothing", "task.validation_data: "):
+        prepared_key.stamps_of(prepared_key.files_of(cfg))
     (tmp_path / "dogs").unlink()
     os.mkfifo(tmp_path / "dogs")
-    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
-    assert "dogs is no regular file" in text
+    with refused("dogs is no regular file"):
+        prepared_key.stamps_of(prepared_key.files_of(cfg))
     for named in (str(tmp_path / "c*" / "*.txt"), {str(tmp_path / "cats" / "1.txt"): 2}):
         cfg = sources.DataConfig(data="own", validation_data=named)
         assert [*prepared_key.files_of(cfg).values()] == [str(tmp_path / "cats" / "1.txt")]
@@ -91,18 +83,18 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(
         "2 files to train on, 0 to evaluate on, 4 not read (the first: LICENSE)\n"
     )
-    said = refused(files.list_files, str(tmp_path), "data", (".txt",))
-    assert "nothing to read at " in said and ", but 6 other files; pass --task.data PATH, a" in said
+    with refused(", but 6 other files; pass --task.data PATH, a", "task.data: nothing to read at "):
+        files.list_files(str(tmp_path), "data", (".txt",))
     (tmp_path / "a.jsonl.gz").write_text("")
-    said = refused(files.list_files, str(tmp_path), "data", files.TABLES)
-    assert said.endswith("has a.jsonl.gz and the same without .gz; remove one")
+    with refused("has a.jsonl.gz and the same without .gz; remove one"):
+        files.list_files(str(tmp_path), "data", files.TABLES)
 
 
 def test_a_bundled_dataset_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()
-    text = refused(sources.check_data_config, sources.DataConfig(data="digits"), ["digits"])
-    assert "is a bundled dataset, and a file or folder here: rename it, or give ./digits" in text
+    with refused("is a bundled dataset, and a file or folder here: rename it, or give ./digits"):
+        sources.check_data_config(sources.DataConfig(data="digits"), ["digits"])
     sources.check_data_config(sources.DataConfig(data="./digits"), ["digits"])
 
 
@@ -141,15 +133,14 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
         assert any(path.startswith(f"{hub.MODEL}/resolve/{hub.COMMIT}/") for path in asked)
         assert (project.path / "runs" / "smoke" / "model" / "model.safetensors").exists()
 
-        def refused(*more):
-            flags = [*more, "--check", "--output_dir", "runs/refused"]
-            [(code, _, said)] = project.ends(1, *flags, **env)
-            assert code == 2 and said.count("\n") == 1, said
-            return said
-
-        floating = refused(*small(data[0]), *data[1:])
-        assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in floating
-        assert "neither here nor on the Hub" in refused(*small("owner/none"))
+        floating = f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows"
+        for given, said in (
+            ([*small(data[0]), *data[1:]], floating),
+            (small("owner/none"), "neither here nor on the Hub"),
+        ):
+            given += ["--check", "--output_dir", "runs/refused"]
+            [(code, _, errors)] = project.ends(1, *given, **env)
+            check_ended([code, "", errors], said)
     # All of it is on this disk now: the same command needs no network.
     flags += ["--task.validation_split", "test", "--output_dir", "runs/again"]
     shutil.rmtree(project.path / ".cache")
@@ -185,11 +176,11 @@ def test_sorting_moves_rows_within_a_step_alone():
 
 def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused():
     for weight in ("0", "0.5"):
-        said = refused(sources.split_data, f"a:{weight},b")
-        assert f"one of its sources is 'a:{weight}'; give each as PATH" in said
+        with refused(f"one of its sources is 'a:{weight}'; give each as PATH"):
+            sources.split_data(f"a:{weight},b")
     for twice in ("a:2,a", "a.jsonl:2,./a.jsonl:1", "x/../b,b"):
-        said = refused(sources.split_data, twice)
-        assert "names a source twice; add its weights" in said
+        with refused("names a source twice; add its weights"):
+            sources.split_data(twice)
     given = [each[:2] for each in sources.split_data("a:2,b.1, c")]
     assert given == [("a", 2), ("b.1", 1), ("c", 1)]
 
