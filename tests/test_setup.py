@@ -5,38 +5,9 @@ import subprocess
 
 import pytest
 
-from conftest import SOURCE, template
+from conftest import ROOT, SOURCE, template
 
-TOOLS = {
-    # Python, its venv module and pip.
-    "python3": """\
-case "$*" in
-    "-V") echo "Python 3.8.10" ;;
-    *version_info*) exit ${FAKE_OLD:-0} ;;
-    *ensurepip*) exit ${FAKE_NO_VENV:-0} ;;
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip config list") printf '%s' "$FAKE_PIP_CONFIG" ;;
-    "-m pip install"*)
-        echo "$*" | sed 's/^-m //; s/ --no-input --quiet//' >>"$FAKE_LOG"
-        case "$*" in *--index-url*) exit ${FAKE_INDEX_FAILS:-0} ;; esac
-        exit ${FAKE_INSTALL_FAILS:-0} ;;
-esac
-""",
-    "uname": "echo ${FAKE_SYSTEM:-Linux}\n",
-    # A line for each GPU: its name for -L, else the fields of the query.
-    "nvidia-smi": """\
-echo "$*" >>"$FAKE_LOG.smi"
-[ -n "$FAKE_GPUS" ] || { echo NVIDIA-SMI has failed; exit 9; }
-for gpu in $FAKE_GPUS; do
-    case "$*" in
-        -L) echo "GPU 0: some GPU (UUID: GPU-0)" ;;
-        *compute_cap*) echo "$gpu" ;;
-    esac
-done
-""",
-    "rocm_agent_enumerator": "echo gfx000\n",
-}
-UV = 'echo "uv $*" >>"$FAKE_LOG"\nexit ${FAKE_INSTALL_FAILS:-0}\n'
+TOOLS = ROOT / "tests" / "stand_ins"
 
 
 def add(file, text):
@@ -52,8 +23,9 @@ class Machine:
     def __init__(self, folder):
         self.folder, self.log = folder, folder / "log"
         self.log.touch()
-        for name, text in TOOLS.items():
-            add(folder / "tools" / name, text)
+        (folder / "tools").mkdir()
+        for name in ("python3", "uname", "nvidia-smi", "rocm_agent_enumerator"):
+            shutil.copy(TOOLS / name, folder / "tools")
 
     def installed(self, version):
         """Make it look as if this torch were installed."""
@@ -123,7 +95,7 @@ def test_settings_and_a_named_build_decide(machine, env, installed, words, expec
 
 
 def test_uv_is_used_where_pip_has_no_settings(machine):
-    add(machine.folder / "tools" / "uv", UV)
+    shutil.copy(TOOLS / "uv", machine.folder / "tools")
     command = "uv pip install --quiet --python .venv/bin/python"
     packages = f"torch>=2.13 {WHEEL} -e ."
     assert machine.setup()[0] == [f"{command} --torch-backend cpu {packages}"]

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, digest, lines, load_task, prepare_task, status, write_table
-from refusals import refused
+from refusals import refused, table
 from samestep.contract import contract
 from samestep.data import views
 from samestep.data.plain import load_splits
@@ -301,11 +301,6 @@ def kit(request):
     return request.param
 
 
-def cases(tables):
-    """The kit, and what stands in each row of the tables of a task."""
-    return [(BY_NAME[name], *case) for name, table in tables.items() for case in table]
-
-
 def refusal(kit, cfg):
     """The one line with which a task refuses its data."""
     with refused() as error:
@@ -468,87 +463,15 @@ def chat(*texts, **last):
     return {"messages": messages}
 
 
-NUMBERED = {"problem_type": "regression"}
-LABELLED = [(text, i % 2) for i, text in enumerate(SPELLED)]
-BAD_MESSAGES = [  # and what is said of them
-    ([], "there are no messages; --task.incomplete_rows skip"), ({}, "there are no messages"),
-    ("[{", "messages is '[{', which cannot be read as JSON (Expecting"),
-    ('[{"role": "user", "content": "a", "content": "b"}]', "(the key 'content' is there twice"),
-    ([{"role": "user", "content": "a"}], "no message after the first has the role assistant ("),
-    ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
-]  # fmt: skip
-CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}
-INCOMPLETE = [
-    ({"prompt": "a", "completion": " "}, "the completion is empty"),
-    (chat("a", None), "message 2 has no content"),
-    ({"instruction": "a", "output": ""}, "there is no output"),
-    (
-        {
-            "prompt": chat("a", "b", "c")["messages"],
-            "completion": chat("a", "b", weight=0)["messages"][1:],
-        },
-        "no message of the completion is trained on",
-    ),
-]
-SEVERAL = {"problem_type": "multi_label_classification"}
-GOOD = ("a", "x")
-REFUSED = {  # rows or a file, settings, and what is said
-    "causal_lm": [
-        ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
-        ([{"text": "a"}, {"body": "b"}], {}, "line 2: the text is empty; --task.inc"),
-        ([{"text": "a"}] * 3, {}, "is left to train on: all are equal, or belong together"),
-        *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
-        *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
-        ([{"messages": [CALL]}], {"rows": "chat"}, "is [1] but must be an object"),
-        ([{"instruction": "a", "input": 0, "output": "b"}], {}, "the input is 0 but must be text"),
-        ([{"prompt": "a", "completion": "b"}], {"rows": "chat"}, "the prompt is text; give mess"),
-        ([chat("a", "b", weight=0)], {}, "no message of the assistant is trained on"),
-        ([chat("a", "b", role="Agent 7")], {}, "message 2 is from 'Agent 7'; rename it to one of"),
-        ([{"prompt": chat("a")["messages"], "completion": "b"}], {}, "completion is text; give"),
-        ([{"text": "a"}, {"text": "b"}], {}, "tokens to train on, which do not fill a sequence of"),
-        ("manual", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
-        ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
-        ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
-        ("no.csv", {"validation_data": "x.csv", "validation_fraction": 0.2},
-         "validation_fraction is 0.2, which has no effect"),
-        ("no.csv", {"rows": "chat", "text_column": "a"}, "is 'a', which has no effect"),
-    ],
-    "text_classification": [
-        ([GOOD, ("b", 1.5)], {}, "line 2: the label is 1.5, not text or a whole number"),
-        ([GOOD, ("b", "x")], {}, "only the label x"),
-        ([("a", ["x"]), ("b", [1.5])], SEVERAL, "line 2: the label is [1.5], not a list of names"),
-        ([("a", 1), ("b", "many")], NUMBERED, "the label is 'many', not a finite number"),
-        (LABELLED, {"validation_data": [("b", "bird")]}, "class 'bird' is not in the training"),
-        ("stdlib", NUMBERED, "task.problem_type is 'regression' but must be"),
-    ],
-    "image_classification": [
-        ([("1.png", 1.5)], {}, "line 1: the label is 1.5, not text or"),
-        ([("no.png", label) for label in "ab" * 600], {}, "line 1: [Errno 2]"),
-        ([("/dev/zero", label) for label in "ab"], {}, "line 1: it is a folder, a pipe or a "),
-        ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
-        ("digits", {"image_column": "a"}, "image_column is 'a', which has no effect"),
-        ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
-         "dropout is 0.1, which has no effect without architecture vit or architecture resnet"),
-        ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
-    ],
-    "seq2seq": [
-        ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
-        ([("a", "1"), ("a", "2")], {}, "is left to train on: all are equal"),
-        ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
-        ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
-        ([("a", "1"), ("b", "2")], {"validation_data": "no.csv"}, "nothing to read at no"),
-    ],
-    "preference": [
-        ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
-        ("no.csv", {"label_smoothing": 0.7}, "task.label_smoothing is 0.7 but must be below 0.5"),
-        ("no.csv", {"loss_type": "ipo", "label_smoothing": 0.1}, "0.1, which has no effect"),
-    ],
-}  # fmt: skip
+CASES = [(name, said, given) for lines, name in table("rows") for said, given in lines.items()]
 
 
-@pytest.mark.parametrize("kit, data, fields, said", cases(REFUSED))
-def test_what_is_refused_is_answered_in_one_line(kit, tmp_path, monkeypatch, data, fields, said):
+@pytest.mark.parametrize("name, said, given", CASES)
+def test_what_is_refused_is_answered_in_one_line(tmp_path, monkeypatch, name, said, given):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    kit, fields = BY_NAME[name], dict(given)
+    data, times = fields.pop("data"), fields.pop("times", 1)
+    data = kit.rows if data is None else times * data
     text = refusal(kit, kit.config(tmp_path, data, **fields))
     assert text.startswith("task.") and said in text
     if isinstance(data, list):
@@ -577,39 +500,12 @@ def test_a_model_that_is_missing_is_one_line(kit, tmp_path, monkeypatch):
         assert text.startswith(f"task.model_name_or_path: {said}")
 
 
-BOXES = {"bbox": [[1, 1, 4, 4]], "category": [7]}
-ENDINGS = {f"ending{k}": "a" for k in range(4)}
-SEEN = [{"role": "user", "content": [{"type": "image", "text": "a"}]}]
-WRONG_ROWS = {  # of an example, and what is said; "a.png" is an image of 8 x 8 pixels
-    "masked_lm": ({"texts": "a"}, "has no column text in its split train; rename one of texts"),
-    "token_classification":
-        ({"tokens": ["a"], "ner_tags": ["noun"]}, "noun in ner_tags is not O, B-KIND or I-KIND"),
-    "reward_model":
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "equal answers to 'a': remove this row"),
-    "multiple_choice":
-        (ENDINGS | {"sent1": "b", "sent2": "c", "label": 4}, "the label 4 is not a number of 0 to"),
-    "question_answering":
-        ({"question": "a", "context": "b", "answers": {"text": ["c"], "answer_start": [0]}},
-         "the answer of 'a' is not in its context"),
-    "image_pretraining": ({"image": "rows.jsonl"}, "row 0 has an unreadable image"),
-    "semantic_segmentation":
-        ({"image": "a.png", "label": "a.png"},
-         "a label of (8, 8) with classes [7], where it should be (8, 8)"),
-    "object_detection":
-        ({"image": "a.png", "objects": BOXES}, "box [1, 1, 4, 4] of class 7; give [x, y, width,"),
-    "speech_recognition":
-        ({"text": "12", "audio": {**TONE, "array": [0.5] * 9}},
-         "9 samples for '12'; give a text, and 500 samples of sound or more"),
-    "vision_language": ({"images": [], "messages": SEEN}, "0 images for [{'role': 'user'"),
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG_ROWS)
-def test_a_wrong_row_of_an_example_is_one_line(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("wrong, name", table("examples"))
+def test_a_wrong_row_of_an_example_is_one_line(tmp_path, monkeypatch, wrong, name):
     monkeypatch.chdir(tmp_path)
     Image.new("L", (8, 8), 7).save("a.png")
-    row, said = WRONG_ROWS[name]
+    ((said, row),) = wrong.items()
     text = refusal(BY_NAME[name], BY_NAME[name].config(tmp_path, [row] * 20))
     assert text.startswith("task.data") and said in text
 

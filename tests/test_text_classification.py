@@ -61,19 +61,6 @@ def test_labels_of_any_kind_are_read(kit, prepare, tmp_path, kind, values, field
     assert sorted(found) == sorted(each for each in wanted if each is not None)
 
 
-REFUSED = [
-    ([[1, 0, 0]], SEVERAL, "line 1: the label [1, 0, 0] is a vector of 0 and 1; give the names of"),
-    ([["a"], [True, False]], SEVERAL, "line 2: the label [True, False] is a vector of 0 and 1"),
-    ([True, False, "true"], {}, "has the labels True and true: write one"),
-]
-
-
-@pytest.mark.parametrize("values, fields, said", REFUSED)
-def test_labels_that_are_not_what_they_seem_are_refused(kit, tmp_path, values, fields, said):
-    rows = [(text, values[i % len(values)]) for i, text in enumerate(TEXTS)]
-    assert said in refusal(kit, kit.config(tmp_path, rows, **fields))
-
-
 def test_texts_lie_in_the_folder_of_their_class(prepare, tmp_path):
     """Below that of a split, if there is one; its name may be Latin-1."""
     names = [os.fsdecode(name) for name in (b"caf\xe8", b"caf\xe9")]
