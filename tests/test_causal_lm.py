@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -207,40 +208,13 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("weather", "tides")
-]
+CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text(encoding="utf-8"))
+TOOLS, AGENT, ANSWERS, FORMS = CHATS.values()
 
 
 def numbered(row):
     """Rows of the numbers 0 to 29: each is this one with its number for #."""
     return [json.loads(json.dumps(row).replace("#", str(i))) for i in range(30)]
-
-
-def call(name, **arguments):
-    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-AGENT = [  # calls tools, once and in parallel
-    {"role": "user", "content": "Weather of #?"},
-    {"role": "assistant", "content": None, "tool_calls": [call("weather", city="#")]},
-    {"role": "tool", "tool_call_id": "c", "content": "rain #"},
-    {"role": "assistant", "content": "Rain in #."},
-    {"role": "user", "content": "And the tides, twice?"},
-    {"role": "assistant", "content": "I look.",
-     "tool_calls": [call("tides", days=7, high=True), call("tides")]},
-    {"role": "tool", "tool_call_id": "c", "content": "low"},
-    {"role": "tool", "tool_call_id": "c", "content": "high"},
-    {"role": "assistant", "content": "Low, then high."},
-]  # fmt: skip
-ANSWERS = [
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "#"}}\n</tool_call>',
-    "Rain in #.",
-    'I look.\n<tool_call>\n{"name": "tides", "arguments": {"days": 7, "high": true}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "tides", "arguments": {}}\n</tool_call>',
-    "Low, then high.",
-]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
@@ -283,45 +257,9 @@ def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
     assert train and held and not train & held
 
 
-# A row of the number N, settings, and its text up to the answer, which alone is trained.
-# Two answers, of which the first is context alone.
-TWICE = chat("#?", "Bad.", "No?", "#!")["messages"]
-SHOWN = f"Tools: <tools>\n{json.dumps(TOOLS[0])}\n</tools>\n"
-CONTEXT = "User: #?\nAssistant: Bad.<|endoftext|>\nUser: No?"
-FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is trained
-    "ShareGPT": (
-        {"id": 1, "conversations": [{"from": "system", "value": "Brief."},
-                                    {"from": "human", "value": "#?"},
-                                    {"from": "gpt", "value": "#!"}]},
-        {}, "System: Brief.\nUser: #?",
-    ),
-    "other names": (
-        {"talk": [{"from": "human", "content": "#?"}, {"role": "model", "content": "#!"}]},
-        {"messages_column": "talk"}, "User: #?",
-    ),
-    "alpaca": (
-        {"instruction": "Go.", "input": "#?", "output": "#!", "text": "x", "tools": TOOLS[:1]},
-        {}, f"{SHOWN}User: Go.\n\n#?",
-    ),
-    # As TRL has them.
-    "prompt and completion": (
-        {"prompt": TWICE[:3], "completion": TWICE[3:], "given": json.dumps(TOOLS[:1])},
-        {"tools_column": "given"}, f"{SHOWN}{CONTEXT}",
-    ),
-    "prompt by another name": (
-        {"instruction": TWICE[:3], "output": TWICE[3:]},
-        {"prompt_column": "instruction", "completion_column": "output"}, CONTEXT,
-    ),
-    # As OpenAI and axolotl mark an answer that is context alone.
-    "weight": ({"messages": [TWICE[0], {**TWICE[1], "weight": 0}, *TWICE[2:]]}, {}, CONTEXT),
-    "train": ({"messages": [TWICE[0], {**TWICE[1], "train": False}, *TWICE[2:]]}, {}, CONTEXT),
-    "the last": ({"messages": TWICE}, {"train_on": "last"}, CONTEXT),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_chats_and_answers_that_are_not_trained(pack, form, capsys):
-    row, fields, asked = FORMS[form]
+    row, fields, asked = FORMS[form].values()
     found = texts_and_trained(*pack(numbered(row), context_length=128, **fields))
     assert (", input" in capsys.readouterr().out) == (form == "alpaca")  # columns that are read
     assert len(found) > 20
