@@ -27,7 +27,7 @@ def refused(said="", begin=""):
     check_line(str(error.value), said, begin)
 
 
-def check_ended(ended, said, begin="", code=2):
+def check_ended(ended, said="", begin="", code=2):
     """A program ended with this exit code, and a line on stderr is all that it printed."""
     if not isinstance(ended, list):
         ended = [ended.returncode, ended.stdout, ended.stderr]

@@ -276,26 +276,14 @@ rendezvous.this_layout = lambda: Layout(2)
 rendezvous.join = lambda _: mock.MagicMock(wait=lambda _: None)
 """
     said = "train.py: 2 processes were launched, but accelerate sees 1; check"
-    check_ended(*tiny.ends(1, "--output_dir", tmp_path / "run", before=before), "", said)
+    check_ended(*tiny.ends(1, "--output_dir", tmp_path / "run", before=before), begin=said)
 
 
-NO_CHECK = ["--num_procesess", 2, "train.py", "--task.prepare_seconds", 3000]
-LAUNCHED = [  # words after `samestep launch`, and what is said
-    pytest.param(["train.py", "--sed", "1"], "no field sed", marks=pytest.mark.slow),
-    (NO_CHECK, "unrecognized arguments: --num_procesess; see accelerate launch --help"),
-    (["--config_file", "none.yaml", *NO_CHECK[2:]], "launch: none.yaml: No such file or dir"),
-    (["--config_file", "train.py"], "launch: argument --config_file/--config-file: expected"),
-    ([], "samestep launch: name a program, such as train.py; see --help"),
-    (["--config_file", "configs/accelerate/cpu.yaml", "tran.py"], "tran.py: No such file"),
-]
-
-
-@pytest.mark.parametrize("words, said", LAUNCHED)
-def test_a_mistake_is_found_before_a_launcher_starts(tiny, tmp_path, words, said):
-    words = [*words, "--output_dir", tmp_path / "run"] if words else []
-    result = tiny.run("python", "-m", "samestep", "launch", *words, check=False)
-    check_ended(result, said)
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("words, said", table("programs"))
+def test_a_mistake_is_found_before_a_program_starts_another(tiny, words, said):
+    result = tiny.run("python", "-m", "samestep", *words.split(), check=False)
+    check_ended(result, begin=said)
+    assert not (tiny.path / "runs" / "refused").exists()
 
 
 @pytest.mark.slow

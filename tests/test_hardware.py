@@ -15,7 +15,7 @@ from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
 from conftest import ROOT, SOURCE, edit
-from refusals import check_ended, refused, table
+from refusals import refused, table
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.launch import combinations, launched, launcher
@@ -352,17 +352,6 @@ def hardware(project, *words, code=0, **env):
     result = project.run(*command, check=False, **env)
     assert result.returncode == code, result.stdout + result.stderr
     return " ".join((result.stdout + result.stderr).split())
-
-
-@pytest.mark.parametrize(
-    "words, error",
-    [
-        (["check", "--learning_rate", "1"], "check takes no --learning_rate"),
-        (["smoke", "--config_file", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
-    ],
-)
-def test_bad_input_is_one_line(tiny, words, error):
-    check_ended(tiny.run("python", "-m", "samestep", "hardware", *words, check=False), error)
 
 
 @pytest.mark.slow

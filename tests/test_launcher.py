@@ -192,7 +192,7 @@ def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
     flags = ["--output_dir", output, "--max_steps", 2]
     several = {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "2"}
     said = "train.py: WORLD_SIZE is 2, and no launcher has set RANK: start "
-    check_ended(*tiny.ends(1, *flags, env=several), "", said)
+    check_ended(*tiny.ends(1, *flags, env=several), begin=said)
     assert not output.exists()
     tiny.train(1, *flags, "--check", env=several)
     tiny.train(1, *flags, env=SBATCH | MASTER | ELASTIC)

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from conftest import bake, lines
-from refusals import check_ended
 from samestep.programs import prepare
 
 PREPARE = ("python", "-m", "samestep", "prepare")
@@ -58,20 +57,6 @@ def test_prepared_data_that_no_run_names_is_removed(tmp_path, monkeypatch, capsy
     assert {path.name for path in (tmp_path / "cache").iterdir()} == left
     removed = [f"removed {tmp_path}/cache/{name}: 2.0 MB\n" for name in ("old", "old-a1b2")]
     assert capsys.readouterr().out == "".join(removed)
-
-
-RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (RAISED, "no prepare_data here"),
-        (["--check"], "only train.py can do --check; leave it out"),
-    ],
-)
-def test_a_mistake_is_a_line(tiny, flags, said):
-    check_ended(tiny.run(*PREPARE, *flags, check=False), "", f"samestep prepare: {said}")
 
 
 SWALLOWED = """
