@@ -161,17 +161,9 @@ def test_fields_of_other_types(tmp_path):
         assert parsed(tmp_path, written) == expected
 
 
-REFUSED = [
-    ("hidden", "[&a [1, 1], &b [*a, *a], &c [*b, *b]]", "& and * (anchors"),
-    ("weights", "{a: 1, a: 2}", "a is given twice"),
-    ("weights", "{a: {b: 1}}", "own.weights: Input should be a valid number; got a mapping"),
-    ("depth", "deep", "as an integer, or Input should be 'auto'; got 'deep'"),
-    ("extra", "[!!python/name:os.system]", "& and * (anchors, aliases) and !"),
-]
-
-
 def test_fields_of_other_types_with_wrong_values(tmp_path):
-    for name, text, said in REFUSED:
+    for value, said in table("values"):
+        ((name, text),) = value.items()
         for arguments in ([f"own.{name}: {text}"], ["", f"--own.{name}", text]):
             with refused(said):
                 parsed(tmp_path, *arguments)
