@@ -37,7 +37,7 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
         assert kit.task.count(batch) == real - len(part)  # the first of a sequence is not
     real = kit.task.count(batch)
     firsts = [kit.tokenizer(prepared).decode(row["input_ids"][:1]) for row in parts[1]]
-    size = sum(len(text.encode()) for text in kit.keys(kit, prepared, parts[1]))
+    size = sum(len(text.encode()) for text in kit.keys(prepared, parts[1]))
     size -= sum(len(each.replace("<|endoftext|>", "").encode()) for each in firsts)
     torch.manual_seed(0)
     sums = kit.task.eval_sums(kit.task.build_model(cfg, prepared).eval(), batch)

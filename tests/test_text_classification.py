@@ -91,7 +91,7 @@ def test_a_folder_called_test_beside_classes_is_refused(kit, prepare, tmp_path):
 def test_a_class_whose_only_row_is_held_out_is_a_class(kit, prepare):
     rows = [(text, "ab"[i % 2]) for i, text in enumerate(TEXTS)]
     cfg, prepared, (_, validation) = prepare(rows, validation_fraction=0.3)
-    held = kit.keys(kit, prepared, validation)[0]
+    held = kit.keys(prepared, validation)[0]
     rows = [(text, "c" if text == held else name) for text, name in rows]
     _, prepared, parts = prepare(rows, validation_fraction=0.3)
     assert labels.read(prepared.folder)["names"] == ["a", "b", "c"]
