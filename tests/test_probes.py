@@ -5,17 +5,14 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, copy_until, lines, make_tiny
-from test_prepared import RECIPE, write_rows
+from conftest import ROOT, copy_until, lines
+from test_prepared import make_texts
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A project whose task is tests/tasks/texts.py; its data is prepared once."""
-    project = make_tiny(tmp_path_factory.mktemp("probes"))
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
-    write_rows(project.path)
-    return project
+    return make_texts(tmp_path_factory.mktemp("probes"))
 
 
 def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
