@@ -42,9 +42,12 @@ def machine(monkeypatch):
     return monkeypatch
 
 
-def launched_env(path, *options):
+def launched_env(path):
     """The environment of the processes that accelerate's launcher starts for a YAML."""
-    words = ["--config_file", str(path), "--num_cpu_threads_per_process", "1", *options, "train.py"]
+    words = ["--config_file", str(path), "--num_cpu_threads_per_process", "1"]
+    if path.stem.startswith("multi_node"):  # node 1, since node 0 would try the port
+        words += ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    words.append("train.py")
     args = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ""
@@ -72,9 +75,7 @@ def test_the_layout_follows_from_what_the_launcher_has_set(machine, name):
     keys = yaml.safe_load(path.read_text())
     axes = keys.get("parallelism_config", {})
     sizes = {axis: axes.get(f"parallelism_config_{axis}_size", 1) for axis in layout.AXES}
-    # Machine 1, since machine 0 would try the port.
-    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    env = launched_env(path, *(machines if name.startswith("multi_node") else []))
+    env = launched_env(path)
     assert env["ACCELERATE_MIXED_PRECISION"] == keys["mixed_precision"]
     set_up(machine, keys["num_processes"], env)
     found = launched.this_layout()
