@@ -109,60 +109,8 @@ def test_prepared_once_and_found_again(texts):
 
 
 CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
-TASK = """
-import dataclasses, os, string
-from os import environ
-from pathlib import Path
-import jinja2, numpy as np
-TOLD = Path(__file__).with_name("told.txt").read_text()
-
-@dataclasses.dataclass
-class TaskConfig:
-    data: str = ""
-    size: int = 1
-    "Of something."
-
-{}
-
-def loss_sum(model, batch): import model; return TOLD
-def prepare_data(cfg: TaskConfig, folder):
-    count = 0  # early
-    return {}
-"""
-FILES = {  # beside task.py
-    "lib/__init__.py": "from .words import clean\n",
-    "lib/words.py": f"{CLEAN}def loss(): return 1\n",
-    "plots.py": f"raise SystemExit('executed')\n{CLEAN}",
-    "back.py": "def run(): import task; return task.loss_sum\n",
-    "half.py": "def clean(:\n  return text.lower()\n",
-    "model.py": "raise SystemExit('executed')\n",
-    "words.txt": "of",
-    "told.txt": "training alone",
-}
-CASE = ".lower()", ".upper()"
-LOSS = "return TOLD", "return 1"
-# In task.py, what prepare_data returns, and an edit, of all files.
-EDITS = [
-    ("class C: low = 1\nc = C()\nc.n = 1", "c.n", "c.n = 1", "c.n = 2"),
-    ("WORD = Path(__file__).with_name('words.txt').read_text()", "WORD", "of", "by"),
-    ("STOP = {'en': [{'the', 'a', 'of', 'and'}]}", "STOP", "'of'", "'in'"),
-    ("from lib.words import *", "clean(1)", "loss(): return 1", "loss(): return 2"),
-    ("from linked import clean", "clean(1)", *CASE),
-    ("def run(t):\n  import plots\n  return plots.clean(t)", "run(1)", *CASE),
-    ("def run(t):\n  import half\n  return half.clean(t)", "run(1)", *CASE),
-    ("", "loss_sum(1, 2)", *LOSS),
-    ("", "loss_sum(1, 2)", "'executed'", "'other'"),
-    ("from back import run", "run()", *LOSS),
-]  # fmt: skip
-OTHERS = [
-    ("", "cfg.size", "size: int = 1", "size: int = 2"),
-    ("", "cfg.size", "Of something.", "Of another."),
-    ("", "cfg.size", "early", "late"),
-    ("", "cfg.size", "training alone", "all"),
-    ("", "cfg.size", "'executed'", "'other'"),
-    ("", "cfg.size", *LOSS),
-    ("A = np.random.default_rng(), jinja2.Template('a'), object()", "A, environ", "0", "0"),
-]  # fmt: skip
+CODE = yaml.safe_load((ROOT / "tests" / "code.yaml").read_text(encoding="utf-8"))
+TASK, FILES, *CASES = CODE.values()
 
 
 def code(folder, *changes, **files):
@@ -179,13 +127,15 @@ def code(folder, *changes, **files):
     return found
 
 
-@pytest.mark.parametrize("case", [*EDITS, *OTHERS])
+@pytest.mark.parametrize("case", [*CASES[0], *CASES[1]])
 def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, case):
-    own, returned, old, new = case
+    own, returned, old, new = case.values()
     text = TASK.replace("{}", own, 1).replace("{}", returned)
     before = code(tmp_path / "a" / "b", **{"task.py": text})
     assert code(tmp_path / "c" / "d", **{"task.py": text}) == before
-    assert (code(tmp_path / "e" / "f", old, new, **{"task.py": text}) != before) == (case in EDITS)
+    assert (code(tmp_path / "e" / "f", old, new, **{"task.py": text}) != before) == (
+        case in CASES[0]
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*/task.py")), ids=str)
