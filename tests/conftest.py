@@ -99,10 +99,11 @@ def preloader():
     return server
 
 
-def preloaded(folder, envs, arguments, seconds):
+def preloaded(folder, envs, arguments, seconds, stdin=b""):
     """Exit code, stdout and stderr of `python *arguments` in each of these environments."""
     server = preloader()
-    cases = [[str(folder), env, [*map(str, arguments)]] for env in envs]
+    given = stdin.decode("latin-1")
+    cases = [[str(folder), env, [*map(str, arguments)], given] for env in envs]
     server.stdin.write(json.dumps([cases, seconds]) + "\n")
     server.stdin.flush()
     return json.loads(server.stdout.readline())
@@ -153,11 +154,12 @@ class BakedProject:
             env["NO_PICTURE"] = "1"
         return env | {**THREADS, "HF_HUB_OFFLINE": "1"} | extra
 
-    def run(self, *command, check=True, timeout=600, **env):
+    def run(self, *command, check=True, timeout=600, stdin=b"", **env):
         """Run a command in the project; `check` demands exit code 0 and shows what was printed."""
         command = [str(word) for word in command]
         if command[0] == "python" and command[1] in PRELOADED and not env:
-            ((code, *printed),) = preloaded(self.path, [self.env()], command[1:], timeout)
+            given = [self.path, [self.env()], command[1:], timeout, stdin]
+            ((code, *printed),) = preloaded(*given)
             result = subprocess.CompletedProcess(command, code, *printed)
         else:
             options = {"cwd": self.path, "env": self.env(**env), "stdin": subprocess.DEVNULL}

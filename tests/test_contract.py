@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT, lines, train_module
+from refusals import refused
 from samestep.contract import contract
 from samestep.processes import mesh
 from samestep.step import inputs, monitor
@@ -45,9 +46,8 @@ CHECKS["views"] = lambda value: contract.read_views(SimpleNamespace(views=lambda
 
 def test_what_a_function_gives_wrongly_is_one_line():
     for check, value, said in GIVEN:
-        with pytest.raises(ValueError) as error:
+        with refused(said):
             CHECKS[check](value)
-        assert said in str(error.value) and "\n" not in str(error.value)
 
 
 OWN = torch.Generator()  # what nobody seeds
@@ -93,9 +93,8 @@ def test_what_the_check_finds(tmp_path, monkeypatch, name, value, said):
     with train_module(ROOT / "tests" / "tasks" / "tiny.py") as train:
         owner = train.task.Numbers if "." in name else train.task
         monkeypatch.setattr(owner, name.rpartition(".")[2], value, raising=False)
-        with pytest.raises(ValueError) as error:
+        with refused(said):
             train.prepare()
-    assert said in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
