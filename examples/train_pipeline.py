@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep import Run, RunStart, Training, finish, prepare_run, write_evaluation
+from samestep import Ranks, Run, RunStart, Training, finish, prepare_run, write_evaluation
 from samestep.launch import device, shutdown
 from samestep.launch.launched import STAGES, TP
 from samestep.models import next_token
@@ -239,8 +239,9 @@ class Pipeline(TaskModule):
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def main(run: Run) -> int:
+def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports: the loop of train.py, which explains it."""
+    run = Run(start, ranks, stop)
     cfg = run.cfg
     if run.nothing_to_do:
         return run.print_summary()

@@ -12,6 +12,8 @@ from refusals import refused
 from samestep.contract import contract
 from samestep.processes import mesh
 from samestep.step import inputs, monitor
+from samestep.step.plan import StepPlan
+from samestep.step.step import Step
 
 ONE = mesh.Layout()  # of the processes: one alone
 
@@ -158,10 +160,13 @@ def losses_of_steps(values, shares):
     ranks = SimpleNamespace(sum_arrays=add, layout=ONE)
     for rank, share in enumerate(shares):
         first = sum(shares[:rank])
-        watch = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, len(values), 10)
-        for step in (1, 2):
-            losses = [torch.tensor(step * value) for value in values[first : first + share]]
-            watch.add(step, 4, range(first, first + share), losses, torch.ones(()))
+        plan = StepPlan(len(values), 1, shares, rank)
+        watch = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, plan, 10)
+        for number in (1, 2):
+            step = Step(None, number, [], items=4, last=False)
+            own = values[first : first + share]
+            step.losses, step.norm = [torch.tensor(number * each) for each in own], torch.ones(())
+            watch.add(step)
         found = watch.read()[0]["loss"]
     return found
 

@@ -67,7 +67,7 @@ import torch
 from torch._dynamo.utils import counters
 from samestep.launch import device
 from accelerate.utils import compile_regions
-from samestep.state import weights
+from samestep.step.model import TaskModule, eager, is_compiled
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
 class Block(torch.nn.Module):

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
 from refusals import check_ended
 from samestep.processes import alike, ranks
-from samestep.run import consistency
+from samestep.state import consistency
 from test_exact import SOON
 
 # ---- What all processes must have in common ------------------------------------------------------
@@ -53,7 +53,7 @@ PROGRAM = """
 import helper, json, sys
 from pathlib import Path
 sys.path.insert(0, "elsewhere")
-from samestep.run import consistency
+from samestep.state import consistency
 manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
 manifest["code"] = consistency.hash_project(Path.cwd())
 print(json.dumps(consistency.collect_facts(manifest, False)))

@@ -26,7 +26,7 @@ import task
 
 from samestep import (  # isort: skip
     NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat,
-    NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Run, device,
+    NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Ranks, Run, device,
     split_by_decay, Training, write_evaluation, finish,
 )  # fmt: skip
 from task import TaskConfig
@@ -148,7 +148,7 @@ def lr_at(step: int, cfg: Config, max_steps: int) -> float:
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
     """The scores of all rows of the validation split, each counted once."""
-    run, model = training.run, training.model
+    run, model = training.run, training.exported
     evaluation = training.evaluation(run.validation)
     for batch in evaluation:  # as many on every rank, as FSDP needs it
         evaluation.add(model(run.task.eval_sums, batch))
@@ -160,8 +160,9 @@ def evaluate(training: Training) -> dict[str, float]:
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def main(run: Run) -> int:
+def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
+    run = Run(start, ranks, stop)
     cfg, task = run.cfg, run.task
     if run.nothing_to_do:
         return run.print_summary()

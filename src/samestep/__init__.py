@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     from samestep.launch import shutdown as shutdown
     from samestep.run.startup import prepare_run as prepare_run
     from samestep.run.startup import RunStart as RunStart
+    from samestep.processes.ranks import Ranks as Ranks
     from samestep.run.run import Run as Run
     from samestep.launch import device as device
     from samestep.contract.dtypes import split_by_decay as split_by_decay

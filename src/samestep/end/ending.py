@@ -59,7 +59,7 @@ def write_evaluation(training: Training, scores: dict) -> int:
     code."""
     run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-    full_model = gather_model(run.accelerator, run.ranks, training.model, run.new_model)
+    full_model = gather_model(run.accelerator, run.ranks, training.exported, run.new_model)
     folder = run.output / "evaluation"
     with run.ranks.fail_together():
         if run.accelerator.is_main_process:
@@ -89,7 +89,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
         scores = evaluate(training)
     assert scores is not None
     training.close()
-    full_model = _export(run, training.model, exported, scores)
+    full_model = _export(run, training.exported, exported, scores)
     if not _leave_others(training):
         return 0
     assert full_model is not None
@@ -99,7 +99,8 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     lines = tracking.Tracker(training.accelerator)
     attempt("the tracker has no report", lines.track, {**texts, "step": exported}, exported)
     if run.cfg.check_export:
-        attempt("the export was not checked", check_export, training, full_model, exported)
+        result = attempt("the export was not checked", check_export, run, full_model)
+        training.write_status("finished", exit_code=0, exported=exported, export_check=result)
     from samestep.report import curves  # matplotlib, which other processes and checks need not
 
     picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
@@ -154,9 +155,9 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
     return asked
 
 
-def check_export(training: Training, model: torch.nn.Module, step: int) -> None:
-    """Compares the exported model with the trained one; the card and the status say the result."""
-    run: Run = training.run
+def check_export(run: Run, model: torch.nn.Module) -> str:
+    """Compares the exported model with the trained one; the card says the result, which it
+    returns."""
     folder = run.output / "model"
     line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
@@ -175,8 +176,7 @@ def check_export(training: Training, model: torch.nn.Module, step: int) -> None:
     card = folder / "README.md"
     section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
-    facts = {"exit_code": 0, "exported": step, "export_check": result}
-    training.write_status("finished", **facts)
+    return result
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:

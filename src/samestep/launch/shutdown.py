@@ -98,11 +98,10 @@ def leave(code: int, line: str = "") -> NoReturn:
 
 
 def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
-    """Exits with the code of main(run). A UserError is one line, exit code 2.
+    """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
-    `prepare` returns a `startup.RunStart`, whose `meet(ranks, stop)` gives the run. It may take
-    hours on one machine: see rendezvous.py. A failure is written to status.json of the run, unless
-    that file belongs to another run.
+    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see rendezvous.py. A
+    failure is written to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
     write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
@@ -118,7 +117,7 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
         stop.others = others = rendezvous.join(end)
         start = prepare()
         ranks = rendezvous.form_group(start.cfg.timeout, others)
-        code = main(start.meet(ranks, stop))
+        code = main(start, ranks, stop)
     except BaseException as caught:
         error = caught if stop.training else _of_the_user(caught)
         stop.training = True  # the launcher sends a signal when a process has failed

@@ -26,40 +26,31 @@ _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
 _LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
 
 
-def probe_task(run: Any, training: Any) -> None:
-    """Checks eval_sums and eval_outputs on validation rows, on all processes alike, before the
-    first step; loss_sum is tried by the loop itself, see training/trial.py.
+def probe_task(run: Any, training: Any, draws: bool) -> None:
+    """Checks labels that are copied, eval_outputs and eval_sums, on all processes alike, after the
+    loop was tried, which checks loss_sum: see training/trial.py. `draws`: whether loss_sum draws.
 
     Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
     is a warning.
     """
-    model = training.model
-    with run.ranks.fail_together(), keep_modes(model), eager(model):
-        model.eval()
-        probe = _Probe(run, training)
-        probe.check_outputs(run.start.probes[1])
-        probe.check_sums(run.start.probes[1])
-        probe.check_ends(run.rows)
-        if run.ranks.layout.cp > 1:
-            functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
-            whole = probe.batch(run.start.probes[1])
-            context_parallel.check_parts(run.accelerator, model, functions, whole)
-
-
-def check_labels(run: Any, training: Any) -> None:
-    """Raises UserError, or warns, where a language model sees the token that it is to predict."""
-    layout = run.ranks.layout
-    if training.rows_depend or layout.cp > 1:
-        return
-    model = training.model
-    with run.ranks.fail_together(), keep_modes(model), eager(model):
-        model.eval()
-        _Probe(run, training).check_labels(run.samples[-1])
+    model, validation = training.model, run.start.probes[1]
     if rounded := getattr(training.accelerator.unwrap_model(model), "rounded", ""):
         print_on_main(
             f"warning: task.loss_sum computes the loss in {rounded}, since it runs under autocast; "
             "call .float() on the outputs of the model"
         )
+    with run.ranks.fail_together(), keep_modes(model), eager(model):
+        model.eval()
+        probe = _Probe(run, training)
+        if not (probe.dependent or draws or run.ranks.layout.cp > 1):
+            probe.check_labels(run.samples[-1])
+        probe.check_outputs(validation)
+        probe.check_sums(validation)
+        probe.check_ends(run.rows)
+        if run.ranks.layout.cp > 1:
+            functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
+            whole = probe.batch(validation)
+            context_parallel.check_parts(run.accelerator, model, functions, whole)
 
 
 class _Probe:

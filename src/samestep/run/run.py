@@ -192,19 +192,16 @@ class Run:
         return self.point.same_validation(self.manifest)
 
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
-        """Before the first step: checks the task, and assigns micro-batches by the speed of each
-        device, if device_shares is auto; a line for the log."""
-        event = self.measure_shares(training)
-        if self.ranks.layout.stages == 1:
-            probes.probe_task(self, training)
-        return event
+        """Before the first step: assigns micro-batches by the speed of each device, if
+        device_shares is auto; a line for the log."""
+        return self.measure_shares(training)
 
     def after_trial(self, training: Any, computed: Any) -> None:
-        """After the loop was tried."""
+        """After the loop was tried: checks the rest of the task."""
         with eager(training.model):
             given = training.model, self.task, computed.batch, self.share_trained
             training.meter.count_flops(*given)
-        probes.check_labels(self, training)
+        probes.probe_task(self, training, draws=computed.draws)
 
     def start_stopping(self) -> Callable[[], int]:
         """From here on signals are flags; what tells whether there was one."""

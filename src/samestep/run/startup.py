@@ -60,6 +60,9 @@ class _ResumePoint(ResumePoint):
         begins = not self.own and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
+        if cfg.eval_only and not self.checkpoint:
+            folder = output / "checkpoints"
+            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
         """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
@@ -169,12 +172,6 @@ class RunStart:
     probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
     resume_point: _ResumePoint  # on the main process
-
-    def meet(self, ranks: Ranks, stop: Any) -> Any:
-        """The run, once its processes have met."""
-        from samestep.run.run import Run  # accelerate's parts take a second
-
-        return Run(self, ranks, stop)
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""

@@ -29,8 +29,7 @@ class ResumePoint:
 
         evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
 
-        Raises ValueError where a checkpoint is needed: to evaluate alone, or since the run has
-        saved some.
+        Raises ValueError where checkpoints exist but none can be used.
         """
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
@@ -40,8 +39,6 @@ class ResumePoint:
         self.remarks += [f"passed over: {reason}" for reason in passed_over]
         if self.checkpoint:
             self.own = self.checkpoint.resolve().parent == folder.resolve()
-        if evaluates and not self.checkpoint:
-            raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
         """Notes what has changed since the checkpoint; raises UserError for what must not change.

@@ -98,6 +98,7 @@ class Training:
         self.manifest: dict[str, Any] = run.manifest  # the entries that all checkpoints have
         self.rows = SampleDataset(rows, self.task, seed, run.mixture)
         self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
+        self.exported = model  # what is evaluated and exported: an average of the weights may be
         self.step = 0  # the number of steps that are done
         self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
         self.current: Step | None = None
@@ -243,7 +244,6 @@ class Training:
     def next_step(self, number: int, last: bool) -> Step:
         """The next step, whose micro-batches are there."""
         assert self.loader
-        self.scores = None
         micro_batches, facts = self.loader.next_step()
         if self.rows.is_stream:
             self.lanes = self.loader.last_of_lanes()
@@ -287,8 +287,9 @@ class Training:
 
     def complete(self) -> int:
         """The number of steps that are done; raise UserError in the middle of one."""
-        if self.current and self.step != self.current.number:
-            self.log(self.current)
+        step = self.current
+        if step and step.gradient != "not begun" and step.number != self.step:
+            self.log(step)
         return self.step
 
     # ---- What a script does between two steps
@@ -306,7 +307,7 @@ class Training:
                 self.metrics.note(**values)
             return
         step.check_complete()
-        self.step = step.number
+        self.step, self.scores = step.number, None
         self.metrics.add(step, values)
         if step.number in self.replay.lines if self.replay else step.due(self.log_every):
             self.metrics.write_means()
@@ -366,7 +367,7 @@ class Training:
             given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
             self.evaluations[id(rows)] = Evaluation(rows, *given)
         return self.evaluations[id(rows)].start(
-            self.model, self.requested, self.meter.paused, self.end_stopped
+            self.exported, self.requested, self.meter.paused, self.end_stopped
         )
 
     @torch.no_grad()
@@ -375,7 +376,7 @@ class Training:
         script.check_rows(rows)
         evaluation = self.evaluation(rows)
         for batch in evaluation:
-            evaluation.add(eval_sums(self.model, batch))
+            evaluation.add(eval_sums(self.exported, batch))
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1)
         sums = evaluation.sums()
