@@ -9,7 +9,7 @@ import numpy as np
 
 from samestep.data.files import File, describe_shards, split_shards
 from samestep.data.inputs import Input, RowFormat
-from samestep.data.rows import stored_rows
+from samestep.data.readers import stored_rows
 from samestep.text import formats, sequences, tokenizing
 from samestep.text.lanes import ShardStream
 
