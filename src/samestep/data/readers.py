@@ -271,11 +271,11 @@ def _read_csv(path: str, source: Input) -> _Numbered:
             if row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
                 raise ValueError(f"line {number} has the column names again: remove it")
             if row:
-                found = dict(zip(names, row, strict=True))
+                cells = dict(zip(names, row, strict=True))
                 if is_first:
-                    _columns_of(source, found, names)
+                    _columns_of(source, cells, names)
                     is_first = False
-                yield number, found
+                yield number, cells
 
 
 def _read_parquet(path: str, source: Input) -> _Numbered:
