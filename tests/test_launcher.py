@@ -152,29 +152,14 @@ def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
 
 # ---- A process that no launcher has started ------------------------------------------------------
 
-SBATCH = {  # of the one task that srun starts on each of two nodes in cluster/slurm.sbatch
-    "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
-    "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1",
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
-}  # fmt: skip
-ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "1", "RANK": "0"}
+STARTED = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["started"]
+SBATCH, ELASTIC = (STARTED[name]["env"] for name in ("srun", "torchelastic"))
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-STARTED = [  # the environment, and what is said
-    ({}, ""),
-    (SBATCH, "SLURM_STEP_NUM_TASKS is 2, and no launcher has set RANK: start"),
-    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
-    ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
-    ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
-    ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
-    ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
-    (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
-]
 
 
-@pytest.mark.parametrize("variables, said", STARTED)
-def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
+@pytest.mark.parametrize("name", STARTED)
+def test_a_process_that_no_launcher_has_started(monkeypatch, name):
+    variables, said = STARTED[name].values()
     for name in (*launched.OF_SEVERAL, "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
