@@ -1,6 +1,7 @@
 """Any launcher: what samestep env prints for a YAML, and a process that no launcher has started."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -90,19 +91,10 @@ def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
 
 
-# As `accelerate config` writes it.
-FULL = """
-{compute_environment: LOCAL_MACHINE, debug: true, distributed_type: MULTI_GPU, downcast_bf16: 'no',
-dynamo_config: {dynamo_backend: INDUCTOR}, enable_cpu_affinity: false, gpu_ids: '0,1',
-machine_rank: 1, main_process_ip: 10.0.0.1, main_process_port: 7, mixed_precision: bf16,
-num_machines: 2, num_processes: 4, rdzv_backend: c10d, same_network: false, tpu_env: []}
-"""
-
-
 def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
     """Rank, address and port are the launcher's; what the recipe decides is told by train.py."""
     path = tmp_path / "a yaml's $name.yaml"
-    path.write_text(FULL)
+    shutil.copy(ROOT / "tests" / "accelerate_config.yaml", path)
     mine = {"MASTER_ADDR": "mine", "PYTHONPATH": "a b"}
     code, printed, errors = lines_of(monkeypatch, capsys, path, **mine)
     found = environment(printed, **mine)
