@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -557,8 +558,12 @@ def make_tiny(folder, **answers):
     """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
     baked = bake(folder, pictures=False, tracker="none", **answers)
     shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"
-        "eval_every: 4\nsave_every: 4\nkeep_checkpoints: 0\nlog_every: 1\nlearning_rate: 0.01\n"
-    )
-    return baked
+    return write_recipe(baked, "tiny")
+
+
+def write_recipe(project, name, **fields):
+    """A project, after its recipe was replaced by one of tests/recipes with these fields."""
+    recipe = yaml.safe_load((ROOT / "tests" / "recipes" / f"{name}.yaml").read_text("utf-8"))
+    file = project.path / "configs" / "train" / "default.yaml"
+    file.write_text(yaml.safe_dump({**recipe, **fields}))
+    return project

@@ -248,11 +248,8 @@ def test_what_is_read_and_trained_of_a_chat(pack, form, capsys):
         assert {*found} <= wanted and len(found) > 20
 
 
-PLAIN = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages if OF %}<{{ m['role'] }}>"
-    "{{ m['content'] | trim }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEXTS = Path(__file__).with_name("chat_templates")
+PLAIN = (TEXTS / "plain.jinja").read_text().strip()
 CALLS = "m['tool_calls'] | tojson"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
 WHOLE = [{"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS}]
@@ -294,11 +291,7 @@ def test_a_template_that_is_not_there_is_one_line(kit, config):
     assert said == "task.chat_template: there is no file none.jinja"
 
 
-THINKING = (  # as Qwen3's template, reasoning stays in the last turn alone
-    "{% for m in messages %}<|{{ m['role'] }}|>{% if loop.last %}{{ m['content'] }}{% else %}"
-    "{{ m['content'].split('</think>')[-1] }}{% endif %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+THINKING = (TEXTS / "thinking.jinja").read_text().strip()  # as that of Qwen3
 
 
 def test_a_turn_is_trained_as_inference_renders_it(pack):

@@ -115,10 +115,7 @@ def test_what_an_export_of_chats_has_lost_is_found(chats, tmp_path):
             check(output, asked)
 
 
-IM_END = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+IM_END = (ROOT / "tests" / "chat_templates" / "im_end.jinja").read_text().strip()
 
 
 @pytest.fixture(scope="module")

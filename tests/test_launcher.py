@@ -1,6 +1,7 @@
 """Any launcher: what samestep env prints for a YAML, and a process that no launcher has started."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -90,19 +91,10 @@ def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
 
 
-# As `accelerate config` writes it.
-FULL = """
-{compute_environment: LOCAL_MACHINE, debug: true, distributed_type: MULTI_GPU, downcast_bf16: 'no',
-dynamo_config: {dynamo_backend: INDUCTOR}, enable_cpu_affinity: false, gpu_ids: '0,1',
-machine_rank: 1, main_process_ip: 10.0.0.1, main_process_port: 7, mixed_precision: bf16,
-num_machines: 2, num_processes: 4, rdzv_backend: c10d, same_network: false, tpu_env: []}
-"""
-
-
 def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
     """Rank, address and port are the launcher's; what the recipe decides is told by train.py."""
     path = tmp_path / "a yaml's $name.yaml"
-    path.write_text(FULL)
+    shutil.copy(ROOT / "tests" / "accelerate_config.yaml", path)
     mine = {"MASTER_ADDR": "mine", "PYTHONPATH": "a b"}
     code, printed, errors = lines_of(monkeypatch, capsys, path, **mine)
     found = environment(printed, **mine)
@@ -152,29 +144,14 @@ def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
 
 # ---- A process that no launcher has started ------------------------------------------------------
 
-SBATCH = {  # of the one task that srun starts on each of two nodes in cluster/slurm.sbatch
-    "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
-    "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1",
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
-}  # fmt: skip
-ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "1", "RANK": "0"}
+STARTED = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["started"]
+SBATCH, ELASTIC = (STARTED[name]["env"] for name in ("srun", "torchelastic"))
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-STARTED = [  # the environment, and what is said
-    ({}, ""),
-    (SBATCH, "SLURM_STEP_NUM_TASKS is 2, and no launcher has set RANK: start"),
-    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
-    ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
-    ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
-    ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
-    ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
-    (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
-]
 
 
-@pytest.mark.parametrize("variables, said", STARTED)
-def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
+@pytest.mark.parametrize("name", STARTED)
+def test_a_process_that_no_launcher_has_started(monkeypatch, name):
+    variables, said = STARTED[name].values()
     for name in (*launched.OF_SEVERAL, "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():

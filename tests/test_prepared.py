@@ -20,14 +20,10 @@ import pytest
 import torch
 import yaml
 
-from conftest import ROOT, edit, kill_after, lines, make_tiny, preloaded
+from conftest import ROOT, edit, kill_after, lines, make_tiny, preloaded, write_recipe
 from samestep.prepared import prepared_key, run_data
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
-RECIPE = (
-    "max_steps: 4\nglobal_batch_size: 8\nmicro_batch_size: 4\nwarmup_steps: 0\neval_every: 2\n"
-    "save_every: 2\nkeep_checkpoints: 0\nlog_every: 1\nlearning_rate: 0.01\nnum_workers: 0\n"
-)
 HEAD = "def prepare_data(cfg, folder: Path) -> datasets.DatasetDict:\n"
 
 
@@ -42,8 +38,7 @@ def write_rows(folder, first=0, last=60, name="texts.jsonl"):
 
 def make_texts(folder):
     """A project whose task is tests/tasks/texts.py, and its rows."""
-    project = make_tiny(folder)
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
+    project = write_recipe(make_tiny(folder), "texts")
     shutil.copy(ROOT / "tests" / "tasks" / "texts.py", project.path / "task.py")
     write_rows(project.path)
     return project

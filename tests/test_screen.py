@@ -42,11 +42,10 @@ def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, co
     """As those of containers and jobs, where a bar is empty; others have the loss in the bar."""
     _, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, columns))
-    accelerator = SimpleNamespace(log=lambda *_, **__: None)
+    accelerator = SimpleNamespace(log=lambda *_, **__: None, trackers=[])
     with open(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        config = {"tracker": "none", "output_dir": str(tmp_path)}
-        log = tracking.Log(accelerator, config, 0, 9)
+        log = tracking.Log(accelerator, tmp_path, 0, 9, shows_lines=True)
         log.write({"step": 1, "loss": 0.5, "lr": 0.1, "samples_per_second": 3})
         log.close()
     said = "" if columns else "step 1/9  loss 0.5  lr 0.1  3 samples/s\n"

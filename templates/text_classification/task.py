@@ -171,8 +171,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     settings = {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}
     auto: Any = AutoModelForSequenceClassification
     model = pretrained.build_classifier(auto, cfg, config, names, HEAD, **settings)
-    labelled.check_padding(model, tokenizer)
-    labelled.set_marks(model, cfg, data)
+    labelled.finish_model(model, cfg, data)
     return model
 
 

@@ -2,9 +2,9 @@
 
     sources   the fields of a task that say where its rows come from
     inputs    the rows of each source: a dataset of the Hub, or the files that `files` lists
-    readers   rows as they stand in the files, each with its place
-    rows      load_rows: the first row chooses the format; what it stores of each, in Arrow files,
-              held out or not
+    readers   rows as they stand in the files, each with its place; the first chooses the format,
+              which says what is stored of each
+    rows      load_rows: what is stored, in Arrow files, held out or not
     labels    classes and numbers, of tasks that have them
     views     rows of a step as numpy arrays, when the model trains
 

@@ -74,26 +74,6 @@ class Input:
     def is_table(self) -> bool:
         return not self.files or files.file_ending(self.files[0].path) in files.TABLES
 
-    def columns_of(self, first: dict, names: list[str]) -> Columns:
-        """Return the columns to read, of a file with columns of these names. The first row of all
-        files chooses the format.
-
-        Raises ValueError for a column that is missing, or there twice.
-        """
-        if not self.columns:
-            self.form = self.form or self.choose(self, first)
-            self.names, self.columns = [*first], {**self.form.columns}
-            if self.group:
-                self.columns[self.group] = True
-        for name, must in self.columns.items():
-            number = names.count(name)
-            if number > 1 or must and not number:
-                problem = "more than one column" if number else "no column"
-                shown = one_line(", ".join(names[:20]), 100)
-                hint = "name the right one with --task.*_column"
-                raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
-        return self.columns
-
 
 # ---- Files ---------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ The loaders of `datasets` change values: dates become timestamps, NA becomes nul
 field too many shifts its columns. So these files are read here, one after the other, each from its
 start to its end; `datasets` does all else.
 
-`Input.columns_of` gets the first row of a file with all its columns, and returns those to read.
-Then come all rows with these as they stand in the file, each with the number of its line (of .json
-and .parquet: of the row).
+A reader shows `_columns_of` the first row of a file, with all its columns, and gets those to read.
+Then it yields all rows with these as they stand in the file, each with the number of its line (of
+.json and .parquet: of the row).
 """
 
 import csv
@@ -25,6 +25,7 @@ from pyarrow.parquet import ParquetFile
 from samestep.base.console import one_line
 from samestep.data.files import IMAGES, PACKED, TABLES, file_ending
 from samestep.data.inputs import Columns, Input
+from samestep.data.sources import DataConfig, IncompleteRow, require_value
 
 _Numbered = Iterator[tuple[int, Any]]
 
@@ -45,6 +46,41 @@ class Place(NamedTuple):
 
 
 Row = tuple[dict[str, Any], Place]
+
+
+# ---- What is stored of rows ----------------------------------------------------------------------
+
+
+def stored_rows(
+    source: Input, cfg: DataConfig, left_out: list[str]
+) -> Iterator[tuple[dict, str | None, Place]]:
+    """Yield what is stored of each row, its group, and its place. `left_out` gets an entry for each
+    other row: the first says its place, later ones are empty.
+
+    Raises ValueError for the first row that cannot be used.
+    """
+    source.group = cfg.group_column
+    for row, place in read(source):
+        try:
+            group = _group_of(row[cfg.group_column]) if cfg.group_column else None
+            stored = source.form.normalize(row)
+        except IncompleteRow as error:
+            if cfg.incomplete_rows == "refuse":
+                hint = "--task.incomplete_rows skip leaves such rows out"
+                raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
+            left_out.append("" if left_out else f"{place}: {error}")
+        except ValueError as error:
+            raise ValueError(f"task.{source.field}: {place}: {error}") from None
+        else:
+            yield stored, group, place
+
+
+def _group_of(value: Any) -> str:
+    """A group as text. Tables with nulls have 1.0 for 1."""
+    require_value("group", value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -94,7 +130,7 @@ def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise ValueError(f"not an object: {row!r:.60}")
             if not columns:  # what a later row lacks is null
-                columns = source.columns_of(row, [*row])
+                columns = _columns_of(source, row, [*row])
             row = {name: row.get(name) for name in columns}
             row = replace_surrogates(row) if ending in _READERS else row
             yield row, Place(shown, number, unit)
@@ -106,6 +142,27 @@ def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
         if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
         raise ValueError(text) from None
+
+
+def _columns_of(source: Input, first: dict, names: list[str]) -> Columns:
+    """Return the columns to read of a file with columns of these names. The first row of all files
+    chooses the format.
+
+    Raises ValueError for a column that is missing, or there twice.
+    """
+    if not source.columns:
+        source.form = source.form or source.choose(source, first)
+        source.names, source.columns = [*first], {**source.form.columns}
+        if source.group:
+            source.columns[source.group] = True
+    for name, must in source.columns.items():
+        number = names.count(name)
+        if number > 1 or must and not number:
+            problem = "more than one column" if number else "no column"
+            shown = one_line(", ".join(names[:20]), 100)
+            hint = "name the right one with --task.*_column"
+            raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
+    return source.columns
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,11 +271,11 @@ def _read_csv(path: str, source: Input) -> _Numbered:
             if row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
                 raise ValueError(f"line {number} has the column names again: remove it")
             if row:
-                found = dict(zip(names, row, strict=True))
+                cells = dict(zip(names, row, strict=True))
                 if is_first:
-                    source.columns_of(found, names)
+                    _columns_of(source, cells, names)
                     is_first = False
-                yield number, found
+                yield number, cells
 
 
 def _read_parquet(path: str, source: Input) -> _Numbered:
@@ -232,7 +289,7 @@ def _read_parquet(path: str, source: Input) -> _Numbered:
         if not table.metadata.num_rows:
             return
         [first] = next(table.iter_batches(1)).to_pylist()
-        columns = source.columns_of(_read_cells(first, {}), table.schema_arrow.names)
+        columns = _columns_of(source, _read_cells(first, {}), table.schema_arrow.names)
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in columns]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
@@ -252,7 +309,7 @@ def _read_dataset(path: str, source: Input) -> _Numbered:
             dataset = dataset.cast_column(name, Image(decode=False))
     if not len(dataset):
         return
-    columns = source.columns_of(_read_cells(dataset[0], {}), dataset.column_names)
+    columns = _columns_of(source, _read_cells(dataset[0], {}), dataset.column_names)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
     classes = _class_names(part.features)
     for number, row in enumerate(part, 1):

@@ -4,7 +4,6 @@ One process reads all rows, file after file, into an Arrow file; the first wrong
 """
 
 import itertools
-import json
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +18,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
-from samestep.data import readers, sources
+from samestep.data import readers
 from samestep.data.inputs import Input, RowFormat, name_first
-from samestep.data.readers import Place
 from samestep.data.sources import DataConfig
 
 _WRITTEN = 2_000_000  # bytes of content that are written at a time
@@ -36,38 +34,6 @@ NOTES = (*NUMBERS, "place")  # columns beside the content of rows
 def hash_of(text: str) -> int:
     """64 bits for a text, the same on every machine."""
     return int.from_bytes(sha256(text.encode()).digest()[:8], "big")
-
-
-def stored_rows(
-    source: Input, cfg: DataConfig, left_out: list[str]
-) -> Iterator[tuple[dict, str | None, Place]]:
-    """Yield what is stored of each row, its group, and its place. `left_out` gets an entry for each
-    other row: the first says its place, later ones are empty.
-
-    Raises ValueError for the first row that cannot be used.
-    """
-    source.group = cfg.group_column
-    for row, place in readers.read(source):
-        try:
-            group = _group_of(row[cfg.group_column]) if cfg.group_column else None
-            stored = source.form.normalize(row)
-        except sources.IncompleteRow as error:
-            if cfg.incomplete_rows == "refuse":
-                hint = "--task.incomplete_rows skip leaves such rows out"
-                raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
-            left_out.append("" if left_out else f"{place}: {error}")
-        except ValueError as error:
-            raise ValueError(f"task.{source.field}: {place}: {error}") from None
-        else:
-            yield stored, group, place
-
-
-def _group_of(value: Any) -> str:
-    """A group as text. Tables with nulls have 1.0 for 1."""
-    sources.require_value("group", value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def load_rows(
@@ -97,7 +63,7 @@ def load_rows(
             before = len(hashes)
             source.form = next((each.form for each in inputs if each.name == source.name), None)
             source.choose = choose
-            for stored, group, place in stored_rows(source, cfg, left_out):
+            for stored, group, place in readers.stored_rows(source, cfg, left_out):
                 form = source.form
                 key = form.key(stored)
                 if group is None:

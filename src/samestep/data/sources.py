@@ -89,11 +89,11 @@ class DataConfig:
 
     def key_values(self) -> dict[str, Any]:
         """Leave weights out of the key of prepared data: they change the order alone."""
-        return {"data": [each.data for each in split_data(self.data)]}
+        return {"data": [source.data for source in split_data(self.data)]}
 
     def named_files(self) -> dict[str, list[str]]:
         """Name the files and folders of the sources."""
-        return {"data": [each.data for each in split_data(self.data)]}
+        return {"data": [source.data for source in split_data(self.data)]}
 
     def num_proc(self, parts: int) -> int | None:
         """Processes for `map` of a dataset: one for each part, at most the number of cores; None:

@@ -4,10 +4,8 @@ held out by the content of their files, and decoded once to see that they can be
 
 import contextlib
 import hashlib
-import json
 import os
-import platform
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
-from samestep.base.files import read_json_object, replace_text
 from samestep.data import demo_data, labels, readers, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
 from samestep.data.inputs import Input, RowFormat, find_inputs
@@ -73,30 +70,19 @@ def named_files(cfg: Any) -> list[str]:
             continue  # bundled, or of the Hub
         for each in list_files(root, field, ENDINGS)[0]:
             if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
-                found |= dict.fromkeys(_images_of(each, field, cfg))
+                status = os.stat(each.path)
+                stamps = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                found |= dict.fromkeys(_images_of(each, field, cfg.image_column, stamps))
     return [*filter(os.path.isfile, found)]
 
 
-def _images_of(table: File, field: str, cfg: Any) -> list[str]:
-    """The paths in a table. A file in the cache remembers them until the table changes, so that
-    the processes of a start do not read it."""
-    status = os.stat(table.path)
-    facts = [table.path, cfg.image_column, status.st_size, status.st_ino]
-    facts += [status.st_mtime_ns, status.st_ctime_ns]
-    name = hashlib.sha256(table.path.encode(errors="surrogateescape")).hexdigest()[:16]
-    memo = local_path(cfg.cache_dir) / f"images-{name}.json"
-    known = read_json_object(memo)
-    if known.get("table") == facts:
-        return known["images"]
-    column = cfg.image_column
+@cache  # a start asks several times
+def _images_of(table: File, field: str, column: str, stamps: tuple) -> list[str]:
+    """Read the paths in a table, once while its stamps stay the same."""
     form = RowFormat({column: True}, dict, {})
     source = Input(field, table.path, "", [table], paths=column, form=form)
     cells = (row[column] for row, _ in readers.read(source))
-    images = [cell for cell in cells if isinstance(cell, str)]
-    with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
-        own = memo.with_name(f".{memo.name}-{platform.node()[:60]}-{os.getpid()}")
-        replace_text(memo, json.dumps({"table": facts, "images": images}), own)
-    return images
+    return [cell for cell in cells if isinstance(cell, str)]
 
 
 def _holds_images(table: str, column: str) -> bool:

@@ -46,7 +46,7 @@ class ModelConfig:
         if not (folder := folder_of(self)):
             return {"model_name_or_path": []}
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-        names = sorted(str(each.relative_to(folder)) for each in files if each.suffix in _SHAPING)
+        names = sorted(str(file.relative_to(folder)) for file in files if file.suffix in _SHAPING)
         return {"model_name_or_path": [f"{self.model_name_or_path}/{name}" for name in names]}
 
 

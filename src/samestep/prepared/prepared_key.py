@@ -46,16 +46,16 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
 
 
 def _call_all(cfg: Any, method: str) -> dict[str, Any]:
-    """What the classes of a config return from this method, by field; a subclass overrides.
+    """Call this method of each class of a config, a subclass last, and join what they return.
 
-    key_values: what counts in the key in place of, or beside, the values of fields.
-    named_files: the paths that a field names, where its value is none.
+    key_values    {name: value} that counts in the key in place of a field, or beside the fields.
+    named_files   {field: paths} of fields whose value is no path: the files that they name.
     """
-    found = {}
+    values = {}
     for kind in reversed(type(cfg).__mro__):
         if method in vars(kind):
-            found |= vars(kind)[method](cfg)
-    return found
+            values |= vars(kind)[method](cfg)
+    return values
 
 
 def hidden_fields(cfg: Any) -> set[str]:

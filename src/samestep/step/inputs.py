@@ -109,6 +109,8 @@ def plain_batch(batch: Any, name: str = "") -> Any:
 
     Raises ValueError unless it has CPU tensors and texts, in mappings, lists and tuples.
     """
+    if torch.is_tensor(batch) and batch.device.type == "cpu":
+        return batch
     if isinstance(batch, Mapping) and batch:
         place = f"{name}." if name else ""
         return {str(key): plain_batch(each, f"{place}{key}") for key, each in batch.items()}
@@ -116,8 +118,7 @@ def plain_batch(batch: Any, name: str = "") -> Any:
         entries = (plain_batch(each, f"{name}[{i}]") for i, each in enumerate(batch))
         return honor_type(batch, entries)
     expect(name or torch.is_tensor(batch), "collate returns", batch, "a dict of tensors")
-    right = isinstance(batch, str) or (torch.is_tensor(batch) and batch.device.type == "cpu")
-    expect(right, f"collate: {name!r} is", batch, "a tensor on the CPU")
+    expect(isinstance(batch, str), f"collate: {name!r} is", batch, "a tensor on the CPU")
     return batch
 
 

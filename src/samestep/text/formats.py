@@ -116,8 +116,8 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
         cfg.rows, form = choose_format(source, first, cfg, named)
         kinds.setdefault(cfg.rows, source.data)
         if len(kinds) > 1:
-            each = " and ".join(f"{kind} in {data}" for kind, data in kinds.items())
-            raise ValueError(f"task.data: rows are {each}; give sources with rows of one kind")
+            text = " and ".join(f"{kind} in {data}" for kind, data in kinds.items())
+            raise ValueError(f"task.data: rows are {text}; give sources with rows of one kind")
         sources.check_read(cfg, BUNDLED)
         _check_packing(cfg, cfg.rows)
         return form
@@ -126,8 +126,8 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
 
 
 def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str, RowFormat]:
-    """The kind of a source's rows, and how they are read: fields decide; where they leave it open,
-    the columns of the first row do. `rows`: the kind, or auto.
+    """Choose the kind of a source's rows, and how they are read: fields decide; where they leave it
+    open, the columns of the first row do. `rows`: the kind, or auto.
 
     Raises ValueError for columns of no known format.
     """

@@ -117,7 +117,7 @@ def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, A
     return {}
 
 
-def check_padding(model: Any, tokenizer: Any) -> None:
+def _check_padding(model: Any, tokenizer: Any) -> None:
     """Raises ValueError where padding on the left changes the answer to a text: a model with
     learned positions, such as GPT-2, counts the padding."""
     if tokenizer.padding_side != "left" or model.device.type == "meta":
@@ -136,8 +136,10 @@ def check_padding(model: Any, tokenizer: Any) -> None:
         )
 
 
-def set_marks(model: Any, cfg: Any, data: Any) -> None:
-    """Writes what samestep predict needs into the config of the model: _MARKS."""
+def finish_model(model: Any, cfg: Any, data: Any) -> None:
+    """Check how texts are padded, and write what samestep predict needs into the config of the
+    model: _MARKS."""
+    _check_padding(model, tokenizing.load_tokenizer(data.folder))
     for name in _MARKS:  # an earlier training may have left its own
         vars(model.config).pop(name, None)
     if cfg.problem_type == NUMBER:

@@ -9,7 +9,7 @@ import numpy as np
 
 from samestep.data.files import File, describe_shards, split_shards
 from samestep.data.inputs import Input, RowFormat
-from samestep.data.rows import stored_rows
+from samestep.data.readers import stored_rows
 from samestep.text import formats, sequences, tokenizing
 from samestep.text.lanes import ShardStream
 
@@ -35,7 +35,7 @@ class RowStream(ShardStream):
         super().__init__([each.path for each in own], cfg.lanes)
 
     def choose(self, source: Input, first: dict) -> RowFormat:
-        """The format of a shard's rows; raises ValueError for other rows than were prepared."""
+        """Choose the format of a shard; raises ValueError for other rows than were prepared."""
         kind, form = formats.choose_format(source, first, self.cfg, self.cfg.rows)
         if kind != self.cfg.rows:
             shard = source.files[0].path

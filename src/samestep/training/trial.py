@@ -86,8 +86,8 @@ def try_batch(
 
 
 def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
-    """Raises UserError where the loss is no sum over independent rows, in fp32; elsewhere, and where
-    a run resumes, it is a warning."""
+    """Raises UserError where the loss is no sum over independent rows, in fp32; elsewhere, and
+    where a run resumes, it is a warning."""
     is_half = any(parameter.dtype in HALF for parameter in run.model.parameters())
     rounds = is_half or run.run.rounds or run.accelerator.mixed_precision != "no"
     # A run that resumes has passed; trained weights may give small differences of large sums.
