@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import samestep
 from conftest import ROOT, SOURCE, BakedProject, digest, edit, newest, preloaded, status
+from samestep.base import run_folder
 from samestep.base.errors import UserError
 from samestep.processes import stop
 from samestep.training import script as own_script
@@ -493,3 +494,59 @@ def test_a_launcher_that_is_killed_with_all_its_processes_loses_nothing(tmp_path
     assert run.returncode == 0 and "continuing from" in printed, printed
     words_of(script(1, *flags, tmp_path / "whole", program=[EXAMPLE]))
     assert digest(newest(tmp_path / "run")) == digest(newest(tmp_path / "whole"))
+
+
+# ---- Scores and the log of a script --------------------------------------------------------------
+
+SCORED = ROOT / "tests" / "own_scored.py"
+
+
+def scored(processes, folder, moment="", *words, code=0):
+    """The script tests/own_scored.py, and what it prints of the best step."""
+    ended = script(processes, folder, moment, *words, program=[SCORED])
+    assert ended[-1][0] == code, ended
+    return re.findall(r"^best .*$", "".join(printed for _, printed, _ in ended), re.MULTILINE)
+
+
+def logged(folder):
+    """The lines of metrics.jsonl that count, without times."""
+    names = ("step", "loss", "grad_norm", "lr", "items", "batch_hash", "half", "eval_loss")
+    read = run_folder.read_metrics(folder)
+    kept = [line for line in read if {"loss", "eval_loss"} & line.keys()]
+    return [{name: line[name] for name in names if name in line} for line in kept]
+
+
+@pytest.mark.parametrize(
+    "processes, moment, words",
+    [
+        (1, "SIGKILL log", ()),
+        (1, "SIGKILL save", ()),
+        (1, "SIGKILL evaluate", ()),
+        (1, "SIGKILL score", ("async",)),
+        (2, "SIGTERM evaluate", ()),
+        (1, "SIGTERM score", ("async",)),
+    ],
+)
+def test_a_script_has_the_same_log_and_best_after_any_end(tmp_path, processes, moment, words):
+    """A signal in an evaluation saves the step, and the evaluation is made up for."""
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    best = scored(processes, whole)
+    code = 75 if "SIGTERM" in moment else -signal.SIGKILL
+    scored(processes, half, moment, *words, code=code)
+    if "SIGTERM" in moment:
+        about = status(half)
+        assert (about["state"], about["exit_code"]) == ("stopped", 75)
+        assert about["saved"] == (6 if "evaluate" in moment else 7)  # 7 was fetched before it
+    assert scored(processes, half, moment, *words) == best != []
+    assert logged(half) == logged(whole)
+    assert [line["half"] for line in logged(whole) if "half" in line] == [1, 2, 3, 4, 4.5]
+    assert status(half)["state"] == "finished"
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tmp_path):
+    full = tmp_path / "script.py"
+    patch = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=100)\n"
+    full.write_text(patch + SCORED.read_text())
+    ((code, printed, errors),) = script(1, tmp_path / "run", "", program=[full])
+    assert code == 2 and "a checkpoint needs 0.0 MB" in errors and "free some space" in errors
+    assert logged(tmp_path / "run") == []

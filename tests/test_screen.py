@@ -1,5 +1,6 @@
 """What people see in a log file; which model is evaluated and exported; which settings win."""
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from conftest import (
     trained,
     wait_until,
 )
+from samestep.base import run_folder
 from samestep.report import tracking
 from samestep.state.checkpoints import read_manifest
 
@@ -192,6 +194,58 @@ def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, twelve, tmp
         quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILL, codes=[-9])
     quick(*TWELVE, *how, "--output_dir", tmp_path)
     check_same_best(twelve, tmp_path)
+
+
+# Kills the run before, or after, the second call of what is named.
+AT = """
+import os, signal
+from samestep import Training
+from samestep.step.step import Step
+def kill_at(owner, name, after):
+    old, calls = getattr(owner, name), []
+    def function(*given, **named):
+        calls.append(1)
+        if len(calls) == 2 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = old(*given, **named)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+    setattr(owner, name, function)
+"""
+QUICK = [("Training.log", False), ("Training.save", True), ("Training.score", False)]
+LINES_OF_BODY = (
+    "Step.clip",
+    "Training.log",
+    "Training.save",
+    "Training.evaluation",
+    "Training.score",
+)
+
+
+def logged(output):
+    """What the run has logged of losses and scores, without times."""
+    read = run_folder.read_metrics(output)
+    names = ("step", "loss", "grad_norm", "lr", "items", "batch_hash", "samples", "eval_loss")
+    kept = [line for line in read if {"loss", "eval_loss"} & line.keys()]
+    return [{name: line[name] for name in names if name in line} for line in kept]
+
+
+@pytest.mark.parametrize(
+    "moment, after",
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(LINES_OF_BODY, (False, True))
+    ],
+)
+def test_a_kill_at_any_line_of_the_loop_leaves_no_trace(quick, twelve, tmp_path, moment, after):
+    """The same lines of metrics.jsonl, the same best, and the same export."""
+    owner, name = moment.split(".")
+    kill = f"{AT}kill_at({owner}, {name!r}, {after})"
+    quick(*TWELVE, "--output_dir", tmp_path, before=kill, codes=[-9])
+    quick(*TWELVE, "--output_dir", tmp_path)
+    check_same_best(twelve, tmp_path)
+    assert logged(tmp_path) == logged(twelve)
 
 
 def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):

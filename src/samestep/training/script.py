@@ -31,9 +31,9 @@ from samestep.step.plan import plan_step
 from samestep.training.resume import ResumePoint, describe_run
 
 # Names that a line of metrics has of itself.
-RESERVED = ("step", "samples", "epoch", "loss", "items", "grad_norm", "lr", "worst", "batch_hash")
-RESERVED += ("started", "event", "data_wait", "compute", "peer_wait", "slowest", "mfu")
-RESERVED += ("peak_memory_gb", "state", "save_seconds")
+OF_SCORES = ("step", "samples", "started", "event", "loss")
+OF_STEPS = (*OF_SCORES, "epoch", "items", "grad_norm", "lr", "worst", "batch_hash", "data_wait")
+OF_STEPS += ("compute", "peer_wait", "slowest", "mfu", "peak_memory_gb")
 
 
 class Script:
@@ -214,6 +214,7 @@ def _end_in_one_line(run: Script) -> None:
     it, too. Tracebacks stay on the screen."""
 
     def say(_: type, error: BaseException, __: Any) -> None:
+        run.training.has_ended = True
         program, output = Path(sys.argv[0]).name, run.folder if run.lock else None
         sys.exit(failures.report(error, program, output, in_script=True))
 
@@ -309,13 +310,19 @@ def _merge_settings(fixed: dict, settings: dict) -> dict:
     return fixed | settings
 
 
-def plain_value(name: str, value: Any) -> Any:
-    """A value for a line of metrics: a number or a text; raises UserError for anything else."""
+def plain_values(values: dict[str, Any], reserved: tuple[str, ...]) -> dict[str, Any]:
+    """Values for a line of metrics: numbers and texts; raises UserError for anything else, and for
+    names that a line has of itself."""
+    return {name: _plain_value(name, value, reserved) for name, value in values.items()}
+
+
+def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
     if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
         value = value.item()
-    if name in RESERVED or not isinstance(value, float | int | str):
+    if name in reserved or not isinstance(value, float | int | str):
         raise UserError(
-            f"log: {name} is {value!r:.60}; give a number or a text, under a name of its own"
+            f"{name} is {value!r:.60}; log a number or a text, under another name than those of a "
+            "line of metrics.jsonl"
         )
     return value
 

@@ -101,6 +101,7 @@ class Training:
         self.exported = model  # what is evaluated and exported: an average of the weights may be
         self.step = 0  # the number of steps that are done
         self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
+        self.has_ended = False  # by an error, or since it was asked to stop
         self.current: Step | None = None
         self.gradients: Any = None  # see step.gradient; made when the loop was tried
         self.point = ResumePoint()
@@ -228,9 +229,10 @@ class Training:
                 self.current = self.next_step(number, last=number == max_steps)
                 try:
                     yield self.current
-                except GeneratorExit:  # a break; an error writes its own state
-                    self.saver.join()
-                    self.write_status("stopped")
+                except GeneratorExit:  # a break
+                    if not self.has_ended:
+                        self.saver.join()
+                        self.write_status("stopped")
                     raise
                 self.complete()
                 if self.loader.should_stop():
@@ -301,7 +303,7 @@ class Training:
         Without a call the loop does it, after the body.
         """
         assert self.metrics
-        values = {name: script.plain_value(name, value) for name, value in values.items()}
+        values = script.plain_values(values, script.OF_STEPS)
         if self.step == step.number:  # its line may be written
             if values:
                 self.metrics.note(**values)
@@ -349,7 +351,7 @@ class Training:
         The best step is that with the smallest `eval_loss`; its checkpoint stays.
         """
         step = self.complete()
-        self.scores = {name: script.plain_value(name, value) for name, value in scores.items()}
+        self.scores = script.plain_values(scores, script.OF_SCORES)
         self.write_line()
         self.open_log(step).note(**self.scores)
         assert self.saver
@@ -405,6 +407,7 @@ class Training:
         """Save the newest step, and end this process with exit code 75."""
         self.save()
         self.close()
+        self.has_ended = True
         self.run.leave(self)
         self.write_status("stopped", exit_code=STOPPED)
         print_on_main(f"stopped after step {self.step}; the same command continues the run")
@@ -423,5 +426,5 @@ class Training:
 
     def write_status(self, state: str, **more: Any) -> None:
         """Write the state of the run into its status, from the main process."""
-        if self.lock:
+        if self.lock and not self.lock.file.closed:  # another run of this process may have it
             run_folder.write_status(self.folder, state, **more)
