@@ -14,9 +14,9 @@ def table(name):
     return [(given, line) for line, given in said.items()]
 
 
-def check_line(line, said, begin):
+def check_line(line, said, begin, most=500):
     assert line.startswith(begin) and said in line, line
-    assert line.isprintable() and len(line) < 500, line
+    assert line.isprintable() and len(line) < most, line
 
 
 @contextlib.contextmanager
@@ -33,4 +33,4 @@ def check_ended(ended, said="", begin="", code=2):
         ended = [ended.returncode, ended.stdout, ended.stderr]
     assert ended[:2] == [code, ""], ended
     assert ended[2].endswith("\n"), ended
-    check_line(ended[2][:-1], said, begin)
+    check_line(ended[2][:-1], said, begin, most=400)
