@@ -126,10 +126,8 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 
 
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
-    line, wrong = (
-        "model(task.loss_sum, batch)",
-        "model(task.loss_sum, {n: v.cpu() for n, v in batch.items()})",
-    )
+    line = "lambda: model(task.loss_sum, batch)"
+    wrong = line.replace("batch)", "{n: v.cpu() for n, v in batch.items()})")
     path = shutil.copytree(small.path, tmp_path / "project")
     edit(path / "train.py", line, wrong)
     flags = ["--output_dir", tmp_path / "run"]

@@ -214,6 +214,9 @@ class Run:
     def end_steps(self, training: Any) -> None:
         """After the last step comes the export."""
 
+    def end_early(self, training: Any) -> None:
+        """After a break out of the steps comes the export."""
+
     def leave(self, training: Any) -> None:
         """Ends the communication of the processes: what follows may take longer than a timeout."""
         self.accelerator.wait_for_everyone()

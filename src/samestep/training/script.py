@@ -64,6 +64,7 @@ class Script:
         self.training, self.folder = training, training.folder
         self.label = f"{self.folder}: "  # before lines of the library, among those of the script
         self.lock: run_folder.RunLock | None = None
+        self.has_ended = False  # by an error, or since it was asked to stop
         self.stop: StopRequest | None = None
         _end_in_one_line(self)  # first: it tells errors in status.json, too
         accelerator, is_exact, seed = training.accelerator, training.exact, training.seed
@@ -198,8 +199,15 @@ class Script:
         training.close()
         training.write_status("finished", exit_code=0)
 
+    def end_early(self, training: Any) -> None:
+        """After a break out of the steps."""
+        if not self.has_ended:
+            training.saver.join()
+            training.write_status("stopped")
+
     def leave(self, training: Any) -> None:
         """Before a process that was asked to stop ends."""
+        self.has_ended = True
 
     def end_tracking(self, training: Any) -> None:
         """The last of a run that was asked to stop."""
@@ -214,8 +222,8 @@ def _end_in_one_line(run: Script) -> None:
     it, too. Tracebacks stay on the screen."""
 
     def say(_: type, error: BaseException, __: Any) -> None:
-        run.training.has_ended = True
         program, output = Path(sys.argv[0]).name, run.folder if run.lock else None
+        run.has_ended = True
         sys.exit(failures.report(error, program, output, in_script=True))
 
     sys.excepthook = say

@@ -101,7 +101,6 @@ class Training:
         self.exported = model  # what is evaluated and exported: an average of the weights may be
         self.step = 0  # the number of steps that are done
         self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
-        self.has_ended = False  # by an error, or since it was asked to stop
         self.current: Step | None = None
         self.gradients: Any = None  # see step.gradient; made when the loop was tried
         self.point = ResumePoint()
@@ -229,10 +228,8 @@ class Training:
                 self.current = self.next_step(number, last=number == max_steps)
                 try:
                     yield self.current
-                except GeneratorExit:  # a break
-                    if not self.has_ended:
-                        self.saver.join()
-                        self.write_status("stopped")
+                except GeneratorExit:  # a break, or an error, which is told elsewhere
+                    self.run.end_early(self)
                     raise
                 self.complete()
                 if self.loader.should_stop():
@@ -407,7 +404,6 @@ class Training:
         """Save the newest step, and end this process with exit code 75."""
         self.save()
         self.close()
-        self.has_ended = True
         self.run.leave(self)
         self.write_status("stopped", exit_code=STOPPED)
         print_on_main(f"stopped after step {self.step}; the same command continues the run")
