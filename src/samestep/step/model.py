@@ -86,7 +86,8 @@ class TaskModule(torch.nn.Module):
     def forward(self, function, batch):
         with self.context():
             result = function(self.model, batch)
-        if torch.is_tensor(result) and result.dtype in HALF:  # accelerate makes it float32
+        # accelerate makes it float32.
+        if torch.is_tensor(result) and result.dtype in HALF and not torch.compiler.is_compiling():
             self.rounded = str(result.dtype).removeprefix("torch.")
         return result
 

@@ -109,7 +109,7 @@ class Training:
         self.metrics: RunLog | None = None  # while steps are computed
         self.requested: Callable[[], int] = lambda: 0  # 1: this process was asked to stop
         self.lanes: dict[int, int] = {}  # of a stream: see StepLoader.last_of_lanes
-        self.evaluations: dict[int, Evaluation] = {}  # by the id of their rows
+        self.evaluated: Evaluation | None = None  # the newest: its workers are kept
         watch_optimizer(self)
 
     # ---- The start
@@ -236,6 +236,8 @@ class Training:
                     self.end_stopped()
                 if self.current.is_last or (save_every and number % save_every == 0):
                     self.save()
+            if any(self.ranks.sum_over_ranks(self.requested())):  # in the last step
+                self.end_stopped()
             self.run.end_steps(self)
         finally:
             self.run.end_stopping()
@@ -270,6 +272,7 @@ class Training:
             yield from try_loop(self, step)
             given = self.accelerator, self.ranks, self.model, self.exact
             self.gradients = exact.step_gradients(*given)
+            self.meter.stopwatch.watch(self.model)
         if self.replay and step.number == self.replay.step:
             yield from self.replay.ask(self, step)
 
@@ -299,17 +302,16 @@ class Training:
 
         Without a call the loop does it, after the body.
         """
-        assert self.metrics
-        values = script.plain_values(values, script.OF_STEPS)
+        values, metrics = script.plain_values(values, script.OF_STEPS), self.open_log(self.step)
         if self.step == step.number:  # its line may be written
             if values:
-                self.metrics.note(**values)
+                metrics.note(**values)
             return
         step.check_complete()
         self.step, self.scores = step.number, None
-        self.metrics.add(step, values)
+        metrics.add(step, values)
         if step.number in self.replay.lines if self.replay else step.due(self.log_every):
-            self.metrics.write_means()
+            metrics.write_means()
         if self.replay and step.number == self.replay.last:
             self.replay.finish(self)
         self.note_commits()
@@ -362,12 +364,11 @@ class Training:
         self.resume()
         self.complete()
         self.write_line()
-        if id(rows) not in self.evaluations:
+        if self.evaluated is None or self.evaluated.rows.dataset is not rows:
             given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
-            self.evaluations[id(rows)] = Evaluation(rows, *given)
-        return self.evaluations[id(rows)].start(
-            self.exported, self.requested, self.meter.paused, self.end_stopped
-        )
+            self.evaluated = Evaluation(rows, *given)
+        asked = self.requested, self.meter.paused, self.end_stopped
+        return self.evaluated.start(self.exported, *asked)
 
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
