@@ -1,7 +1,7 @@
 """The library under train.py and task.py: the same result on any hardware, after any kill.
 
 Below are the names for you, in the order in which one meets them. Each is imported when it is asked
-for, since nobody needs all of them: `from samestep import Training` loads the core alone.
+for, since nobody needs all of them: `from samestep import Training` loads no task, no recipe.
 """
 
 # ruff: isort: skip_file

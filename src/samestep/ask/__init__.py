@@ -1,4 +1,14 @@
-"""What a run can be asked: each verb is a module here. Every step of a run is a function."""
+"""Questions to a run: every step is a function of a checkpoint, the data and the code.
+
+A verb is a module with `answer(args)`; VERBS has the arguments. They share:
+
+    record.Record   what a folder says: settings, lines, checkpoints, history; without torch
+    data.RunData    its rows: ids(step), and backwards steps_of(row, data)
+    again.started   the run's own program, as its processes were started
+
+rows and when compute the order of the rows, diff and receipt compare what runs were made of, replay
+and audit train again.
+"""
 
 import argparse
 import importlib

@@ -59,7 +59,7 @@ def make(record: Record) -> dict[str, Any]:
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
         saves.append(save)
     variables: dict[str, str] = {}
-    if (record.folder / "hardware.yaml").exists():  # which a script of one's own does not write
+    if (record.folder / "hardware.yaml").exists():  # an older samestep wrote none of a script
         variables = yaml.safe_load(read_text(record.folder / "hardware.yaml"))["environment"]
     parts = ("code", "library", "identity", "optimizer", "hardware")
     content = {

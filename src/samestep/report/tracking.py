@@ -97,7 +97,7 @@ class Log(Tracker):
             self.first = (step, time.monotonic())
             if not self.shows_lines:
                 return
-            import psutil  # not needed to import the core
+            import psutil  # not needed to import Training
 
             seconds = time.time() - psutil.Process().create_time()
             print_on_main(f"{about}; first step {seconds:.1f} s after the start")

@@ -1,4 +1,4 @@
-"""What the core takes from its caller: datasets with their sources, batches, counts, losses, sums.
+"""What a step takes from its caller: datasets with their sources, batches, counts, losses, sums.
 
 A mistake raises ValueError as early as it can be seen, with one line: the place, what it gives, and
 what to give instead.

@@ -1,7 +1,7 @@
-"""What the core computes, in plain Python on one process: which rows a step has, how it is cut, and
+"""What a step computes, in plain Python on one process: which rows a step has, how it is cut, and
 the exact sum of its gradients.
 
-Nothing calls it. The tests compare order.py, batches.py, exact.py and sums.py with it, to the bit.
+Nothing calls it. The tests compare order.py, plan.py, exact.py and sums.py with it, to the bit.
 It is slow, and knows data of one source.
 """
 

@@ -62,8 +62,11 @@ class RunLog:
         line: dict[str, Any] = {"samples": samples, **rows.count_samples(samples)}
         if not rows.is_stream:
             line["epoch"] = samples / len(rows)
+        line |= {**numbers, "lr": float(self.rate), **self.meter.read()}
         values, self.values = self.values, {}
-        self.note(**line, **numbers, lr=float(self.rate), **values, **self.meter.read())
+        if taken := line.keys() & values.keys():
+            raise UserError(f"log: a line has {some(sorted(taken))} of itself; give another name")
+        self.note(**line, **values)
         if reason:
             step, ids = note["step"], [*map(str, note.get("sample_ids", ()))]
             named = f", whose rows are {some(ids, 8)}" if ids else ""

@@ -30,10 +30,9 @@ from samestep.step.model import bare_model, form_of, is_compiled
 from samestep.step.plan import plan_step
 from samestep.training.resume import ResumePoint, describe_run
 
-# Names that a line of metrics has of itself.
-OF_SCORES = ("step", "samples", "started", "event", "loss")
-OF_STEPS = (*OF_SCORES, "epoch", "items", "grad_norm", "lr", "worst", "batch_hash", "data_wait")
-OF_STEPS += ("compute", "peer_wait", "slowest", "mfu", "peak_memory_gb")
+# Names that tell what a line of metrics is about; others of its own are refused where it is written.
+NOT_VALUES = ("step", "started", "event", "state", "committed_step", "eval_loss")
+NOT_SCORES = (*NOT_VALUES[:-1], "loss", "samples")
 
 
 class Script:
@@ -203,6 +202,7 @@ class Script:
         """After a break out of the steps."""
         if not self.has_ended:
             training.saver.join()
+            training.note_commits()
             training.write_status("stopped")
 
     def leave(self, training: Any) -> None:

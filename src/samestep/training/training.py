@@ -302,7 +302,7 @@ class Training:
 
         Without a call the loop does it, after the body.
         """
-        values, metrics = script.plain_values(values, script.OF_STEPS), self.open_log(self.step)
+        values, metrics = script.plain_values(values, script.NOT_VALUES), self.open_log(self.step)
         if self.step == step.number:  # its line may be written
             if values:
                 metrics.note(**values)
@@ -338,6 +338,8 @@ class Training:
             entries = self.saver.save(step)
         if self.metrics:
             self.metrics.note(save_seconds=time.perf_counter() - began, **entries)
+        if self.scores:  # it was evaluated before
+            self.saver.add_scores(step, self.scores)
 
     def write_line(self) -> None:
         """Write a line about the steps since the last one."""
@@ -350,7 +352,7 @@ class Training:
         The best step is that with the smallest `eval_loss`; its checkpoint stays.
         """
         step = self.complete()
-        self.scores = script.plain_values(scores, script.OF_SCORES)
+        self.scores = script.plain_values(scores, script.NOT_SCORES)
         self.write_line()
         self.open_log(step).note(**self.scores)
         assert self.saver
