@@ -30,7 +30,7 @@ from samestep.step.model import bare_model, form_of, is_compiled
 from samestep.step.plan import plan_step
 from samestep.training.resume import ResumePoint, describe_run
 
-# Names that tell what a line of metrics is about; others of its own are refused where it is written.
+# Names that tell what a line of metrics is about; others are refused where the line is written.
 NOT_VALUES = ("step", "started", "event", "state", "committed_step", "eval_loss")
 NOT_SCORES = (*NOT_VALUES[:-1], "loss", "samples")
 
