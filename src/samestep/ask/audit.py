@@ -24,8 +24,8 @@ from pathlib import Path
 
 import yaml
 
-from samestep.ask import again, made, receipt
-from samestep.ask.record import Record
+from samestep.ask import again, receipt
+from samestep.ask.record import FREE, LATER, LAYOUT, Record, describe, differing, facts_of
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
@@ -56,7 +56,7 @@ class _Audit:
             raise UserError(f"to resume after step {self.first} give --run, the folder of the run")
         if self.first:
             record = Record(self.run)
-            made.weights_at(record, self.first)
+            record.weights_at(self.first)
             if record.manifests[self.first]["state"] != self.saves[self.first]["state"]:
                 raise UserError(f"{self.run} has another state after step {self.first}")
             folder = self.run / "checkpoints"
@@ -65,14 +65,14 @@ class _Audit:
     def check(self, manifest: dict) -> None:
         """Compares what both are made of, as far as it is known; raises UserError where other bits
         must be expected."""
-        given, found = made.facts_of(self.receipt), made.facts_of(manifest)
-        free = {*made.FREE, *(made.LAYOUT if self.receipt["config"]["exact"] else ())}
-        for name, pair in made.differing(given, found).items():
-            later = name not in found and name.startswith(made.LATER)
+        given, found = facts_of(self.receipt), facts_of(manifest)
+        free = {*FREE, *(LAYOUT if self.receipt["config"]["exact"] else ())}
+        for name, pair in differing(given, found).items():
+            later = name not in found and name.startswith(LATER)
             hidden = name not in given and name.startswith(("settings ", "data "))
             if later or hidden:
                 continue
-            text = made.describe(name, *pair)
+            text = describe(name, *pair)
             if name not in free and not self.anyway:
                 raise UserError(f"not what the receipt was made of: {text}; --anyway tries it")
             print(f"  differs, and {'may' if name in free else 'must not'}: {text}")
@@ -86,7 +86,7 @@ class _Audit:
         if state != save["state"] and "weights" in save:
             digits = save["weights"]
             given = {n: digits[8 * i : 8 * i + 8] for i, n in enumerate(self.receipt["names"])}
-            changed = checkpoints.differences(given, made.weights_at(record, step))
+            changed = checkpoints.differences(given, record.weights_at(step))
             print(f"    {len(changed)} of {len(given)} weights differ, the first: {min(changed)}")
         return state == save["state"]
 
