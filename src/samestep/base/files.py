@@ -7,8 +7,13 @@ import os
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # matplotlib takes 1 s to import
+    from matplotlib.figure import Figure
 
 UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
@@ -110,3 +115,16 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     fresh.rename(folder)
     fsync(folder.parent)
     remove(old)
+
+
+def save_figure(figure: "Figure", output: Path) -> Path:
+    """Writes a figure. Readers see the old one or the new one, never half of it."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+            figure.savefig(partial, format=output.suffix[1:] or "png")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return output
