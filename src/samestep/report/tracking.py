@@ -1,6 +1,5 @@
 """Writes metrics to metrics.jsonl, the tracker and the screen, from the main process alone."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -10,7 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -133,12 +132,8 @@ class Log(Tracker):
             rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
-        is_said = line.get("event") == "changed"  # at the start
-        if (
-            self.shows_lines
-            and not is_said
-            and (self.bar.disable or {"eval_loss", "event"} & line.keys())
-        ):
+        is_shown = self.bar.disable or {"eval_loss", "event"} & line.keys()
+        if self.shows_lines and is_shown and line.get("event") != "changed":  # said at the start
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:
@@ -206,32 +201,27 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
     upload, file = config["upload_code"], output / "wandb_run_id"
     if not file.exists():
         replace_text(file, secrets.token_hex(4))
-    init = functools.partial(accelerator.init_trackers, config["project"], config)
     # Of a killed run W&B's file lacks the last second, and not the last 15.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
-    options = {
-        "id": file.read_text(),
-        "resume": "allow",
-        "name": one_line(output.name, 100),
-        "dir": output,
-        "settings": wandb.Settings(
-            silent=True, init_timeout=30, disable_git=not upload, save_code=upload
-        ),
-    }
+    settings = {"silent": True, "init_timeout": 30, "disable_git": not upload, "save_code": upload}
+    options = {"id": file.read_text(), "resume": "allow", "name": one_line(output.name, 100)}
+    given: Any = {"wandb": {**options, "dir": output, "settings": wandb.Settings(**settings)}}
     mode = os.environ.get("WANDB_MODE")
     try:
         if not mode:
             has_key = not config["offline"] and wandb.login(prompt=False, verify=False)
             mode = "online" if has_key else "offline"
+        given["wandb"]["mode"] = mode
         try:
-            init({"wandb": {**options, "mode": mode}})
+            accelerator.init_trackers(config["project"], config, given)
         except wandb.errors.AuthenticationError:
             raise
         except wandb.errors.CommError as error:
             print_on_main(f"W&B: {one_line(error, 200)}")
             accelerator.trackers.clear()
             wandb.teardown()  # otherwise the id counts as in use
-            init({"wandb": {**options, "mode": "offline"}})
+            given["wandb"]["mode"] = "offline"
+            accelerator.init_trackers(config["project"], config, given)
     except wandb.errors.Error as error:
         raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)

@@ -204,8 +204,12 @@ def naming(place: object) -> Iterator[None]:
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
 
 
-def _read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, Path]:
-    """The values of flags and of the recipe, by name, and the recipe's path."""
+def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
+    """The config from defaults, recipe and flags, and the recipe's path.
+
+    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
+    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
+    """
     fields = fields_of(config_class)
     fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
     with naming("command line"):
@@ -215,16 +219,6 @@ def _read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, P
     with naming(path):
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
         recipe = _convert_all(_read_recipe(written, fields), fields)
-    return flags, recipe, path
-
-
-def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
-    """The config from defaults, recipe and flags, and the recipe's path.
-
-    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
-    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
-    """
-    flags, recipe, path = _read_given(config_class, arguments)
     cfg = _replace_fields(config_class(), recipe | flags)
     _check_credentials(cfg)
     if _HELP & {*arguments}:
