@@ -16,15 +16,15 @@ from samestep.base import launching
 from samestep.base.errors import UserError
 from samestep.base.files import read_text
 
-# Settings that belong to a start, with what they are where a part of a run is trained again.
-QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
-_REPLAYED = QUIET | {"eval_every": 0, "save_every": 0, "keep_every": 0}
+# Settings that leave no trace in the weights, with what they are where steps are trained again.
+_QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
+_QUIET |= {"eval_every": 0, "keep_every": 0, "keep_checkpoints": 0, "check_export": False}
 
 
-def write_recipe(record: Record, step: int, folder: Path) -> str:
-    """Writes a recipe with the settings of a step; its path."""
-    settings, path = record.settings(step), folder / "recipe.yaml"
-    quiet = {name: value for name, value in _REPLAYED.items() if name in settings}
+def write_recipe(settings: dict, folder: Path) -> str:
+    """Writes a recipe that trains with these settings in folder/run; its path."""
+    path = folder / "recipe.yaml"
+    quiet = {name: value for name, value in _QUIET.items() if name in settings}
     settings = settings | quiet | {"output_dir": str(folder / "run")}
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return str(path)

@@ -22,8 +22,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import yaml
-
 from samestep.ask import again, receipt
 from samestep.ask.record import FREE, LATER, LAYOUT, Record, describe, differing, facts_of
 from samestep.base.console import one_line
@@ -31,8 +29,6 @@ from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
 from samestep.state import checkpoints
 
-# Beside those of `again`: settings of a start that leave no trace in the result.
-QUIET = again.QUIET | {"check_export": False, "eval_every": 0, "keep_checkpoints": 0}
 NOT_COPIED = (".git", ".venv", "__pycache__")
 
 
@@ -119,9 +115,9 @@ def prepare(audit: _Audit, scratch: Path, args: Namespace) -> tuple[list, list]:
     envs = again.environments_of(environment, hardware, args.processes)
     os.environ |= {n: text for n, text in envs[0].items() if n.startswith(PREFIXES)}  # precision
     train, task = startup.find_project()
-    recipe = scratch / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
-    words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *args.flags]
+    settings = {"tracker": "", **audit.receipt["config"]}  # no receipt names a tracker
+    recipe = again.write_recipe(settings, scratch)
+    words = ["--config", recipe, "--output_dir", str(scratch / "run"), *args.flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
     manifest = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"]).manifest
     hardware = manifest["hardware"] | {"processes": len(envs)}
@@ -145,8 +141,11 @@ def _copy_folder(audit: _Audit, copied: Path) -> Path:
     return copied / audit.run
 
 
-def _train_again(audit: _Audit, args: Namespace) -> bool:
-    """Trains in a scratch folder; whether all states were equal."""
+def answer(args: Namespace) -> int:
+    """Trains in a scratch folder, and prints whether all states are equal; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
+    began, audit = time.monotonic(), _Audit(args)
+    print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         place, run, envs = Path(), Path(folder, "run"), [dict(os.environ)]
         command = args.command
@@ -159,14 +158,7 @@ def _train_again(audit: _Audit, args: Namespace) -> bool:
         with open(log, "w") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             with again.started(command, envs, cwd=place, **streams) as started:
-                return audit.follow(started, run, log)
-
-
-def answer(args: Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
-    began, audit = time.monotonic(), _Audit(args)
-    print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
-    equal = _train_again(audit, args)
+                equal = audit.follow(started, run, log)
     verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
     print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
     return int(not equal)

@@ -60,8 +60,9 @@ def _rises(record: Record, name: str) -> list[tuple[float, int, str]]:
     return sorted(found, reverse=True)
 
 
-def _check(record: Record, step: int) -> None:
-    """Raises UserError for a run that cannot be asked."""
+def replay(args: Namespace) -> int:
+    record, step, began = Record(args.run), args.step, time.perf_counter()
+    entry, (first, last, _) = record.entry(step), record.interval(step)
     sharding = record.manifest(step).get("hardware", {}).get("sharding", "none")
     kinds = {part.split()[0] for part in sharding.split(", ")}
     if kinds - {"none", "FSDP2", "dp_replicate", "dp_shard"}:
@@ -69,12 +70,6 @@ def _check(record: Record, step: int) -> None:
             f"step {step} was trained with {sharding}; DeepSpeed, tensor and context parallelism "
             "and pipelines cannot be replayed"
         )
-
-
-def replay(args: Namespace) -> int:
-    record, step, began = Record(args.run), args.step, time.perf_counter()
-    entry, (first, last, _) = record.entry(step), record.interval(step)
-    _check(record, step)
     checkpoint = record.checkpoint_before(first)
     if not checkpoint and record.history[0]["step"]:
         raise UserError(f"there is no checkpoint before step {step} to begin from")
@@ -110,7 +105,7 @@ def _train_again(record: Record, step: int, folder: Path, start: str) -> list[st
             f"{record.folder} was trained by a script: give its command, as in samestep replay "
             f"{record.folder} --step {step} -- python script.py"
         )
-    recipe = again.write_recipe(record, step, folder)
+    recipe = again.write_recipe(record.settings(step) | {"save_every": 0}, folder)
     words = [sys.executable, "train.py", "--config", recipe, "--resume", start]
     return [*words, "--accept_changes"]  # data are compared there
 

@@ -28,12 +28,6 @@ def comes_again(error: OSError) -> bool:
     return isinstance(error, _WRONG_PATH) or error.errno in DISK_FULL
 
 
-def _apply_umask(path: Path) -> None:
-    """Gives a file the permissions of a new file; safetensors creates files for the owner alone."""
-    with contextlib.suppress(OSError):  # some network disks have no permissions
-        path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
-
-
 def fsync(path: Path) -> None:
     """Flushes a file's bytes, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -102,11 +96,13 @@ def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
 def replace_folder(fresh: Path, folder: Path) -> None:
     """Replaces a folder, or what else has its name, by the fresh one.
 
-    The files are flushed first, so that a power cut leaves no folder of empty files.
+    The files are flushed first, so that a power cut leaves no folder of empty files. They get the
+    permissions of new files: safetensors creates files for the owner alone.
     """
     for path in [*fresh.rglob("*"), fresh]:
         if path.is_file():
-            _apply_umask(path)
+            with contextlib.suppress(OSError):  # some network disks have no permissions
+                path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
         fsync(path)
     old = folder.with_name(f".{folder.name}.old")
     remove(old)
