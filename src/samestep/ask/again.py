@@ -11,10 +11,7 @@ from typing import Any
 import psutil
 import yaml
 
-from samestep.ask.record import Record
 from samestep.base import launching
-from samestep.base.errors import UserError
-from samestep.base.files import read_text
 
 # Settings that leave no trace in the weights, with what they are where steps are trained again.
 _QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
@@ -30,19 +27,9 @@ def write_recipe(settings: dict, folder: Path) -> str:
     return str(path)
 
 
-def environments(record: Record, step: int, processes: int = 0) -> list[dict[str, str]]:
-    """The environment of each process that trains a step again: as many as it had, or so many."""
-    path = record.folder / "hardware.yaml"
-    try:
-        newest = yaml.safe_load(read_text(path))
-        variables = newest["environment"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        raise UserError(f"{path} is gone or damaged: it says how the run was started") from None
-    return environments_of(variables, record.manifest(step).get("hardware", newest), processes)
-
-
-def environments_of(variables: dict, hardware: dict, processes: int) -> list[dict[str, str]]:
-    """The same, by the variables of a hardware.yaml and the hardware of a manifest."""
+def environments(variables: dict, hardware: dict, processes: int) -> list[dict[str, str]]:
+    """The environment of each process that trains steps again, by the variables of a hardware.yaml
+    and the hardware of a manifest: as many as there were, or so many."""
     processes = processes or hardware["processes"]
     env = launching.without_yaml(os.environ)
     env |= {n: text for n, text in variables.items() if n.startswith(launching.PREFIXES)}

@@ -112,7 +112,7 @@ def prepare(audit: _Audit, scratch: Path, args: Namespace) -> tuple[list, list]:
     from samestep.run import startup
 
     environment, hardware = audit.receipt["environment"], audit.receipt["hardware"]
-    envs = again.environments_of(environment, hardware, args.processes)
+    envs = again.environments(environment, hardware, args.processes)
     os.environ |= {n: text for n, text in envs[0].items() if n.startswith(PREFIXES)}  # precision
     train, task = startup.find_project()
     settings = {"tracker": "", **audit.receipt["config"]}  # no receipt names a tracker

@@ -13,8 +13,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from samestep.ask.record import Record, digest_of
 from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
@@ -57,9 +55,7 @@ def make(record: Record) -> dict[str, Any]:
             weights = record.weights_at(each["step"])
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
         saves.append(save)
-    variables: dict[str, str] = {}
-    if (record.folder / "hardware.yaml").exists():  # which a script of one's own does not write
-        variables = yaml.safe_load(read_text(record.folder / "hardware.yaml"))["environment"]
+    variables = record.hardware()["environment"]
     parts = ("code", "library", "identity", "optimizer", "hardware")
     content = {
         "receipt": 1,

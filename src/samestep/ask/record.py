@@ -79,6 +79,16 @@ class Record:
         chosen = later[:1] or [*self.manifests][-1:]
         return self.manifests[chosen[0]] if chosen else {}
 
+    def hardware(self) -> dict[str, Any]:
+        """What hardware.yaml says of the newest start; raises UserError without it."""
+        path = self.folder / "hardware.yaml"
+        found = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            found = yaml.safe_load(read_text(path))
+        if not isinstance(found, dict) or "environment" not in found:
+            raise UserError(f"{path} is gone or damaged: it says how the run was started")
+        return found
+
     def newest(self) -> dict[str, Any]:
         """The manifest of the newest checkpoint; raises UserError without any."""
         if not self.manifests:

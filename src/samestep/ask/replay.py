@@ -83,7 +83,9 @@ def replay(args: Namespace) -> int:
         folder = Path(scratch)
         (folder / "question.json").write_text(json.dumps(question))
         command = args.command or _train_again(record, step, folder, start)
-        envs = again.environments(record, step, args.processes)
+        newest = record.hardware()
+        hardware = record.manifest(step).get("hardware", newest)
+        envs = again.environments(newest["environment"], hardware, args.processes)
         asked = {"SAMESTEP_REPLAY": scratch, "WANDB_MODE": "disabled"}
         if code := again.start(command, [env | asked for env in envs]):
             return code

@@ -56,22 +56,17 @@ class Stopwatch:
 
     def start(self) -> None:
         """Before the first micro-batch of a step."""
-        self.end()
-        self.steps.append([self.mark(), None])
+        begin = self.mark()
+        self.steps.append([begin, begin])
 
     def stop(self) -> None:
         """When the gradients of a micro-batch are there; those of the last one end the step."""
         if self.steps:  # an evaluation may compute gradients, too
             self.steps[-1][1] = self.mark()
 
-    def end(self) -> None:
-        """Ends a step that has not used the watched weight."""
-        if self.steps and self.steps[-1][1] is None:
-            self.stop()
-
     def take(self) -> list[float]:
-        """Seconds of each step since the last call; waits until the device has computed them."""
-        self.end()
+        """Seconds of each step since the last call, 0 where the watched weight was not used; waits
+        until the device has computed them."""
         steps, self.steps = self.steps, []
         if self.device.type == "cpu":
             return [(end - begin) / 1e9 for begin, end in steps]
