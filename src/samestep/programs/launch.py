@@ -17,7 +17,6 @@ import contextlib
 import io
 import os
 import re
-import runpy
 import signal
 import sys
 import tempfile
@@ -33,8 +32,8 @@ from samestep.base.signals import SIGNALS
 from samestep.programs import make_parser
 
 
-def main() -> int:
-    """Launches the program, and returns the exit code once all processes have ended."""
+def main() -> NoReturn:
+    """Becomes the program, or launches it and exits once all processes have ended."""
     words = sys.argv[1:]
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     program = words[start:]
@@ -49,10 +48,10 @@ def main() -> int:
         clean = launching.without_yaml(os.environ)
         os.environ.clear()
         os.environ.update(clean)
+    command = [sys.executable, *program]
     if {"--help", "-h"} & {*program}:
-        return _become(program)
+        os.execv(sys.executable, command)
     words = [*words[:start], "--", *program]  # the last option lacks its value: this tells argparse
-    threads = os.environ.get("OMP_NUM_THREADS")
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
     try:
         with contextlib.redirect_stderr(report):
@@ -63,23 +62,12 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     if launcher.starts_one(arguments):
-        if env["OMP_NUM_THREADS"] != threads:  # torch has read it when it was imported
-            os.execve(sys.executable, [sys.executable, *program], env)
-        os.environ.update(env)
-    elif "--check" not in program:
-        if ":" in os.environ.get("PET_NNODES", ""):  # elastic, see launched.most_processes
-            os.environ["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)
-        _launch_several(launcher.parse(words), report)
-    return _become(program)
-
-
-def _become(program: list[str]) -> int:
-    """Runs the program in this process, as `python PROGRAM` would; 0 unless it exits itself."""
-    sys.argv = program
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-    runpy.run_path(program[0], run_name="__main__")
-    return 0
+        os.execve(sys.executable, command, env)
+    if "--check" in program:  # one process checks
+        os.execv(sys.executable, command)
+    if ":" in os.environ.get("PET_NNODES", ""):  # elastic, see launched.most_processes
+        os.environ["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)
+    _launch_several(launcher.parse(words), report)
 
 
 def _stop_refused(code_file: Path, refused: threading.Event) -> None:

@@ -40,6 +40,9 @@ def _has_bar() -> bool:
 class Tracker:
     """The trackers of an accelerator."""
 
+    # In the file, not in the tracker.
+    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
+
     def __init__(self, accelerator: "Accelerator"):
         self.accelerator = accelerator
         # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
@@ -47,9 +50,9 @@ class Tracker:
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker: dicts as texts."""
+        left_out = (*self.untracked, "step") if self.passes_step else self.untracked
+        values = {name: value for name, value in values.items() if name not in left_out}
         values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
-        if self.passes_step:
-            values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
 
 
@@ -59,12 +62,10 @@ class Log(Tracker):
     With `shows_lines` they are printed where there is no progress bar.
     """
 
-    # In the file, not in the tracker.
-    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     # In the file, not on the screen.
     unshown = ("step", "samples", "epoch", "items", "computed_tokens_per_second")
-    unshown += (*shares, *untracked)
+    unshown += (*shares, *Tracker.untracked)
 
     def __init__(
         self, accelerator: "Accelerator", folder: Path, first_step: int, max_steps: int,
@@ -112,7 +113,7 @@ class Log(Tracker):
             os.fsync(self.file.fileno())
         if "started" in line:
             return
-        self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
+        self.track(line, line["step"])
         self.show_line(line)
 
     def log_again(self, last: int) -> None:
@@ -123,8 +124,7 @@ class Log(Tracker):
         known = 0 if run.offline else run.summary.get("step", 0)
         for line in run_folder.read_metrics(self.folder):
             if known <= line["step"] <= last and "started" not in line:
-                values = {n: v for n, v in line.items() if n not in self.untracked}
-                self.track(values, line["step"])
+                self.track(line, line["step"])
 
     def show_line(self, line: dict) -> None:
         """Shows a line on the screen. On a terminal the training loss is in the bar alone."""
