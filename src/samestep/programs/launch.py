@@ -5,7 +5,8 @@
 It takes the arguments of `accelerate launch` (see its --help). One process: this process becomes
 train.py, with the environment that accelerate would give it. Several:
 - accelerate's launcher starts the processes, and its report, dozens of lines for a Ctrl-C, is
-  hidden, unless it alone knows the reason. A mistake is the one line of the main process.
+  hidden, unless it alone knows the reason. A mistake is the one line of the main process. Where
+  PET_NNODES is a range, the input is checked before this machine joins the others.
 - The exit code is that of the processes, where accelerate and torchelastic exit with 1. Under
   --max_restarts exit code 2 ends the run, where torchelastic would start again.
 
@@ -18,6 +19,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -65,8 +67,12 @@ def main() -> NoReturn:
         os.execve(sys.executable, command, env)
     if "--check" in program:  # one process checks
         os.execv(sys.executable, command)
-    if ":" in os.environ.get("PET_NNODES", ""):  # elastic, see launched.most_processes
-        os.environ["LOCAL_WORLD_SIZE"] = str(arguments.num_processes)
+    os.environ["LAUNCHING"] = "1"  # the words and the YAML were checked here
+    # In an elastic run a machine that joins with wrong input would end the run of the others.
+    if ":" in os.environ.get("PET_NNODES", ""):
+        all_machines = {"LOCAL_WORLD_SIZE": str(arguments.num_processes)}  # see most_processes
+        if code := subprocess.call([*command, "--check"], env=os.environ | all_machines):
+            sys.exit(code)
     _launch_several(launcher.parse(words), report)
 
 
@@ -83,7 +89,6 @@ def _launch_several(arguments: Any, report: io.StringIO) -> NoReturn:
     """Launches the processes, and exits with the exit code of the run."""
     from accelerate.commands.launch import launch_command
 
-    os.environ["LAUNCHING"] = "1"  # the words and the YAML were checked here
     stopped, refused = False, threading.Event()
     with tempfile.NamedTemporaryFile() as file:
         os.environ["EXIT_CODE_FILE"], code_file = file.name, Path(file.name)
