@@ -132,7 +132,7 @@ class RunData:
             numbers = range(self.record.manifest(step)["data"]["samples"])
             return Part(SampleDataset(numbers, None, entry["seed"]), None)
         with tempfile.TemporaryDirectory() as folder:
-            recipe = again.write_recipe(self.record, step, Path(folder))
+            recipe = again.write_recipe(self.record.settings(step), Path(folder))
             cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
         data, task, views, samples = startup.read_data(
             cfg, self.task, self.record.folder, entry["prepared"]

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from samestep.base.files import comes_again, read_json_object, replace_text
 
-# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
-# times that, since a network disk takes a while to notice that a process has died. In a run that
-# goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
+# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is 30
+# times that: NFS keeps the locks of one that is lost for 90 seconds.
 LOCK_WAIT = 40
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # of a disk that has no file locks
 REMOVED = "the run folder was removed while the run was writing to it"
@@ -49,8 +48,7 @@ class RunLock:
 
     def acquire(self) -> None:
         waited, here = 0, socket.gethostname()
-        elsewhere = 10 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" else 30
-        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else 30):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

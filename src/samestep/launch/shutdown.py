@@ -53,23 +53,17 @@ class StopRequest(SignalFlags):
         super().handle(number, _)
         if not self.training and not self.leaving:
             self.leaving = True
-            error = self.tell_others()
+            error: BaseException = SystemExit(STOPPED)
+            if self.others:  # they learn of it, unless one of them has failed
+                if catch(self.others.look)[0]:
+                    error = self.others.error_of_others()
+                self.others.leave(error, lambda: 1)
             code, line = failures.exit_code_of(error)
             speaks = failures.speaks_for(error)
             leave(code, f"{self.program}: {one_line(line, 1000)}" if speaks else "")
 
     def interrupt(self) -> None:
         os._exit(128 + signal.SIGINT)
-
-    def tell_others(self) -> BaseException:
-        """Why this process ends before training: it was asked to stop, or another one has failed.
-        The others learn of a stop."""
-        error: BaseException = SystemExit(STOPPED)
-        if self.others:
-            if catch(self.others.look)[0]:
-                error = self.others.error_of_others()
-            self.others.leave(error, lambda: 1)
-        return error
 
     def obey(self) -> None:
         """In a process that is forked, as by a Pool: SIGTERM ends it. A handler in Python would not

@@ -1,6 +1,5 @@
 """Writes metrics to metrics.jsonl, the tracker and the screen, from the main process alone."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -10,7 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -41,6 +40,9 @@ def _has_bar() -> bool:
 class Tracker:
     """The trackers of an accelerator."""
 
+    # In the file, not in the tracker.
+    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
+
     def __init__(self, accelerator: "Accelerator"):
         self.accelerator = accelerator
         # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
@@ -48,9 +50,9 @@ class Tracker:
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker: dicts as texts."""
+        left_out = (*self.untracked, "step") if self.passes_step else self.untracked
+        values = {name: value for name, value in values.items() if name not in left_out}
         values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
-        if self.passes_step:
-            values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
 
 
@@ -60,12 +62,10 @@ class Log(Tracker):
     With `shows_lines` they are printed where there is no progress bar.
     """
 
-    # In the file, not in the tracker.
-    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     # In the file, not on the screen.
     unshown = ("step", "samples", "epoch", "items", "computed_tokens_per_second")
-    unshown += (*shares, *untracked)
+    unshown += (*shares, *Tracker.untracked)
 
     def __init__(
         self, accelerator: "Accelerator", folder: Path, first_step: int, max_steps: int,
@@ -113,7 +113,7 @@ class Log(Tracker):
             os.fsync(self.file.fileno())
         if "started" in line:
             return
-        self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
+        self.track(line, line["step"])
         self.show_line(line)
 
     def log_again(self, last: int) -> None:
@@ -124,8 +124,7 @@ class Log(Tracker):
         known = 0 if run.offline else run.summary.get("step", 0)
         for line in run_folder.read_metrics(self.folder):
             if known <= line["step"] <= last and "started" not in line:
-                values = {n: v for n, v in line.items() if n not in self.untracked}
-                self.track(values, line["step"])
+                self.track(line, line["step"])
 
     def show_line(self, line: dict) -> None:
         """Shows a line on the screen. On a terminal the training loss is in the bar alone."""
@@ -133,12 +132,8 @@ class Log(Tracker):
             rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
-        is_said = line.get("event") == "changed"  # at the start
-        if (
-            self.shows_lines
-            and not is_said
-            and (self.bar.disable or {"eval_loss", "event"} & line.keys())
-        ):
+        is_shown = self.bar.disable or {"eval_loss", "event"} & line.keys()
+        if self.shows_lines and is_shown and line.get("event") != "changed":  # said at the start
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:
@@ -206,32 +201,27 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
     upload, file = config["upload_code"], output / "wandb_run_id"
     if not file.exists():
         replace_text(file, secrets.token_hex(4))
-    init = functools.partial(accelerator.init_trackers, config["project"], config)
     # Of a killed run W&B's file lacks the last second, and not the last 15.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
-    options = {
-        "id": file.read_text(),
-        "resume": "allow",
-        "name": one_line(output.name, 100),
-        "dir": output,
-        "settings": wandb.Settings(
-            silent=True, init_timeout=30, disable_git=not upload, save_code=upload
-        ),
-    }
+    settings = {"silent": True, "init_timeout": 30, "disable_git": not upload, "save_code": upload}
+    options = {"id": file.read_text(), "resume": "allow", "name": one_line(output.name, 100)}
+    given: Any = {"wandb": {**options, "dir": output, "settings": wandb.Settings(**settings)}}
     mode = os.environ.get("WANDB_MODE")
     try:
         if not mode:
             has_key = not config["offline"] and wandb.login(prompt=False, verify=False)
             mode = "online" if has_key else "offline"
+        given["wandb"]["mode"] = mode
         try:
-            init({"wandb": {**options, "mode": mode}})
+            accelerator.init_trackers(config["project"], config, given)
         except wandb.errors.AuthenticationError:
             raise
         except wandb.errors.CommError as error:
             print_on_main(f"W&B: {one_line(error, 200)}")
             accelerator.trackers.clear()
             wandb.teardown()  # otherwise the id counts as in use
-            init({"wandb": {**options, "mode": "offline"}})
+            given["wandb"]["mode"] = "offline"
+            accelerator.init_trackers(config["project"], config, given)
     except wandb.errors.Error as error:
         raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)
