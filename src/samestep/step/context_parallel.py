@@ -17,7 +17,7 @@ _COMPARED = 64  # tokens of a sequence on each process, where check_parts compar
 
 
 def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
-    """Raises UserError for a model that context parallelism would train wrongly and silently: only
+    """Raise UserError for a model that context parallelism would train wrongly and silently: only
     F.scaled_dot_product_attention is computed over all parts of a row."""
     if layout.cp == 1:
         return
@@ -50,7 +50,7 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
 
 @contextlib.contextmanager
 def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Under context parallelism, gives this process its part of each row in its body.
+    """Give this process its part of each row in the body, under context parallelism.
 
     The batches stay changed: what has the shape of `input_ids`, (B, T), becomes (B, T / n) on each
     of n processes; `position_ids` has the places in the row, and `shift_labels` the label that each
@@ -94,7 +94,7 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
 def check_parts(
     accelerator: Accelerator, model: torch.nn.Module, functions: dict[str, Callable], batch: dict
 ) -> None:
-    """Raises UserError if sums over the parts of a sequence are not those of the whole sequence.
+    """Raise UserError if sums over the parts of a sequence are not those of the whole sequence.
 
     `functions` are the task's loss_sum and eval_sums by name, `model` the prepared one in eval
     mode; `batch` has whole sequences. Of the first, a piece is compared that is short: a label that

@@ -45,7 +45,7 @@ class TreeSum:
         self.nodes = [*nodes]
 
     def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
-        """Adds a micro-batch or a node. The tensors become the sums of the last node."""
+        """Add a micro-batch or a node. The tensors become the sums of the last node."""
         while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
             first, _, left = self.nodes.pop()
             size *= 2
@@ -54,7 +54,7 @@ class TreeSum:
         self.nodes.append((first, size, tensors))
 
     def total(self) -> Tensors:
-        """The sums over all micro-batches of a step; the last nodes are added first."""
+        """Return the sums over all micro-batches of a step; the last nodes are added first."""
         *others, (_, _, sums) = self.nodes
         for _, _, left in reversed(others):
             torch._foreach_add_(sums, left)
@@ -64,7 +64,7 @@ class TreeSum:
 
 @functools.lru_cache
 def nodes_of(run: range) -> list[tuple[int, int]]:
-    """(first, size) of each node of a TreeSum over this run of micro-batches."""
+    """Return (first, size) of each node of a TreeSum over this run of micro-batches."""
     tree = TreeSum()
     for number in run:
         tree.add(number, [])
@@ -72,8 +72,7 @@ def nodes_of(run: range) -> list[tuple[int, int]]:
 
 
 def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
-    """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
-    this process's run; the last of these may be `total` itself, which is overwritten last.
+    """Put the sum over all micro-batches into `total`, on each process of the group.
 
     A reduce-scatter that adds in the order of the tree, then an all-gather. `runs` are those of the
     processes of the group, which call it together.
@@ -97,8 +96,8 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
 
 
 def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
-    """The sums over all micro-batches of lists of tensors, of which `nodes` has those of this
-    process: in pieces of at most _PIECE bytes, or of one tensor."""
+    """Return the sums over all micro-batches of lists of tensors, of which `nodes` has those of
+    this process; communicate in pieces of at most _PIECE bytes, or of one tensor."""
     pieces: list[list[int]] = []  # places of the tensors of each
     size = 0
     for place, tensor in enumerate(nodes[-1]):
@@ -119,13 +118,13 @@ def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory. A gradient has the strides of its weight, so this order
-    is the same on all processes."""
+    """View all elements in the order of memory, (numel,). A gradient has the strides of its weight,
+    so this order is the same on all processes."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def be_deterministic() -> None:
-    """Makes torch compute the same bits from the same numbers."""
+    """Make torch compute the same bits from the same numbers."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     torch.use_deterministic_algorithms(True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
@@ -155,7 +154,7 @@ class ExactGradients(StepGradients):
             model.require_backward_grad_sync = False
 
     def start_step(self, plan: StepPlan) -> None:
-        """Starts a step with this plan: nothing divides its losses."""
+        """Start a step with this plan: nothing divides its losses."""
         super().start_step(plan)
         self.plan = plan
         self.accelerator.gradient_accumulation_steps = self.divisor = 1
@@ -167,11 +166,11 @@ class ExactGradients(StepGradients):
         }
 
     def start_micro_batch(self, number: int) -> None:
-        """Before micro-batch `number` of the step is computed."""
+        """Note the number of the micro-batch that comes next."""
         self.number = number
 
     def add(self, number: int) -> None:
-        """Takes the gradient of micro-batch `number` out of the weights, and adds it."""
+        """Take the gradient of micro-batch `number` out of the weights, and add it to the tree."""
         if self.sharded:  # FSDP has taken it
             return
         found = []
@@ -184,7 +183,8 @@ class ExactGradients(StepGradients):
         self.tree.add(number, found)
 
     def changed_buffer(self) -> UserError | None:
-        """What is wrong if a micro-batch of this step has changed a buffer, as BatchNorm does."""
+        """Return the error for a buffer that this step has changed, as BatchNorm does; else
+        None."""
         for name, buffer in self.model.named_buffers():
             old, version, values = self.buffers.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
@@ -199,7 +199,7 @@ class ExactGradients(StepGradients):
         return None
 
     def reduce(self) -> None:
-        """Brings the sums over the whole step to the weights of each process. If a process has a
+        """Bring the sums over the whole step to the weights of each process. If a process has a
         problem, all raise it."""
         if self.ranks.layout.fsdp:
             self.check_used()
@@ -217,7 +217,7 @@ class ExactGradients(StepGradients):
         self.drop_unused(used)
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
-        """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
+        """Make FSDP add the gradients of each block up a tree; it takes no mean."""
         across, found = None, []
         if self.ranks.layout.dp_replicate > 1:
             across = self.accelerator.torch_device_mesh["dp_replicate"].get_group()
@@ -229,7 +229,7 @@ class ExactGradients(StepGradients):
         return found
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """As StepGradients.clip; the squares are added in an order that no process decides."""
+        """Clip as StepGradients.clip; add the squares in an order that no process decides."""
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = _norm_by_rows(grads)
@@ -242,7 +242,7 @@ class ExactGradients(StepGradients):
 def step_gradients(
     accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool
 ) -> StepGradients:
-    """The gradients of the steps of this prepared model."""
+    """Return what adds up the gradients of the steps of this prepared model."""
     kind = ExactGradients if exact else StepGradients
     return kind(accelerator, ranks, model)
 
@@ -264,7 +264,7 @@ class _TreeReduceScatter:
         self.gradients, self.across, self.tree = gradients, across, TreeSum()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP."""
+        """Allocate a buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -305,9 +305,9 @@ class _WaitForAllGradients(torch.autograd.Function):
 
 
 def sum_inside_blocks(module: torch.nn.Module) -> None:
-    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
-    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
-    """
+    """Add the gradients of an input of a block inside the block, before those of other blocks, as
+    FSDP does. It shows where blocks share an input, as decoders do with what the encoder
+    returns."""
 
     def separate(_, positional, named):
         values = [*positional, *named.values()]
@@ -329,7 +329,7 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
 
 
 def _norm_by_rows(grads: Tensors) -> torch.Tensor:
-    """The Euclidean norm of these tensors: a float32 of shape ().
+    """Return the Euclidean norm of these tensors: a float32 of shape ().
 
     The squares of each row are added in float64, then the rows in their order. Sharding cuts along
     the first dimension, so the norm does not depend on who holds which rows.

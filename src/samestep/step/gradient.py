@@ -39,7 +39,7 @@ class StepGradients:
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def start_step(self, plan: StepPlan) -> None:
-        """Starts a step with this plan, without gradients of before. Each loss is to be multiplied
+        """Start a step with this plan, without gradients of before. Each loss is to be multiplied
         by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
         DDP or FSDP by the processes, over which they average."""
         self.steps += 1
@@ -55,7 +55,8 @@ class StepGradients:
             parameter.grad = None
 
     def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
+        """Return the loss; one that is not finite becomes NaN, so that all processes skip the
+        step."""
         if not self.is_checked:
             self.is_checked = True
             with self.ranks.fail_together():
@@ -64,27 +65,27 @@ class StepGradients:
         return loss * (1 + 0 * loss.detach())
 
     def start_micro_batch(self, number: int) -> None:
-        """Before micro-batch `number` of the step is computed."""
+        """Prepare for micro-batch `number` of the step."""
 
     def add(self, number: int) -> None:
-        """Adds the gradient of micro-batch `number`, which the weights have. DDP and FSDP did."""
+        """Add the gradient of micro-batch `number`, which the weights have. DDP and FSDP did."""
 
     def reduce(self) -> None:
-        """Brings the gradient of the whole step to the weights of each process."""
+        """Bring the gradient of the whole step to the weights of each process."""
         trial.check_reduced(self.model)
         if self.ranks.layout.fsdp:
             self.check_used()
             self.drop_unused(self.used)
 
     def drop_unused(self, used: list[int]) -> None:
-        """A weight that no micro-batch has used gets no gradient: it would decay."""
+        """Remove the gradient of a weight that no micro-batch has used: the weight would decay."""
         for parameter, count in zip(self.parameters, used, strict=True):
             if not count:
                 parameter.grad = None
         self.used[:] = [0] * len(self.used)
 
     def check_used(self) -> None:
-        """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
+        """Raise UserError unless all processes use the same weights in each step, as FSDP needs:
         the zeros that stand for other gradients would change weights that no process uses."""
         used = [count > 0 for count in self.used]
         if self.steps == 1:
@@ -101,7 +102,7 @@ class StepGradients:
             )
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
+        """Scale the gradient down to this norm, 0: never; return its norm before that.
 
         The norm is a float32 of shape (), and stays on the device.
         """

@@ -42,13 +42,13 @@ class Stream(torch.utils.data.Dataset):
     """Each supplies the same contiguous part of every step."""
 
     def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
-        """Sets the seed, the samples of a step, and the position from which the run resumes, where
+        """Set the seed, the samples of a step, and the position from which the run resumes, where
         each lane has given the sample `last`."""
         raise NotImplementedError
 
 
 def list_sources(dataset: Any, training: bool) -> list[Source]:
-    """The sources of a view; empty if it names none.
+    """Return the sources of a view; empty if it names none.
 
     Raises ValueError for sources that do not fit the dataset. Without `training`, those without
     rows are left out.
@@ -95,7 +95,7 @@ def list_sources(dataset: Any, training: bool) -> list[Source]:
 
 
 def expect(right: object, place: str, value: Any, wanted: str) -> None:
-    """Raises ValueError, with the place and the value, unless the value is right."""
+    """Raise ValueError, with the place and the value, unless the value is right."""
     if right:
         return
     shown = f"{value!r:.60}, {type(value).__name__}"
@@ -105,7 +105,7 @@ def expect(right: object, place: str, value: Any, wanted: str) -> None:
 
 
 def plain_batch(batch: Any, name: str = "") -> Any:
-    """A batch with its mappings as plain dicts, since FSDP's casts and compile look into no other.
+    """Return a batch with mappings as plain dicts: FSDP's casts and compile look into no other.
 
     Raises ValueError unless it has CPU tensors and texts, in mappings, lists and tuples.
     """
@@ -123,7 +123,7 @@ def plain_batch(batch: Any, name: str = "") -> Any:
 
 
 def entries_of(batch: Any) -> Iterator[torch.Tensor | str]:
-    """All tensors and texts of a batch, in the order of their names."""
+    """Yield all tensors and texts of a batch, in the order of their names."""
     if isinstance(batch, torch.Tensor | str):
         yield batch
         return
@@ -133,12 +133,12 @@ def entries_of(batch: Any) -> Iterator[torch.Tensor | str]:
 
 
 def size_of(batch: Any) -> int:
-    """The numbers in a batch."""
+    """Count the numbers in a batch."""
     return sum(each.numel() for each in entries_of(batch) if torch.is_tensor(each))
 
 
 def check_count(count: Any) -> int:
-    """The result of `count` as an int; raises ValueError unless it is a whole number from 0."""
+    """Return `count` as an int; raise ValueError unless it is a whole number from 0."""
     try:
         number = operator.index(count)
     except TypeError:
@@ -148,7 +148,7 @@ def check_count(count: Any) -> int:
 
 
 def check_loss(loss: Any, needs_gradient: bool = True) -> None:
-    """Raises ValueError unless this is a float32 scalar, with a gradient if it needs one."""
+    """Raise ValueError unless this is a float32 scalar, with a gradient if it needs one."""
     right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
     expect(right, "the loss is", loss, "the sum of the losses, a float32 of shape ()")
     if needs_gradient and not loss.requires_grad:
@@ -156,7 +156,7 @@ def check_loss(loss: Any, needs_gradient: bool = True) -> None:
 
 
 def check_sums(sums: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
+    """Raise ValueError unless this is a dict of tensors that float64 can hold, and that count."""
     expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
     for name, value in sums.items():
         expect(torch.is_tensor(value), f"eval_sums: {name!r} is", value, "a tensor")
@@ -166,7 +166,7 @@ def check_sums(sums: Any) -> None:
 
 
 def check_outputs(outputs: Any, rows: int) -> None:
-    """Raises ValueError unless this is a dict of tensors whose first dimension is `rows`."""
+    """Raise ValueError unless this is a dict of tensors whose first dimension is `rows`."""
     right = isinstance(outputs, dict) and outputs
     expect(right, "task.eval_outputs returns", outputs, "a dict of tensors")
     for name, value in outputs.items():

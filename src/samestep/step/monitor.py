@@ -20,7 +20,7 @@ from samestep.step.plan import StepPlan
 def skip_unless_finite(
     optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
 ) -> None:
-    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
+    """Make the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
     item was in the loss: weights would decay.
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
@@ -43,7 +43,7 @@ def skip_unless_finite(
 
 
 def _add_overflow(inner: Any, *_: Any) -> None:
-    """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
+    """Add the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
     The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
     """
@@ -63,11 +63,11 @@ class StepMonitor:
         self.scale = self.loss_scale()  # at the last line
 
     def add(self, step: Any) -> None:
-        """Adds a step, whose losses are there."""
+        """Add a step, whose losses are there."""
         self.steps.append(step)
 
     def read_losses(self) -> None:
-        """Reads `total` of each step, the summed loss over all processes. Waits for the device; all
+        """Read `total` of each step, the summed loss over all processes. Waits for the device; all
         processes call it."""
         steps = [step for step in self.steps if step.total is None]
         if not steps:
@@ -82,7 +82,7 @@ class StepMonitor:
             step.total = total
 
     def read(self) -> tuple[dict[str, Any], list[dict], str]:
-        """(numbers, notes, reason to stop) since the last line.
+        """Return (numbers, notes, reason to stop) since the last line.
 
         The numbers are the mean `loss` over the `items` in the loss of steps with a finite loss,
         NaN without any; `grad_norm` of the last step; and of several steps the `worst`: the number,
@@ -126,12 +126,12 @@ class StepMonitor:
         return numbers, notes, reason
 
     def loss_scale(self) -> float:
-        """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
+        """Return the factor of fp16's losses, against gradients that round to 0; else 1."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0
 
 
 def _read(scalars: list[torch.Tensor]) -> list[float]:
-    """The values of scalars on the device, for which it waits once."""
+    """Read scalars on the device, for which it waits once."""
     if not scalars:
         return []
     device = scalars[-1].device  # with offload some norms are on the CPU

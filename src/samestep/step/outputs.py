@@ -33,7 +33,7 @@ class EvaluationOutputs:
         self.problem: Exception | None = None  # of a batch, which all processes must raise
 
     def add(self, outputs: Any, ids: np.ndarray) -> None:
-        """Keeps the outputs of the rows with these numbers. Those past the last row, -1, and those
+        """Keep the outputs of the rows with these numbers. Those past the last row, -1, and those
         that a neighbor computes, too, are left out."""
         part, problem = catch(to_part, outputs, ids)
         self.problem = self.problem or problem
@@ -41,7 +41,7 @@ class EvaluationOutputs:
             self.parts.append(part)
 
     def gather(self, rows: int) -> Batch | None:
-        """The outputs of all rows in their order, (rows, ...), on the main process; elsewhere None.
+        """Return all rows' outputs in their order, (rows, ...), on the main process; else None.
 
         All processes must call it.
         """
@@ -55,7 +55,7 @@ class EvaluationOutputs:
 
 
 def to_part(outputs: Any, ids: np.ndarray) -> Part:
-    """The outputs of a batch in CPU memory; raises UserError unless they are right."""
+    """Copy the outputs of a batch to CPU memory; raise UserError unless they are right."""
     with as_user_error():
         check_outputs(outputs, len(ids))
     arrays = {}
@@ -68,8 +68,8 @@ def to_part(outputs: Any, ids: np.ndarray) -> Part:
 
 
 def merge(parts: list[Part], rows: int) -> Batch:
-    """The outputs of all rows in their order: shorter ones are padded with PADDING at the end of
-    each dimension; with 0 and False in types that have no negative numbers.
+    """Merge the outputs of all rows in their order: shorter ones are padded with PADDING at the end
+    of each dimension; with 0 and False in types that have no negative numbers.
 
     Raises ValueError if batches differ in the names, types or dimensions of their outputs.
     """
@@ -97,5 +97,5 @@ def merge(parts: list[Part], rows: int) -> Batch:
 
 
 def describe(part: Part) -> dict[str, str]:
-    """What must be the same for all batches: the type and the number of dimensions."""
+    """Describe what must be the same for all batches: type and number of dimensions."""
     return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}

@@ -32,29 +32,29 @@ class StepPlan:
 
     @property
     def count(self) -> int:
-        """Micro-batches in a step, of all ranks."""
+        """Count the micro-batches of a step, V, on all ranks."""
         return sum(self.shares)
 
     @property
     def largest(self) -> int:
-        """Samples in the largest micro-batch; others may have one less."""
+        """Return the samples of the largest micro-batch; others may have one less."""
         return -(-self.samples // self.count)
 
     def run(self, rank: int | None = None) -> range:
-        """The numbers of the micro-batches that a rank computes; without one, this rank."""
+        """Return the numbers of the micro-batches that a rank computes; without one, this rank."""
         rank = self.rank if rank is None else rank
         turn = rank % self.in_turn
         first = sum(self.shares[: rank - turn])
         return range(first + turn, first + self.in_turn * self.shares[rank], self.in_turn)
 
     def positions(self, positions: Any, number: int) -> Any:
-        """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
+        """Return those of micro-batch `number`, from 0, of all positions of a step, (G,)."""
         first = number * self.samples // self.count
         end = (number + 1) * self.samples // self.count
         return positions[first:end]
 
     def describe(self, ranks: str = "processes") -> str:
-        """The samples of a step as a product, and what its factors count."""
+        """Write the samples of a step as a product, and what its factors count."""
         shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
@@ -66,7 +66,7 @@ class StepPlan:
 
 
 def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
-    """Assigns `count` micro-batches to ranks of these speeds, so that the last is done early.
+    """Assign `count` micro-batches to ranks of these speeds, so that the last is done early.
 
     Each goes to the rank that would complete it first, of several to the lowest; each rank gets
     `least`. No other way to assign whole micro-batches takes less time.
@@ -84,8 +84,8 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
 def count_micro_batches(
     samples: int, size: int, ranks: int, exact: bool, unequal: bool, sharded: bool
 ) -> int:
-    """The micro-batches of a step: as few of at most `size` samples as there can be, and as many on
-    each rank; where ranks have unequal shares, at least four for each. exact: all of `size`.
+    """Count the micro-batches of a step: as few as possible, and as many on each rank; where ranks
+    have unequal shares, at least four for each.
 
     0 if there is no such cut. Of a sharded model all ranks must compute as many.
     """
@@ -109,7 +109,7 @@ def plan_step(
     rank: int = 0,
     in_step: int = 0,
 ) -> StepPlan:
-    """Cuts a step into micro-batches of at most `micro_batch_size` samples (exact: of so many).
+    """Cut a step into micro-batches, and assign them to the ranks.
 
     `in_step`: so many neighbors share weights, so all ranks compute the same number of
     micro-batches. Raises UserError for a cut that is impossible.

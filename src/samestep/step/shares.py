@@ -18,7 +18,7 @@ _MEASURED = 3  # micro-batches, after one to warm up
 
 
 def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Seconds that this device takes for the loss and the gradient of a micro-batch.
+    """Measure the seconds that this device takes for loss and gradient of a micro-batch.
 
     No process waits for another. The gradients are dropped, and buffers keep their values. Weights
     must have no gradient before.

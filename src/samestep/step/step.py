@@ -62,8 +62,8 @@ class Step:
         self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
 
     def due(self, every: int | str) -> bool:
-        """Whether what happens every so many steps, or each "epoch" (0: only at the end), is due
-        after this step."""
+        """Return whether what happens every so many steps, or each "epoch" (0: only at the end), is
+        due after this step."""
         if every == "epoch":
             passes = self.run.epochs
             return self.is_last or passes(self.number) > passes(self.number - 1)

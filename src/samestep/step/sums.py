@@ -25,7 +25,7 @@ class EvaluationSums:
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Adds the sums of the next batch; one past those of this rank only shows the shapes."""
+        """Add the sums of the next batch; one past those of this rank only shows the shapes."""
         sums = dict(sorted(sums.items()))
         layout = {name: tuple(value.shape) for name, value in sums.items()}
         if layout not in self.layouts:
@@ -39,7 +39,7 @@ class EvaluationSums:
             self.tree.add(number, [rows.flatten()])
 
     def total(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-        """The sums of each source over all processes, in CPU memory; all processes must call it.
+        """Return the sums of each source, in CPU memory; all processes must call it together.
 
         Raises UserError if batches differ in the names or shapes of their sums.
         """

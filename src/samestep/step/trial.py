@@ -24,7 +24,7 @@ SMALLEST = 0.01  # sums below it are compared as if they were so large
 
 @contextlib.contextmanager
 def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
+    """Put back what passes in the body, in train mode, change. Weights have no gradient before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     states = _random_states(device)
@@ -45,7 +45,7 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _random_states(device: torch.device) -> list:
-    """The states of the generators that anything draws from without being given one."""
+    """Return the states of the generators that anything draws from without being given one."""
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
@@ -53,12 +53,12 @@ def _random_states(device: torch.device) -> list:
 
 
 def without_exchange(model: torch.nn.Module) -> Any:
-    """DDP does not communicate in its body."""
+    """Keep DDP from communicating in the body."""
     return getattr(model, "no_sync", contextlib.nullcontext)()
 
 
 def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
-    """Asks for a backward pass of the same rows on all processes, once or twice, before the first
+    """Ask for a backward pass of the same rows on all processes, once or twice, before the first
     step of a start: `for _ in backward_passes(...): loss().backward()`.
 
     Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
@@ -78,7 +78,7 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
 
 
 def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Raises UserError unless a backward pass has given each weight a gradient, on all processes; a
+    """Raise UserError unless a backward pass has given each weight a gradient, on all processes; a
     process alone remarks it."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
@@ -91,7 +91,7 @@ def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def check_reduced(model: torch.nn.Module) -> None:
-    """Raises UserError if a weight of this process had no gradient that DDP waits for. torch tells
+    """Raise UserError if a weight of this process had no gradient that DDP waits for. torch tells
     so in the next forward pass, after the weights have changed."""
     if not isinstance(model, DistributedDataParallel):
         return
@@ -105,12 +105,12 @@ def check_reduced(model: torch.nn.Module) -> None:
 
 
 def own_name(name: str) -> str:
-    """The name that a weight or buffer has in the task's model."""
+    """Return the name that a weight or buffer has in the task's model."""
     return name.removeprefix("module.").removeprefix("model.")
 
 
 def _no_gradient(names: list[str]) -> str:
-    """The line about weights without a gradient, for which DDP waits."""
+    """Return the line about weights without a gradient, for which DDP waits."""
     return (
         f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
         "weight in each step: set find_unused_parameters to true, or freeze what no row uses"
@@ -121,7 +121,7 @@ def _no_gradient(names: list[str]) -> str:
 
 
 def random_state(device: torch.device) -> str:
-    """Where the global generators stand."""
+    """Hash where the global generators stand."""
     python, numpy, *others = _random_states(device)
     states = [python, numpy[1].tolist(), numpy[2], *(each.tolist() for each in others)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
@@ -138,8 +138,7 @@ class Computed(NamedTuple):
 
 
 def differ(place: str, together: Computed, alone: list[Computed], limit: float) -> str:
-    """How sums of rows together differ from those of each alone, by more than `limit` as a part of
-    their size; empty: they do not. `place`: what has computed them.
+    """Describe how sums of rows together differ from those of each alone; empty: they do not.
 
     Where random numbers are drawn each batch has others. There the loss per item is compared: that
     of a mean over eight rows is an eighth of that of each. Raises ValueError for other shapes.
@@ -164,7 +163,7 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
 
 
 def _differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
-    """As `differ`, by the loss per item: whether it is less than half of that of each."""
+    """Compare as `differ`, by the loss per item: whether it is less than half of that of each."""
     counted = [(float(each.sums[""]), each.num_items) for each in alone]
     counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
     total = sum(loss for loss, _ in counted)
