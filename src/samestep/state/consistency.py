@@ -28,7 +28,7 @@ _FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
 def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
-    """What must be the same on all processes, by names that a person understands.
+    """Collect what must be the same on all processes, by names that a person understands.
 
     Beside train.py and task.py, modules of the project count on the processes that have loaded
     them.
@@ -51,7 +51,7 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
 
 
 def _loaded_modules(project: Path) -> dict[str, Path]:
-    """The files of modules below the project's folder, by their names there; no environment's."""
+    """Find the files of the project's loaded modules, by their names in it; no environment's."""
     found, root = {}, project.resolve()
 
     @functools.cache  # thousands of modules lie in few folders
@@ -72,14 +72,14 @@ def _loaded_modules(project: Path) -> dict[str, Path]:
 
 
 def hash_project(project: Path) -> dict[str, dict[str, str]]:
-    """hash_functions of train.py, task.py and each module of the project that is loaded, the
+    """Hash the functions of train.py, task.py and each module of the project that is loaded, the
     program among them. `project`: the folder of train.py and task.py."""
     files = _loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 
 def check_shared(processes: Ranks, output: Path) -> None:
-    """Raises UserError on all processes if one of them does not see the main one's run folder: each
+    """Raise UserError on all processes if one of them does not see the main one's run folder: each
     must read the holder of its lock, which is the main one."""
     if processes.layout.processes == 1:
         return

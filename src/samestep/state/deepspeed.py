@@ -11,7 +11,7 @@ from samestep.step.plan import StepPlan
 
 
 def configure(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
-    """Gives DeepSpeed the numbers of the recipe. Call it before the model is built.
+    """Give DeepSpeed the numbers of the recipe. Call it before the model is built.
 
     For bf16 it would cast the weights; with torch.autocast they stay in fp32 as under DDP.
     """
@@ -43,7 +43,7 @@ def stage_of(accelerator: Accelerator) -> int:
 
 
 def hand_over(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Numbers the parameter groups, since DeepSpeed drops empty ones. Under ZeRO-3, splits the
+    """Number the parameter groups, since DeepSpeed drops empty ones. Under ZeRO-3, split the
     weights one by one: it would first move the whole model to the GPU."""
     for number, group in enumerate(optimizer.param_groups):
         group["number"] = number
@@ -58,7 +58,7 @@ def hand_over(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator)
 
 
 def partitions(optimizer: Any) -> dict[str, torch.Tensor]:
-    """The parts of weights and moments on this process, each of many parameters together."""
+    """Return the parts of weights and moments on this process, each of many parameters together."""
     parts = {}
     for number, (part, moments) in enumerate(optimizer.state.items()):
         for key, value in {"fp32 weights": part.detach(), **moments}.items():
@@ -68,7 +68,7 @@ def partitions(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def stage_in(path: Path) -> int:
-    """The ZeRO stage that has written a checkpoint; 0: none."""
+    """Return the ZeRO stage that has written a checkpoint; 0: none."""
     folder = path / "pytorch_model"
     if not folder.is_dir():
         return 0

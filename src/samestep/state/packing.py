@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: Any, name: str) -> tuple[Any, Tensors]:
-    """A state as JSON, and its tensors by names that begin with `name`.
+    """Return a state as JSON, and its tensors by names that begin with `name`.
 
     None, numbers, texts, tensors, and lists, tuples, dicts and Counters of them come back as they
     were; a number of NumPy comes back as one of Python. Raises ValueError for anything else.
@@ -44,7 +44,7 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
 
 
 def unpack(packed: Any, tensors: Tensors) -> Any:
-    """The state that was packed; `tensors` has those that `tensor_names` lists."""
+    """Return the state that was packed; `tensors` has those that `tensor_names` lists."""
     if not isinstance(packed, dict):
         return packed
     ((kind, value),) = packed.items()
@@ -58,7 +58,7 @@ def unpack(packed: Any, tensors: Tensors) -> Any:
 
 
 def tensor_names(packed: Any) -> list[str]:
-    """The names of the tensors of a packed state."""
+    """List the tensors of a packed state by name."""
     if isinstance(packed, list):
         return [name for each in packed for name in tensor_names(each)]
     if not isinstance(packed, dict):

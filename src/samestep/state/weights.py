@@ -39,7 +39,7 @@ from samestep.step.model import bare_model, bare_name
 
 
 def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that are trained, and the buffers; tied weights once, by their first name.
+    """Return trained weights and buffers, tied weights once, by their first name.
 
     Frozen weights come with the pretrained model: a manifest holds their digest alone.
     """
@@ -57,7 +57,7 @@ def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
-    """SHA-256 of the names and values of the frozen weights, in hex digits; empty without any."""
+    """Return the SHA-256 of names and values of frozen weights, in hex; empty without any."""
     digest = None
     for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
         if not values.requires_grad:
@@ -67,7 +67,7 @@ def frozen_digest(model: torch.nn.Module) -> str:
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """A tensor, or a number as one; raises ValueError for anything else."""
+    """Return a tensor, or a number as one; raise ValueError for anything else."""
     if torch.is_tensor(value):
         return value
     if not isinstance(value, float | int):
@@ -105,7 +105,7 @@ class TrainingState:
         return {bare_name(name): p for name, p in self.model().named_parameters()}
 
     def others(self) -> dict[str, Any]:
-        """What has a state beside the model and the optimizer, by its name in a manifest."""
+        """Return what has a state beside model and optimizer, by its name in a manifest."""
         objects = {f"registered.{i}": o for i, o in enumerate(self.accelerator._custom_objects)}
         objects |= {f"scheduler.{i}": s for i, s in enumerate(self.accelerator._schedulers)}
         if self.accelerator.scaler:
@@ -113,7 +113,7 @@ class TrainingState:
         return objects
 
     def pack_others(self) -> tuple[dict, packing.Tensors]:
-        """The states of `others` and the optimizer's settings for a manifest, and their tensors."""
+        """Pack the states of `others` and the optimizer's settings: JSON, and their tensors."""
         states = {name: each.state_dict() for name, each in self.others().items()}
         for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
             states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
@@ -124,7 +124,8 @@ class TrainingState:
         return packed, tensors
 
     def read_others(self, reader: TensorReader, saved: dict) -> dict[str, Any]:
-        """What `pack_others` has saved, by its names. `saved`: the manifest of the checkpoint."""
+        """Read what `pack_others` has saved, by its names. `saved`: the manifest of the
+        checkpoint."""
         tensors, current = {}, self.pack_others()[1]
         for name in packing.tensor_names([*saved["others"].values()]):
             shape, dtype = reader.shapes[name], reader.dtypes[name]
@@ -135,8 +136,8 @@ class TrainingState:
         return {n: packing.unpack(packed, tensors) for n, packed in saved["others"].items()}
 
     def collect(self) -> tuple[packing.Tensors, dict]:
-        """All tensors of a checkpoint, by name, and `others` of its manifest. DTensors are sharded;
-        other tensors are whole.
+        """Return all tensors of a checkpoint, by name, and `others` of its manifest. DTensors are
+        sharded; other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
         of the main process to the others. A buffer that changes and is in no checkpoint is named,
@@ -167,7 +168,7 @@ class TrainingState:
         return tensors, others
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
+        """Raise ValueError if a weight or a moment is not finite, or a buffer has a NaN.
 
         `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
         may hold infinities on purpose.
@@ -184,7 +185,7 @@ class TrainingState:
                 )
 
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
-        """Restores a checkpoint; raises ValueError if it does not fit.
+        """Restore a checkpoint; raise ValueError if it does not fit.
 
         `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
         code has changed since then are those of the code. The others are restored, since some
@@ -222,7 +223,7 @@ class TrainingState:
                     part[key] = value.to(old.device) if torch.is_tensor(old) else value
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
-        """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
+        """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
@@ -260,7 +261,7 @@ class TrainingState:
             each.load_state_dict(states[name])
 
     def load_moments(self, reader: TensorReader) -> None:
-        """Gives the optimizer the state that was saved for each weight, and no other."""
+        """Give the optimizer the state that was saved for each weight, and no other."""
         tensors, states = {}, defaultdict(dict)
         groups = self.bare_optimizer().param_groups
         group_of = {p: group for group in groups for p in group["params"]}
@@ -281,7 +282,7 @@ class TrainingState:
 
 
 def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
-    """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
+    """Raise ValueError unless this YAML's kind can read a checkpoint, which has the manifest
     `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
     wanted, written = 0, deepspeed.stage_in(path)
     if layout.deepspeed:
@@ -297,7 +298,7 @@ def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layou
 
 
 def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
-    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    """Raise ValueError if the frozen weights are others; the main process has their digest."""
     now = manifest.get("frozen_weights")
     if now is not None and saved.get("frozen_weights", "") != now:
         raise ValueError(
@@ -307,7 +308,7 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
 
 
 def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Bit sums of the buffers that a model leaves out of its state_dict, by name."""
+    """Return bit sums of the buffers that a model leaves out of its state_dict, by name."""
     found = {}
     for prefix, module in model.named_modules():
         if "longrope" in str(getattr(module, "rope_type", "")):  # sets its own in each forward pass
@@ -319,7 +320,7 @@ def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
-    """Whether all values are finite; with `infinite` whether none is NaN.
+    """Return whether all values are finite; with `infinite` whether none is NaN.
 
     One pass without a temporary tensor: far faster than isfinite().all().
     """
@@ -336,7 +337,8 @@ def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
 def _empty_moment(
     parameter: torch.Tensor, key: str, group: dict, reader: TensorReader, name: str
 ) -> torch.Tensor:
-    """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
+    """Make a tensor to read a moment into: on the device and sharded as its weight, if their shapes
+    are equal.
 
     `step`, a counter, is on the CPU unless the settings of its group say that it is on the device.
     Other moments of a sharded weight are DTensors that each process has whole.
@@ -352,7 +354,7 @@ def _empty_moment(
 
 
 def _check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
-    """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    """Raise UserError unless the checkpoint has the tensors of `built` with the same shapes."""
     dtypes = {n: v.dtype for n, v in built.items()}
     shapes = reader.shapes.items()
     saved = {n: str(tuple(shape)) for n, shape in shapes if n.startswith("model.")}
