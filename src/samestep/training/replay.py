@@ -46,12 +46,12 @@ class Replay:
         self.answer: dict[str, Any] = {"rows": []}
 
     def check_rows(self, manifest: dict) -> None:
-        """Raises UserError unless the rows are those of then."""
+        """Raise UserError unless the rows are those of then."""
         if self.data not in ("", manifest["data"]["fingerprint"]):
             raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
 
     def ask(self, run: Any, step: Step) -> Iterator[Any]:
-        """Gives other batches to the loop before those of the step. `run` is the Training."""
+        """Give other batches to the loop before those of the step. `run` is the Training."""
         rows, plan = run.rows, run.plan
         end = run.samples(step.number)
         self.positions = [*rows.sort(range(end - plan.samples, end))]
@@ -78,7 +78,7 @@ class Replay:
     def compute(
         self, run: Any, step: Step, kept: Callable[[int], bool]
     ) -> Generator[Any, None, dict[str, Any]]:
-        """Computes the step with these samples alone; returns what `describe` does. Each process
+        """Compute the step with these samples alone; return what `describe` does. Each process
         computes as many micro-batches as in training: the loss of one without a sample counts
         nothing."""
         plan, micro_batches = run.plan, []
@@ -103,7 +103,7 @@ class Replay:
         return found
 
     def compute_rows(self, run: Any, step: Step) -> Iterator[Any]:
-        """Computes the loss of each row alone, without dropout."""
+        """Compute the loss of each row alone, without dropout."""
         with keep_modes(run.model), eager(run.model):
             run.model.eval()
             sharding.share_buffers(run.model, run.ranks.layout.fsdp)
@@ -119,7 +119,7 @@ class Replay:
             sharding.reshard(run.model)
 
     def finish(self, run: Any) -> None:
-        """Writes the answer, and ends the process."""
+        """Write the answer, and end the process."""
         changed = [each for each in run.point.remarks if each.startswith("changed")]
         self.answer["about"] = [run.run.hardware, *changed]
         if run.accelerator.is_main_process:
@@ -128,13 +128,13 @@ class Replay:
 
 
 def read_question() -> Replay | None:
-    """The question of `samestep replay`, if it has started this process."""
+    """Read the question of `samestep replay`, if it has started this process."""
     folder = os.environ.get(VARIABLE)
     return Replay(Path(folder)) if folder else None
 
 
 def describe(run: Any, step: Step) -> dict[str, Any]:
-    """The loss, items and norms of a gradient that is complete, before it is clipped."""
+    """Return loss, items and norms of a gradient that is complete, before it is clipped."""
     layers = _norms_by_layer(run.gradients)
     monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
     monitor.add(step)
@@ -145,7 +145,7 @@ def describe(run: Any, step: Step) -> dict[str, Any]:
 
 
 def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
-    """The norm of the gradient of each layer."""
+    """Return the norm of the gradient of each layer."""
     squares: dict[str, float] = defaultdict(float)
     scaler = gradients.accelerator.scaler
     for name, parameter in zip(gradients.names, gradients.parameters, strict=True):

@@ -25,7 +25,7 @@ class ResumePoint:
     def find(
         self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True
     ) -> None:
-        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
+        """Find the checkpoint to start from: see checkpoints.find_checkpoint.
 
         evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
 
@@ -41,7 +41,7 @@ class ResumePoint:
             self.own = self.checkpoint.resolve().parent == folder.resolve()
 
     def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
-        """Notes what has changed since the checkpoint; raises UserError for what must not change.
+        """Note what has changed since the checkpoint; raise UserError for what must not change.
 
         manifest: that of this start. accept: whether changes of settings are accepted.
         effects, defaults: of each setting, see checkpoints.check_settings.
@@ -52,20 +52,20 @@ class ResumePoint:
             self.remarks += lines
 
     def say(self, hardware: dict) -> None:
-        """Prints the remarks, and what differs in the hardware of now."""
+        """Print the remarks, and what differs in the hardware of now."""
         for remark in self.remarks:
             print_on_main(remark)
         if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
             print_on_main(line)
 
     def write_running(self, output: Path) -> None:
-        """Writes into the status that this process runs; the main process calls it."""
+        """Write into the status that this process runs; the main process calls it."""
         saved = self.saved.get("step", 0) if self.own else 0
         run_folder.write_status(output, "running", saved=saved)
 
 
 def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:
-    """A line about what runs on what. `step`: its samples as a product. `kept`: of the weights."""
+    """Say what runs on what. `step`: its samples as a product. `kept`: of the weights."""
     precision = accelerator.mixed_precision.replace("no", "fp32")
     return (
         f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, {kept}"

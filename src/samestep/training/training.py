@@ -115,7 +115,7 @@ class Training:
     # ---- The start
 
     def resume(self) -> int:
-        """Load the newest checkpoint in the folder, unless that was done; the steps that are done.
+        """Load the newest checkpoint in the folder, unless that was done; return the steps done.
 
         Prepare or register schedulers, and what else has a state, before.
         """
@@ -157,8 +157,8 @@ class Training:
         return self.step
 
     def describe_lanes(self) -> dict[str, list[int]]:
-        """The entry of a manifest about a stream: the last sample of each lane in the newest step,
-        over all processes."""
+        """Return a manifest's entry about a stream: the last sample of each lane in the newest
+        step, over all processes."""
         if not self.rows.is_stream:
             return {}
         last: dict[int, int] = {}
@@ -183,8 +183,8 @@ class Training:
         return self.metrics
 
     def lacks_scores(self, every: int | str, max_steps: int) -> bool:
-        """Whether the step that the run resumes from has yet to be evaluated, since a kill came
-        before: score it then, before the next step."""
+        """Return whether the step that the run resumes from has yet to be evaluated, since a kill
+        came before: score it then, before the next step."""
         number = self.resume()
         step = Step(self, number, [], 0, last=number >= max_steps)
         lacks = number > 0 and self.scores is None and step.due(every)
@@ -196,7 +196,7 @@ class Training:
     # ---- The loop
 
     def steps(self, max_steps: int, save_every: int = 0) -> Iterator[Step]:
-        """The steps that are left. Saves every so many (0: none) and the last.
+        """Yield the steps that are left. Save every so many (0: none) and the last.
 
         Where a signal asks the run to stop, it saves the step and exits with code 75: the same
         command continues.
@@ -243,7 +243,7 @@ class Training:
             self.run.end_stopping()
 
     def next_step(self, number: int, last: bool) -> Step:
-        """The next step, whose micro-batches are there."""
+        """Return the next step, whose micro-batches are there."""
         assert self.loader
         micro_batches, facts = self.loader.next_step()
         if self.rows.is_stream:
@@ -288,7 +288,7 @@ class Training:
             step.loss = step.total / step.items if step.items else math.nan
 
     def complete(self) -> int:
-        """The number of steps that are done; raise UserError in the middle of one."""
+        """Return how many steps are done; raise UserError in the middle of one."""
         step = self.current
         if step and step.gradient != "not begun" and step.number != self.step:
             self.log(step)
@@ -359,7 +359,7 @@ class Training:
         self.saver.add_scores(step, self.scores)
 
     def evaluation(self, rows: Any) -> Evaluation:
-        """The batches of an evaluation of these rows, each once, over all processes.
+        """Return the batches of an evaluation of these rows, each once, over all processes.
 
         A signal ends it: the newest step is saved, and the process exits with code 75.
         """
@@ -374,7 +374,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
-        """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
+        """Sum eval_sums(model, batch), a dict of tensors, over all rows, each once, in float64."""
         script.check_rows(rows)
         evaluation = self.evaluation(rows)
         for batch in evaluation:
@@ -385,20 +385,20 @@ class Training:
         return {name: sum(each[name] for each in sums) for name in sums[0]}  # type: ignore[misc]
 
     def load_best(self) -> int:
-        """Load the weights of the best step, if there is one: see `score`. The step of the weights
-        that the model has then."""
+        """Load the weights of the best step, if there is one: see `score`. Return the step of the
+        weights that the model has then."""
         self.resume()
         assert self.saver
         self.saver.wait()
         return self.saver.load_best() or self.step
 
     def samples(self, step: int) -> int:
-        """Samples of the run up to the end of this step."""
+        """Return the samples of the run up to the end of this step."""
         assert self.saver
         return self.saver.samples(step)
 
     def epochs(self, step: int) -> int:
-        """Passes over the rows that are complete at the end of this step."""
+        """Return the passes over the rows that are complete at the end of this step."""
         return self.samples(step) // len(self.rows)
 
     # ---- The end
