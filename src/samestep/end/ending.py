@@ -29,7 +29,7 @@ _TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
 def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
-    """Saves the model of this step with its card.
+    """Save the model of this step with its card.
 
     Returns the model with all its weights, on the main process. All processes must call it.
     """
@@ -55,8 +55,8 @@ def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.
 
 
 def write_evaluation(training: Training, scores: dict) -> int:
-    """The end of `eval_only`: the scores of a checkpoint, and what the task reports of it; the exit
-    code."""
+    """End `eval_only`: write the scores of a checkpoint, and what the task reports of it; return
+    the exit code."""
     run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
     full_model = gather_model(run.accelerator, run.ranks, training.exported, run.new_model)
@@ -72,16 +72,16 @@ def write_evaluation(training: Training, scores: dict) -> int:
 
 
 def _leave_others(training: Training) -> bool:
-    """Ends the communication of the processes; whether this is the main one, which works on: what
-    it does may take longer than the timeout."""
+    """End the communication of the processes; return whether this is the main one, which works on:
+    what it does may take longer than the timeout."""
     training.run.leave(training)
     torch.set_num_threads(count_cores())  # the other processes have left their cores
     return training.accelerator.is_main_process
 
 
 def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
-    """Exports the last model or the best, writes how the run ended, and shows what the task reports
-    of the model; the exit code. `evaluate(training)` gives the scores of the model."""
+    """Export the last model or the best, write how the run ended, and show what the task reports of
+    the model; return the exit code. `evaluate(training)` gives the scores of the model."""
     run: Run = training.run
     exported = training.load_best() if run.cfg.export == "best" else training.step
     scores = training.scores
@@ -111,7 +111,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
 
 
 def report(training: Training, full_model: torch.nn.Module, output: Path) -> dict:
-    """Prints what the task shows of the newest evaluation, texts and pictures; returns it."""
+    """Print what the task shows of the newest evaluation, texts and pictures; return it."""
     run: Run = training.run
     if not hasattr(run.task, "report"):
         return {}
@@ -135,7 +135,7 @@ def report(training: Training, full_model: torch.nn.Module, output: Path) -> dic
 
 
 def ask_trained(run: Run, model: Any) -> list[dict]:
-    """What the trained model makes of the task's test inputs; raises ValueError if there are none.
+    """Ask the trained model the task's test inputs; raise ValueError if there are none.
 
     In the vocabulary of export_check.compare_outputs.
     """
@@ -156,8 +156,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
 
 
 def check_export(run: Run, model: torch.nn.Module) -> str:
-    """Compares the exported model with the trained one; the card says the result, which it
-    returns."""
+    """Compare the exported model with the trained one; write the result to the card; return it."""
     folder = run.output / "model"
     line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
@@ -180,7 +179,7 @@ def check_export(run: Run, model: torch.nn.Module) -> str:
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
-    """What is the same in the exported model, for a line; empty: there is nothing to compare.
+    """Say what is the same in the exported model, for a line; empty: nothing to compare.
 
     Raises what is wrong with it.
     """

@@ -25,7 +25,7 @@ CLASSES = {
 
 @torch.no_grad()
 def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a model makes of one row of inputs, (1, ...): about a thousand of its logits."""
+    """Return about a thousand logits of a model for one row of inputs, (1, ...), and more."""
     about: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
     if "input_ids" in inputs:
         about["tokens"] = inputs["input_ids"][0].tolist()
@@ -41,7 +41,7 @@ def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _read_inputs(reader: Any, given: Any) -> Any:
-    """What the exported tokenizer or image processor makes of what is given."""
+    """Let the exported tokenizer or image processor read what is given."""
     if not hasattr(reader, "apply_chat_template"):
         return reader(given, return_tensors="pt")
     if isinstance(given, list):
@@ -52,8 +52,8 @@ def _read_inputs(reader: Any, given: Any) -> Any:
 
 
 def load(folder: str, task: str | None, **options: Any) -> Any:
-    """What from_pretrained gives for a folder with its own generation config: adapters would get
-    that of their base model, which may stop at other tokens."""
+    """Load a folder by from_pretrained with its own generation config: adapters would get that of
+    their base model, which may stop at other tokens."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -65,13 +65,13 @@ def load(folder: str, task: str | None, **options: Any) -> Any:
 
 
 def architecture(folder: str | Path) -> str:
-    """The class that the config of an exported model names; empty: there is none."""
+    """Return the class that the config of an exported model names; empty: there is none."""
     names = read_json_object(Path(folder) / "config.json").get("architectures")
     return str(names[0]) if names and isinstance(names, list) else ""
 
 
 def _check_stop(model: Any, reader: Any) -> str:
-    """The special token that a chat template writes after an answer; empty: there is none.
+    """Return the special token that a chat template writes after an answer; empty: none.
 
     Raises ValueError if the model, made to generate that token alone, does not stop.
     """
@@ -91,7 +91,7 @@ def _check_stop(model: Any, reader: Any) -> str:
 
 
 def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: Any) -> dict:
-    """Loads an exported model on the CPU, and compares its outputs; raises ValueError.
+    """Load an exported model on the CPU, and compare its outputs; raise ValueError.
 
     Each of `asked` has what `ask` gave for the trained model, its `inputs`, and what was `given`: a
     text, two texts, a chat, an image. If that is None, the loaded model gets the same inputs: there
@@ -128,8 +128,8 @@ def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: An
 
 
 def compare_tensors(folder: str, model: torch.nn.Module) -> str:
-    """Loads an exported model by the class that its config names, on the CPU, and compares names,
-    shapes and values of all its tensors with those of the trained one. Gives a line; an empty one
+    """Load an exported model by the class that its config names, on the CPU, and compare names,
+    shapes and values of all its tensors with those of the trained one. Return a line; an empty one
     if that is no class of transformers, or none in the trained model.
 
     Raises ValueError unless one of the parts with this class, such as a student and its teacher, is
@@ -149,7 +149,7 @@ def compare_tensors(folder: str, model: torch.nn.Module) -> str:
 
 
 def _find_difference(trained: dict, loaded: dict) -> str:
-    """The first difference of two dicts of tensors; a dtype with more digits is none."""
+    """Return the first difference of two dicts of tensors; a dtype with more digits is none."""
     for name in [*trained, *loaded]:
         if name not in loaded:
             return f"it has no {name}, which the trained model has"
