@@ -24,7 +24,7 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
     problem, name, config = "", type(model).__name__, getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "sdpa")
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if any(windows):
+    if any(windows):  # accelerate would attend to all tokens: huggingface/accelerate#4177
         problem = f"{name} sees a window of {max(filter(None, windows))} tokens"
     if getattr(config, "output_router_logits", False):
         problem = f"the router's loss of {name} (output_router_logits) needs whole rows"
@@ -42,8 +42,8 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        # transformers would take the parts of a row for packed texts, and mask them. For a name
-        # that it does not know it makes no mask.
+        # transformers would take the parts of a row for packed texts, and mask them
+        # (huggingface/transformers#39194). For a name that it does not know it makes no mask.
         AttentionInterface.register("causal", sdpa_attention_forward)
         model.set_attn_implementation("causal")
 
@@ -77,7 +77,7 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
         if labels is not None and labels.shape == (rows, length) and "shift_labels" not in batch:
             batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         for name, values in batch.items():
-            # torch changes them in place, and other tensors may share their memory.
+            # torch changes them in place; others may share their memory (pytorch/pytorch#170200).
             batch[name] = values.clone(memory_format=torch.contiguous_format)
             if values.shape[:2] == (rows, length):
                 parts.append(batch[name])
@@ -110,11 +110,11 @@ def check_parts(
     parts = dict(whole)
     expected = {name: _sums_of(model, call, whole) for name, call in functions.items()}
     with split_rows(accelerator, parts):
-        found = {name: _sums_of(model, call, parts) for name, call in functions.items()}
+        actual = {name: _sums_of(model, call, parts) for name, call in functions.items()}
     tolerance = 1e-4 if accelerator.mixed_precision == "no" else 1e-2
     for name, sums in expected.items():
         for key, total in sums.items():
-            added = found[name][key]
+            added = actual[name][key]
             dist.all_reduce(added, group=mesh.get_group())
             if not torch.allclose(added, total, rtol=tolerance, atol=tolerance):
                 value = f"task.{name}[{key!r}]" if key else f"task.{name}"

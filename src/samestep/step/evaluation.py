@@ -28,6 +28,8 @@ class Evaluation:
     for batch in evaluation:
         evaluation.add(eval_sums(model, batch))
     sums = evaluation.sums()
+
+    rows: a dataset. plan: see EvaluationSampler. workers: see StepLoader.
     """
 
     def __init__(

@@ -74,16 +74,20 @@ def nodes_of(run: range) -> list[tuple[int, int]]:
 def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
     """Put the sum over all micro-batches into `total`, on each process of the group.
 
-    A reduce-scatter that adds in the order of the tree, then an all-gather. `runs` are those of the
-    processes of the group, which call it together.
+    A reduce-scatter that adds in the order of the tree, then an all-gather: process p gets part p,
+    (N / P,), of the nodes of all P processes, adds these up, and sends its sum to all.
+
+    total: (N,). nodes: of this process's run, each (N,); the last may be `total` itself, which is
+        overwritten last.
+    runs: those of the processes of the group, which call it together.
     """
     rank, count = dist.get_rank(group), len(runs)
     sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
-    cut = [node.tensor_split(count) for node in nodes]
+    split = [node.tensor_split(count) for node in nodes]
     # total[:0]: a process may have no node.
-    sent = torch.cat([total[:0], *(each[peer] for peer in range(count) for each in cut)])
+    sent = torch.cat([total[:0], *(parts[peer] for peer in range(count) for parts in split)])
     numbers = [len(nodes_of(run)) for run in runs]
-    received = sent.new_empty(sum(numbers), sizes[rank])
+    received = sent.new_empty(sum(numbers), sizes[rank])  # (nodes of all processes, N / P)
     dist.all_to_all_single(
         received.view(-1), sent, [n * sizes[rank] for n in numbers],
         [len(nodes) * size for size in sizes], group,
@@ -91,8 +95,8 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
     tree = TreeSum()
     for (first, size), part in zip(chain(*map(nodes_of, runs)), received, strict=True):
         tree.add(first, [part], size)
-    own = tree.total()[0]
-    dist.all_to_all_single(total, own.repeat(count), sizes, [sizes[rank]] * count, group)
+    part_sum = tree.total()[0]
+    dist.all_to_all_single(total, part_sum.repeat(count), sizes, [sizes[rank]] * count, group)
 
 
 def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
@@ -110,9 +114,9 @@ def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
     for places in pieces:
         vectors = [torch.cat([flat(sums[place]) for place in places]) for sums in nodes]
         exchange(vectors[-1], vectors, runs)
-        own = [nodes[-1][place] for place in places]
-        parts = vectors[-1].split([each.numel() for each in own])
-        for part, like in zip(parts, own, strict=True):
+        tensors = [nodes[-1][place] for place in places]
+        parts = vectors[-1].split([tensor.numel() for tensor in tensors])
+        for part, like in zip(parts, tensors, strict=True):
             totals.append(part.as_strided(like.shape, like.stride()))
     return totals
 
@@ -159,7 +163,7 @@ class ExactGradients(StepGradients):
         self.plan = plan
         self.accelerator.gradient_accumulation_steps = self.divisor = 1
         # A buffer's version counts its changes. In the first step its values are compared, too:
-        # torch.nn.functional.batch_norm changes them without a new version.
+        # torch.nn.functional.batch_norm changes them without a new version (pytorch/pytorch#13402).
         self.buffers = {
             name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
             for name, buffer in self.model.named_buffers()
@@ -173,18 +177,17 @@ class ExactGradients(StepGradients):
         """Take the gradient of micro-batch `number` out of the weights, and add it to the tree."""
         if self.sharded:  # FSDP has taken it
             return
-        found = []
+        grads = []
         for place, parameter in enumerate(self.parameters):
             grad, parameter.grad = parameter.grad, None
             self.used[place] += grad is not None
             if grad is None:  # it may have one in another micro-batch
                 grad = torch.zeros_like(parameter)
-            found.append(grad)
-        self.tree.add(number, found)
+            grads.append(grad)
+        self.tree.add(number, grads)
 
     def changed_buffer(self) -> UserError | None:
-        """Return the error for a buffer that this step has changed, as BatchNorm does; else
-        None."""
+        """Return the error for a buffer that this step has changed, as by BatchNorm; else None."""
         for name, buffer in self.model.named_buffers():
             old, version, values = self.buffers.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
@@ -199,8 +202,7 @@ class ExactGradients(StepGradients):
         return None
 
     def reduce(self) -> None:
-        """Bring the sums over the whole step to the weights of each process. If a process has a
-        problem, all raise it."""
+        """Bring the step's sums to the weights of each process; all raise what one has to raise."""
         if self.ranks.layout.fsdp:
             self.check_used()
         used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
@@ -218,15 +220,15 @@ class ExactGradients(StepGradients):
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
         """Make FSDP add the gradients of each block up a tree; it takes no mean."""
-        across, found = None, []
+        across, blocks = None, []
         if self.ranks.layout.dp_replicate > 1:
             across = self.accelerator.torch_device_mesh["dp_replicate"].get_group()
         for _, module in sharding.fsdp_modules(self.model):
-            found.append(_TreeReduceScatter(self, across))
-            module.set_custom_reduce_scatter(found[-1])
+            blocks.append(_TreeReduceScatter(self, across))
+            module.set_custom_reduce_scatter(blocks[-1])
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        return found
+        return blocks
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip as StepGradients.clip; add the squares in an order that no process decides."""
@@ -281,9 +283,9 @@ class _TreeReduceScatter:
             return
         if self.across:
             nodes, self.tree.nodes = [part for _, _, (part,) in self.tree.nodes], []
-            total, turns = nodes[-1], len(plan.run())
+            total, accumulation_steps = nodes[-1], len(plan.run())
             starts = [plan.run(i * group.size())[0] for i in range(self.across.size())]
-            runs = [range(start, start + turns * group.size()) for start in starts]
+            runs = [range(start, start + accumulation_steps * group.size()) for start in starts]
             exchange(total, nodes, runs, self.across)
         else:
             (total,) = self.tree.total()
@@ -292,8 +294,7 @@ class _TreeReduceScatter:
 
 
 class _WaitForAllGradients(torch.autograd.Function):
-    """Gives its inputs back: in the backward pass none of their gradients goes on before all of
-    them are complete."""
+    """Gives its inputs back; in the backward pass no gradient goes on before all are complete."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -306,8 +307,7 @@ class _WaitForAllGradients(torch.autograd.Function):
 
 def sum_inside_blocks(module: torch.nn.Module) -> None:
     """Add the gradients of an input of a block inside the block, before those of other blocks, as
-    FSDP does. It shows where blocks share an input, as decoders do with what the encoder
-    returns."""
+    FSDP does. It shows where blocks share an input, as decoders do with the encoder's outputs."""
 
     def separate(_, positional, named):
         values = [*positional, *named.values()]
@@ -346,8 +346,8 @@ def _norm_by_rows(grads: Tensors) -> torch.Tensor:
             shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
             group = grad.device_mesh.get_group(shard)
             first = math.ceil(grad.shape[0] / group.size()) * group.rank()
-            own, squares = squares, squares.new_zeros(grad.shape[0])
-            squares[first : first + len(own)] = own
+            local_squares, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(local_squares)] = local_squares
         rows.append(squares)
     everywhere = torch.cat(rows)
     if group:

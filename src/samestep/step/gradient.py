@@ -31,8 +31,8 @@ class StepGradients:
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         alike.say_kinds(ranks, model)
-        # Under no_sync FSDP keeps whole gradients, which takes the memory that it saves. The end of
-        # a loader of the script ends no accumulation.
+        # Under no_sync FSDP keeps full gradients, the memory that it saves; the end of a loader of
+        # the script would end an accumulation: huggingface/accelerate#2531, #3017.
         more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
         accelerator.gradient_state.plugin_kwargs.update(more)
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
@@ -48,15 +48,14 @@ class StepGradients:
         if self.steps == 2:
             alike.check_alike(self.ranks, self.model, "after the first step")
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
-        turns = len(plan.run())
-        self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
-        self.divisor = turns * self.ranks.layout.averaged
+        accumulation_steps = len(plan.run())
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = accumulation_steps, 0
+        self.divisor = accumulation_steps * self.ranks.layout.averaged
         for parameter in self.parameters:  # also of those that the optimizer does not have
             parameter.grad = None
 
     def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss; one that is not finite becomes NaN, so that all processes skip the
-        step."""
+        """Return the loss, or NaN if it is not finite, so that all processes skip the step."""
         if not self.is_checked:
             self.is_checked = True
             with self.ranks.fail_together():
@@ -78,7 +77,7 @@ class StepGradients:
             self.drop_unused(self.used)
 
     def drop_unused(self, used: list[int]) -> None:
-        """Remove the gradient of a weight that no micro-batch has used: the weight would decay."""
+        """Remove gradients, zeros, of weights that no micro-batch has used: these would decay."""
         for parameter, count in zip(self.parameters, used, strict=True):
             if not count:
                 parameter.grad = None

@@ -72,8 +72,8 @@ class StepLoader:
         micro_batches, problem = catch(self.read)
         self.micro_batches = micro_batches or []
         counted = self.micro_batches if self.ranks.layout.leads else []  # a replica counts once
-        num_items = sum(each.num_items for each in counted)
-        ids_hash = int(np.sum([each.ids_hash for each in counted], dtype=np.int64))
+        num_items = sum(micro_batch.num_items for micro_batch in counted)
+        ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
         facts = StepFacts(num_items, ids_hash, self.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
@@ -100,15 +100,14 @@ class StepLoader:
         return bool(self.pending and StepFacts(*self.pending.wait()).stop)
 
     def last_of_lanes(self) -> dict[int, int]:
-        """Return the sample with which each lane of a stream ends in the step, by lane, on the
-        process that has read it."""
-        found = {}
+        """Return the last sample of each lane of a stream in the step, of those read here."""
+        last = {}
         share = self.plan.samples // self.rows.dataset.lanes
-        for each in self.micro_batches:
-            places = self.plan.positions(range(1, self.plan.samples + 1), each.number)
-            pairs = zip(places, each.ids.tolist(), strict=True)
-            found |= {end // share: sample for end, sample in pairs if end % share == 0}
-        return found
+        for micro_batch in self.micro_batches:
+            places = self.plan.positions(range(1, self.plan.samples + 1), micro_batch.number)
+            pairs = zip(places, micro_batch.ids.tolist(), strict=True)
+            last |= {end // share: sample for end, sample in pairs if end % share == 0}
+        return last
 
 
 def make_loader(
@@ -132,7 +131,7 @@ def make_loader(
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
         worker_init_fn=ignore_signals,
-        # Otherwise DataLoader advances the global generator, and changes dropout.
+        # Or DataLoader advances the global generator, and changes dropout: pytorch/pytorch#122697.
         generator=torch.Generator(),
     )
 

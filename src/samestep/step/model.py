@@ -86,7 +86,7 @@ class TaskModule(torch.nn.Module):
     def forward(self, function, batch):
         with self.context():
             result = function(self.model, batch)
-        # accelerate makes it float32.
+        # accelerate makes it float32: huggingface/accelerate#134.
         if torch.is_tensor(result) and result.dtype in HALF and not torch.compiler.is_compiling():
             self.rounded = str(result.dtype).removeprefix("torch.")
         return result
@@ -101,8 +101,8 @@ class TaskModule(torch.nn.Module):
 
     def tie_weights(self) -> None:
         """Tie weights that were tied: accelerate asks for it after it has replaced them."""
-        for first, *others in self.tied:
-            for name in others:
+        for first, *aliases in self.tied:
+            for name in aliases:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
@@ -110,7 +110,7 @@ class TaskModule(torch.nn.Module):
 def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the largest modules that have weights, of which none trains."""
     weights = [*module.parameters()]
-    if weights and not any(each.requires_grad for each in weights):
+    if weights and not any(weight.requires_grad for weight in weights):
         yield module
         return
     for child in module.children():
@@ -120,7 +120,7 @@ def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether a part of the model is compiled: by Module.compile, or by torch.compile, which
     wraps it, as accelerate's compile_regions does."""
-    return any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
+    return any(m._compiled_call_impl or hasattr(m, "_orig_mod") for m in model.modules())
 
 
 def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
@@ -209,7 +209,7 @@ def sync_batch_norms(
 
     BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
     With GroupNorm and LayerNorm it does not. SyncBatchNorm waits for all GPUs in each micro-batch.
-    Raises UserError if their shares are not equal: some would wait for ever.
+    Raises UserError if their shares are not equal: some would wait for ever, pytorch/pytorch#38174.
     """
     kinds = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kinds) for module in model.modules()):

@@ -1,8 +1,7 @@
 """The order of the samples: which row each position of a run takes, as a function of the seed.
 
 Any position is found at once. The positions go round the sources of the data, in proportion to
-their weights. Each source passes over its rows again and again, each pass in a permutation of its
-own.
+their weights. Each source passes over its rows again and again, each time in another permutation.
 
 Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
@@ -45,8 +44,7 @@ def hash_integers(*words: int) -> int:
 
 
 def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarray:
-    """Permute places below `sizes`: each key has a permutation of the places below its size.
-    `back`: the inverse.
+    """Permute places below `sizes`: each key has a permutation below its size; `back`: the inverse.
 
     All are uint64, and broadcast to the shape of `places`. It is a Feistel network over the pairs
     (p % a, p // a), where a * b just covers the size, applied again to the few values that fall
@@ -63,11 +61,11 @@ def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarra
         a, key = widths[outside], keys[outside]
         b = (sizes[outside] + a - np.uint64(1)) // a
         right, left = np.divmod(places[outside], a)
-        turns = range(24)  # with 12, tiny data sets still showed a pattern
-        for turn in reversed(turns) if back else turns:
+        rounds = range(24)  # with 12, tiny data sets still showed a pattern
+        for number in reversed(rounds) if back else rounds:
             if back:
                 left, right, a, b = right, left, b, a
-            moved = hash64(key + np.uint64(turn << 32) + right)
+            moved = hash64(key + np.uint64(number << 32) + right)
             left = (left + (a - moved % a if back else moved)) % a
             if not back:
                 left, right, a, b = right, left, b, a
@@ -88,21 +86,21 @@ def mix(weights: Sequence[int]) -> np.ndarray:
     After any number of positions each of k sources has had its share to 1 - 1/(2k - 2) samples at
     most, the least that is always possible (Tijdeman, "The chairman assignment problem", 1980).
 
-    Turn j of a source may come when its share has grown to j + margin, and must before its share
+    Slot j of a source may come when its share has grown to j + margin, and must before its share
     exceeds j + 1 - margin. Among those that may, the one that must first is taken.
     """
     period, parts = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / parts
-    turns = []
+    slots = []
     for source, weight in enumerate(weights):
         for j in range(weight):
             earliest = -(-(parts * j + 1) * period // (parts * weight))
             latest = (parts * j + parts - 1) * period // (parts * weight) + 1
-            turns.append((earliest, latest, source))
-    turns.sort(reverse=True)
+            slots.append((earliest, latest, source))
+    slots.sort(reverse=True)
     table, waiting = [], []
     for position in range(1, period + 1):
-        while turns and turns[-1][0] <= position:
-            _, latest, source = turns.pop()
+        while slots and slots[-1][0] <= position:
+            _, latest, source = slots.pop()
             heapq.heappush(waiting, (latest, source))
         table.append(heapq.heappop(waiting)[1])
     return np.array(table)
@@ -117,16 +115,17 @@ class Mixture:
     def __init__(self, weights: Sequence[int], places: Sequence[int]):
         weights = [weight // math.gcd(*weights) for weight in weights]
         self.weights, self.places = np.array(weights, np.uint64), np.array(places, np.uint64)
-        self.table = mix(weights)
-        self.turns = np.zeros(len(self.table), np.uint64)  # earlier ones of the same source
+        self.table = mix(weights)  # (period,) int64
+        self.earlier = np.zeros(len(self.table), np.uint64)  # of the same source, in the period
         for source, weight in enumerate(weights):
-            self.turns[self.table == source] = np.arange(weight)
+            self.earlier[self.table == source] = np.arange(weight)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each position, (N,) int64, and its place there, (N,) uint64."""
-        periods, turns = np.divmod(positions, np.uint64(len(self.table)))
-        sources, turns = (each[turns.astype(np.int64)] for each in (self.table, self.turns))
-        return sources, self.places[sources] + periods * self.weights[sources] + turns
+        periods, offsets = np.divmod(positions, np.uint64(len(self.table)))
+        offsets = offsets.astype(np.int64)
+        sources, earlier = self.table[offsets], self.earlier[offsets]
+        return sources, self.places[sources] + periods * self.weights[sources] + earlier
 
     def count(self, samples: int) -> list[int]:
         """Return the place of each source after so many samples."""
@@ -182,11 +181,11 @@ class SampleOrder:
     def __init__(
         self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
     ):
-        mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
-        names = [each.name for each in sources] if len(sources) > 1 else [""]
+        mixture = mixture or first_mixture({source.name: int(source.weight) for source in sources})
+        names = [source.name for source in sources] if len(sources) > 1 else [""]
         weights, places = zip(*(mixture["sources"][name] for name in names), strict=True)
         self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
-        sizes = [int(each.rows) for each in sources] or [rows]
+        sizes = [int(source.rows) for source in sources] or [rows]
         seeds = [seed_of(seed, name) for name in names]
         self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
@@ -203,7 +202,7 @@ class SampleOrder:
 
     def ids(self, positions: Any) -> np.ndarray:
         """Return the sample ids at these positions, (N,) int64."""
-        pairs = [divmod(int(each) - int(self.first), self.block) for each in positions]
+        pairs = [divmod(int(position) - int(self.first), self.block) for position in positions]
         return np.array([self.compute(number)[place] for number, place in pairs], np.int64)
 
     @functools.lru_cache(64)  # noqa: B019  a run has one order; 64 kB a block
@@ -213,6 +212,6 @@ class SampleOrder:
         ids = np.empty(self.block, np.int64)
         sources, places = self.mixture.locate(positions)
         for source, (first, size, seed) in enumerate(self.orders):
-            own = sources == source
-            ids[own] = first + sample_ids(places[own], size, seed)
+            mask = sources == source
+            ids[mask] = first + sample_ids(places[mask], size, seed)
         return ids

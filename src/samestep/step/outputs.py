@@ -1,7 +1,6 @@
 """Gathers what a task's eval_outputs returns for each row of an evaluation, in their order.
 
-A score that is no sum over rows, such as AUC, needs all of them at once. EvaluationSums (sums.py)
-keeps totals alone.
+A score that is no sum over rows, such as AUC, needs all at once; sums.py keeps totals alone.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ class EvaluationOutputs:
         All processes must call it.
         """
         self.ranks.raise_everywhere(self.problem)
-        parts = [part for each in self.ranks.gather_on_main(self.parts) for part in each]
+        parts = [part for parts in self.ranks.gather_on_main(self.parts) for part in parts]
         self.parts, merged = [], None
         with self.ranks.fail_together():
             if parts:
@@ -73,8 +72,8 @@ def merge(parts: list[Part], rows: int) -> Batch:
 
     Raises ValueError if batches differ in the names, types or dimensions of their outputs.
     """
-    first, *others = (describe(part) for part in parts)
-    for other in others:
+    first, *rest = (describe(part) for part in parts)
+    for other in rest:
         if other != first:
             raise ValueError(
                 f"task.eval_outputs returns tensors {first} for one batch, and {other} for "
@@ -84,18 +83,18 @@ def merge(parts: list[Part], rows: int) -> Batch:
     merged = {}
     for name, values in [*parts[0].arrays.items()]:
         sizes = [part.arrays[name].shape[1:] for part in parts]
-        shape = [max(each) for each in zip(*sizes, strict=True)]
+        shape = [max(lengths) for lengths in zip(*sizes, strict=True)]
         padding = PADDING
         if values.dtype.kind in "bu":
             padding = 0
         whole = np.full((rows, *shape), padding, values.dtype)
         for part in parts:
-            own = part.arrays.pop(name)  # its memory is free then
-            whole[(part.ids, *map(slice, own.shape[1:]))] = own
+            array = part.arrays.pop(name)  # its memory is free then
+            whole[(part.ids, *map(slice, array.shape[1:]))] = array
         merged[name] = torch.from_numpy(whole)
     return merged
 
 
 def describe(part: Part) -> dict[str, str]:
     """Describe what must be the same for all batches: type and number of dimensions."""
-    return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}
+    return {name: f"{array.dtype}, {array.ndim}D" for name, array in part.arrays.items()}

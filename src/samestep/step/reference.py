@@ -21,8 +21,8 @@ def permute(place: int, size: int, key: int) -> int:
     while True:
         right, left = divmod(place, width)
         a, b = width, height
-        for turn in range(24):
-            left = (left + hash_integers(key + (turn << 32) + right)) % a
+        for number in range(24):
+            left = (left + hash_integers(key + (number << 32) + right)) % a
             left, right, a, b = right, left, b, a
         place = right * width + left
         if place < size:
@@ -33,8 +33,8 @@ def samples_of_step(step: int, global_batch_size: int, rows: int, seed: int) -> 
     """Return the ids of a step's samples, counted from 1: pass after pass over all rows."""
     samples = []
     for position in range((step - 1) * global_batch_size, step * global_batch_size):
-        turn, place = divmod(position, rows)
-        samples.append(permute(place, rows, hash_integers(seed, turn)))
+        passes, place = divmod(position, rows)
+        samples.append(permute(place, rows, hash_integers(seed, passes)))
     return samples
 
 
@@ -61,4 +61,4 @@ def exact_gradient(
     for batch in batches:
         loss = loss_sum(model, batch) * (1 / items)
         gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
-    return [tree_sum(each) for each in zip(*gradients, strict=True)]
+    return [tree_sum(of_weight) for of_weight in zip(*gradients, strict=True)]

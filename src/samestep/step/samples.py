@@ -37,14 +37,15 @@ class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
     A batch has micro_batch_size rows, and none has rows of two sources; the batches of all sources
-    are numbered through, as those of one step, `plan`. All ranks get as many as the busiest, since
-    a sharded model computes on all at once; what is added holds the position past the last row,
-    without weight.
+    are numbered through, as those of one step, `self.plan`. All ranks get as many as the busiest,
+    since a sharded model computes on all at once; what is added is the position past the last row.
+
+    plan: of a step of training, for its micro_batch_size and, in proportion, its shares.
     """
 
     def __init__(self, plan: StepPlan, rows: "SampleDataset"):
         self.size, self.rows = plan.micro_batch_size, rows
-        self.counts = [-(-each // self.size) for each in rows.source_sizes]  # batches of each
+        self.counts = [-(-samples // self.size) for samples in rows.source_sizes]  # batches of each
         # All batches at once, so some ranks may have none of a source.
         shares = assign_micro_batches(sum(self.counts), plan.shares)
         self.plan = StepPlan(len(rows), self.size, shares, plan.rank)
@@ -59,17 +60,17 @@ class EvaluationSampler:
             yield number, int(sources[number])
 
     def __iter__(self):
-        run, number, first = self.plan.run(), 0, 0  # those of the next source
+        run, first_batch, first_row = self.plan.run(), 0, 0  # those of the next source
         for samples, count in zip(self.rows.source_sizes, self.counts, strict=True):
-            own = range(max(run.start, number), min(run.stop, number + count))
-            positions: Sequence[int] = range(first, first + samples)
-            if own:
+            batches = range(max(run.start, first_batch), min(run.stop, first_batch + count))
+            positions: Sequence[int] = range(first_row, first_row + samples)
+            if batches:
                 positions = self.rows.sort(positions)
-            for each in own:
-                begin = (each - number) * self.size
+            for batch in batches:
+                begin = (batch - first_batch) * self.size
                 yield list(positions[begin : begin + self.size])
-            number, first = number + count, first + samples
-        yield from [[first]] * (len(self) - len(run))
+            first_batch, first_row = first_batch + count, first_row + samples
+        yield from [[first_row]] * (len(self) - len(run))
 
 
 class SampleDataset(torch.utils.data.Dataset):
@@ -77,8 +78,7 @@ class SampleDataset(torch.utils.data.Dataset):
 
     With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
     the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
-    and a position past the end gives (-1, first row). A stream (text/lanes.py) gives the ids
-    of its samples itself.
+    and a position past the end gives (-1, first row). A stream (text/lanes.py) gives ids itself.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SampleDataset(torch.utils.data.Dataset):
     ):
         self.dataset, self.seed = dataset, seed
         self.sources = inputs.list_sources(dataset, training=seed is not None)
-        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        self.source_sizes = [int(source.rows) for source in self.sources] or [len(dataset)]
         self.order, self.is_stream = None, isinstance(dataset, inputs.Stream)
         if seed is not None and not self.is_stream:
             self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
@@ -239,5 +239,5 @@ def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
         batch, (items, _), _ = collate(task, [sample])
         if items:
             sized.append((inputs.size_of(batch), sample))
-    sized.sort(key=lambda each: each[0])
+    sized.sort(key=lambda pair: pair[0])
     return [sample for _, sample in [*sized[:7], *sized[7:][-1:]]] or samples[:1]

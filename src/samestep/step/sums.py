@@ -43,8 +43,8 @@ class EvaluationSums:
 
         Raises UserError if batches differ in the names or shapes of their sums.
         """
-        first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
-        for other in [each for each in others if each != first]:
+        first, *rest = (layout for layouts in ranks.gather(self.layouts) for layout in layouts)
+        for other in [layout for layout in rest if layout != first]:
             raise UserError(
                 f"task.eval_sums returns tensors {first} for one batch, and {other} for another; "
                 "return the same for all"
@@ -60,8 +60,8 @@ class EvaluationSums:
         if ranks.layout.replica_size > 1:  # each has the sums of its parts of the rows, or zeros
             total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.adds))
         totals = []
-        for own in total.view(self.sources, -1):
-            parts = own.split([math.prod(shape) for shape in first.values()])
+        for source_sums in total.view(self.sources, -1):
+            parts = source_sums.split([math.prod(shape) for shape in first.values()])
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})
         return totals

@@ -62,8 +62,8 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
     step of a start: `for _ in backward_passes(...): loss().backward()`.
 
     Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
-    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass,
-    and rounds in another way with others: a run that resumes has those of an uninterrupted one.
+    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass
+    (pytorch/pytorch#44326), and rounds in another way with others: a resumed run has the same ones.
     """
     if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
         return
@@ -78,8 +78,7 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
 
 
 def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Raise UserError unless a backward pass has given each weight a gradient, on all processes; a
-    process alone remarks it."""
+    """Raise UserError for weights without a gradient on a process; a process alone remarks them."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
     pairs = zip(trained, used, strict=True)
@@ -122,8 +121,8 @@ def _no_gradient(names: list[str]) -> str:
 
 def random_state(device: torch.device) -> str:
     """Hash where the global generators stand."""
-    python, numpy, *others = _random_states(device)
-    states = [python, numpy[1].tolist(), numpy[2], *(each.tolist() for each in others)]
+    python, numpy, *of_device = _random_states(device)
+    states = [python, numpy[1].tolist(), numpy[2], *(state.tolist() for state in of_device)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
@@ -147,16 +146,16 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
         return _differ_by_item(place, together, alone)
     for key, value in together.sums.items():
         name = f"{place}: {key!r}" if key else place
-        own = [each.sums[key].double() for each in alone]
-        if any(each.shape != value.shape for each in own):
+        separate = [computed.sums[key].double() for computed in alone]
+        if any(sums.shape != value.shape for sums in separate):
             raise ValueError(
                 f"{name} has the shape {(*value.shape,)} for {len(alone)} rows and "
-                f"{(*own[0].shape,)} for one; give a sum over the rows"
+                f"{(*separate[0].shape,)} for one; give a sum over the rows"
             )
         if not value.numel():
             continue
-        total = torch.stack(own).sum(0)
-        size = max(float(torch.stack(own).abs().sum(0).max()), SMALLEST)
+        total = torch.stack(separate).sum(0)
+        size = max(float(torch.stack(separate).abs().sum(0).max()), SMALLEST)
         if float((value.double() - total).abs().max()) > limit * size:
             return described(name, float(value.sum()), float(total.sum()), len(alone))
     return ""
@@ -164,7 +163,7 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
 
 def _differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
     """Compare as `differ`, by the loss per item: whether it is less than half of that of each."""
-    counted = [(float(each.sums[""]), each.num_items) for each in alone]
+    counted = [(float(computed.sums[""]), computed.num_items) for computed in alone]
     counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
     total = sum(loss for loss, _ in counted)
     per_item = total / max(sum(items for _, items in counted), 1)
