@@ -83,8 +83,8 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
     try:
         yield
     except Exception as error:
-        found = re.search(r"os error (\d+)", str(error))  # safetensors
-        number = int(found[1]) if found else getattr(error, "errno", None)
+        match = re.search(r"os error (\d+)", str(error))  # safetensors
+        number = int(match[1]) if match else getattr(error, "errno", None)
         written = total_size(partial)
         if shutil.disk_usage(partial.parent).free < 1e6 + written / 10:
             number = errno.ENOSPC
@@ -114,8 +114,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict]:
     """Flush files to the disk; return their sizes and SHA-256, as `describe_files` does.
 
-    The processes share the work: each takes one of `shares` parts of the files, after all of them
-    have been written.
+    Each process takes one of `shares` parts of the files, after all of them have been written.
     """
     names = [*_file_sizes(partial)][share::shares]
     for name in names:
@@ -212,10 +211,10 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, dict]:
         for name in names:
             path = folder / name
             size = path.stat().st_size
-            found = [pool.submit(_hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
-            first, *others = (each.result() for each in found)
-            joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
-            described[name] = {"bytes": size, "sha256": joined if others else first}
+            blocks = [pool.submit(_hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
+            first, *rest = (block.result() for block in blocks)
+            joined = hashlib.sha256("".join([first, *rest]).encode()).hexdigest()
+            described[name] = {"bytes": size, "sha256": joined if rest else first}
     return described
 
 
@@ -260,8 +259,8 @@ def verify(path: Path, hashed: bool = True) -> dict:
             raise ValueError(f"{path / name} {problem}")
         changed = [name for name in sizes if sizes[name] != saved[name]["bytes"]]
         if hashed and not changed:
-            found = describe_files(path, [*sizes])
-            changed = [name for name in sizes if found[name] != saved[name]]
+            current = describe_files(path, [*sizes])
+            changed = [name for name in sizes if current[name] != saved[name]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     if changed:
@@ -391,8 +390,8 @@ def flatten(config: dict) -> dict:
     """Return a config without nesting. Fields of the task are called task.FIELD, as flags are."""
     if not isinstance(config.get("task"), dict):  # a script may call any setting so
         return config
-    found = {name: value for name, value in config.items() if name != "task"}
-    return found | {f"task.{name}": value for name, value in config["task"].items()}
+    flat = {name: value for name, value in config.items() if name != "task"}
+    return flat | {f"task.{name}": value for name, value in config["task"].items()}
 
 
 def result_settings(manifest: dict, effects: dict) -> dict:
@@ -402,8 +401,8 @@ def result_settings(manifest: dict, effects: dict) -> dict:
     """
     settings = flatten(manifest.get("config", {})).items()
     free = ("nothing", "rounding")
-    found = {name: value for name, value in settings if effects.get(name) not in free}
-    return found | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
+    chosen = {name: value for name, value in settings if effects.get(name) not in free}
+    return chosen | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
 
 
 def differences(before: dict, after: dict) -> dict[str, list]:
@@ -422,11 +421,12 @@ def check_settings(
 ) -> dict[str, list]:
     """Compare a checkpoint's manifest with the current one; return the differences.
 
-    `defaults`: of fields; a field that is new in the code changes nothing where it has its own.
-    Raises ValueError if the result would change and `accept` is false. For `effects` see
-    `result_settings`.
+    path: of the checkpoint. effects: see `result_settings`. accept: whether the result may change.
+    defaults: of fields; a field that is new in the code changes nothing where it has its default.
+
+    Raises ValueError if the result would change and may not, or the weights mean something else.
     """
-    other = "give the old settings, or another folder"
+    remedy = "give the old settings, or another folder"
     if saved.get("identity", "") != current.get("identity", ""):
         kind = "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
@@ -438,12 +438,12 @@ def check_settings(
     before, after = result_settings(saved, effects), result_settings(current, effects)
     new = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: value for n, value in after.items() if n not in new})
-    made = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
+    reason = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
     same_data = saved.get("prepared") == current.get("prepared", "") != ""
     if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
-        made = f"task.views gives other rows of the same data than at an earlier start: {made}"
+        reason = f"task.views gives other rows of the same data than at an earlier start: {reason}"
     if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
-        raise ValueError(f"{made}, and a stream resumes over the same shards alone; {other}")
+        raise ValueError(f"{reason}, and a stream resumes over the same shards alone; {remedy}")
     if changed and not accept:
-        raise ValueError(f"{made}; {other}, or accept_changes to resume with the new ones")
+        raise ValueError(f"{reason}; {remedy}, or accept_changes to resume with the new ones")
     return changed

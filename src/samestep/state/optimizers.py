@@ -18,13 +18,13 @@ States = dict[torch.Tensor, dict[str, Any]]  # of each weight
 
 def restore(optimizer: torch.optim.Optimizer, states: States) -> None:
     """Give the optimizer this state, and no other, as it was saved: its own `load_state_dict` would
-    round it to the types of the weights.
+    round it to the types of the weights (pytorch/pytorch#43706).
 
     Raises UserError for an optimizer whose `state` is made anew each time it is asked for.
     """
     optimizer.state.clear()
     optimizer.state.update(states)
-    if any(optimizer.state.get(p) is not each for p, each in states.items()):
+    if any(optimizer.state.get(p) is not state for p, state in states.items()):
         raise UserError(
             f"build_optimizer: {type(optimizer).__name__} does not keep the state of a checkpoint; "
             "write one class that keeps all of it in `state`, by weight, and `param_groups`, as "

@@ -71,8 +71,7 @@ def _describe_sharding(layout: Layout) -> str:
 
 
 def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str, Any]:
-    """Describe the hardware of all processes, as a manifest has it; `numbers`: see `versions`. All
-    processes must call it."""
+    """Describe the hardware of all processes, which must call it. `numbers`: see `versions`."""
     name = {"cpu": numbers["cpu"], "cuda": numbers.get("gpu")}.get(device_type, device_type)
     return {
         "processes": ranks.layout.processes,
@@ -154,19 +153,19 @@ def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
     Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
     count.
     """
-    found = []
+    statements = []
     for number, node in enumerate(ast.parse(path.read_bytes()).body):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         name = getattr(node, "name", "")
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
             name = targets[0].id
         if isinstance(node, ast.ClassDef) and name == "TaskConfig":
-            kept = [each for each in node.body if not _is_field(each)]
+            kept = [statement for statement in node.body if not _is_field(statement)]
             node.body = kept or ast.parse("pass").body
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if number or not is_text:
-            found.append((name, node))
-    return found
+            statements.append((name, node))
+    return statements
 
 
 def _is_field(node: ast.stmt) -> bool:
@@ -205,7 +204,7 @@ def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
     for file in before.keys() & now.keys():
         changed |= differences(before[file], now[file])
     named = {f"code {name}": changed[name] for name in sorted(changed)}
-    return named | differences(*({"library": each.get("library")} for each in (saved, manifest)))
+    return named | differences(*({"library": m.get("library")} for m in (saved, manifest)))
 
 
 # ---- Since the checkpoint ------------------------------------------------------------------------
@@ -218,7 +217,7 @@ def compare(
     for the arguments, and what is refused, see checkpoints.check_settings."""
     changed = check_settings(path, saved, manifest, effects, accept, defaults)
     changed |= _changed_code(saved, manifest)
-    return changed, [f"changed since the checkpoint: {each}" for each in describe_changes(changed)]
+    return changed, [f"changed since the checkpoint: {line}" for line in describe_changes(changed)]
 
 
 def describe_changes(changes: dict[str, list]) -> list[str]:

@@ -119,7 +119,7 @@ class Saver:
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
+            files = {name: about for part in ranks.gather(hashed) for name, about in part.items()}
             # DeepSpeed's files have no hash of the state.
             self.hashed = state_hash.describe_state(partial, [*files] if share else [], ranks)
             manifest |= {"state": self.hashed["state"], "previous": self.previous}
@@ -198,12 +198,12 @@ class Saver:
 
     def load_best(self) -> int | None:
         """Load the weights with the smallest eval_loss; return their step, None without any."""
-        found: Any = (None, {}, "")
+        best: Any = (None, {}, "")
         is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
         with self.ranks.fail_together():
             if self.main and not is_newest:
-                found = checkpoints.find_best(self.folder, self.best)
-        path, saved, lost = self.ranks.from_main(found)
+                best = checkpoints.find_best(self.folder, self.best)
+        path, saved, lost = self.ranks.from_main(best)
         if lost:
             print_on_main(f"{lost}: the last model is exported, not the best")
             return None

@@ -81,7 +81,7 @@ def hash_tensors(
 ) -> dict[str, list]:
     """Return dtype, shape and SHA-256 of tensors by name, of one of `shares` parts of them."""
     tensors = _list_tensors(folder, files)
-    sizes = {name: sum(part.size for part in each.parts) for name, each in tensors.items()}
+    sizes = {name: sum(part.size for part in tensor.parts) for name, tensor in tensors.items()}
     names = sorted(tensors, key=lambda name: (-sizes[name], name))[share::shares]
     with hashing_threads() as pool:
         digests = pool.map(_hash_tensor, [tensors[name] for name in names])
@@ -105,9 +105,9 @@ def describe_state(folder: Path, files: list[str], ranks: Any) -> dict[str, Any]
         return {"state": ""}
     began = time.perf_counter()
     with ranks.fail_together():
-        own = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
-    found = {name: about for each in ranks.gather(own) for name, about in each.items()}
-    return {"state": state_of(found), "hash_seconds": time.perf_counter() - began}
+        share = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
+    tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
+    return {"state": state_of(tensors), "hash_seconds": time.perf_counter() - began}
 
 
 def chain_hash(manifest: dict) -> str:

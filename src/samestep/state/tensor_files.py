@@ -60,7 +60,7 @@ def write_share(share: Share, folder: Path) -> None:
         parts[name] = part.clone() if storage in storages else part  # safetensors refuses two views
         storages.add(storage)
     if parts:
-        # One entry: safetensors writes several in any order, and the same state is the same bytes.
+        # One entry, for the same bytes: several get any order (safetensors/safetensors#584).
         metadata = {PLACES: json.dumps(share.places, sort_keys=True)}
         save_file(parts, folder / f"rank-{share.rank:05}.safetensors", metadata)
 

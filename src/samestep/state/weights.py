@@ -114,18 +114,17 @@ class TrainingState:
 
     def pack_others(self) -> tuple[dict, packing.Tensors]:
         """Pack the states of `others` and the optimizer's settings: JSON, and their tensors."""
-        states = {name: each.state_dict() for name, each in self.others().items()}
+        states = {name: owner.state_dict() for name, owner in self.others().items()}
         for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
             states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
         packed, tensors = {}, {}
         for name, state in states.items():
-            packed[name], found = packing.pack(state, name)
-            tensors |= found
+            packed[name], state_tensors = packing.pack(state, name)
+            tensors |= state_tensors
         return packed, tensors
 
     def read_others(self, reader: TensorReader, saved: dict) -> dict[str, Any]:
-        """Read what `pack_others` has saved, by its names. `saved`: the manifest of the
-        checkpoint."""
+        """Read what `pack_others` has saved, by its names. saved: the checkpoint's manifest."""
         tensors, current = {}, self.pack_others()[1]
         for name in packing.tensor_names([*saved["others"].values()]):
             shape, dtype = reader.shapes[name], reader.dtypes[name]
@@ -155,10 +154,10 @@ class TrainingState:
             is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        others, found = self.pack_others()
+        others, other_tensors = self.pack_others()
         # Their numbers are those of the main process, too.
         is_main = self.accelerator.is_main_process
-        tensors |= {name: each for name, each in found.items() if is_main or is_dtensor(each)}
+        tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
@@ -192,13 +191,13 @@ class TrainingState:
         optimizers keep state among them.
         """
         before, now = saved["optimizer"], settings_as_text(self.settings)
-        kinds = [" and ".join(group["class"] for group in each) for each in (before, now)]
+        kinds = [" and ".join(group["class"] for group in groups) for groups in (before, now)]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
             )
-        rates = [{group.get("initial_lr") for group in each} for each in (before, now)]
+        rates = [{group.get("initial_lr") for group in groups} for groups in (before, now)]
         if not self.sets_lr and {None} not in rates and rates[0] != rates[1]:
             raise ValueError(
                 f"{path} has a scheduler with the learning rate {rates[0].pop()}, which it keeps, "
@@ -257,8 +256,8 @@ class TrainingState:
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
         states = self.read_others(reader, saved)
-        for name, each in objects.items():
-            each.load_state_dict(states[name])
+        for name, owner in objects.items():
+            owner.load_state_dict(states[name])
 
     def load_moments(self, reader: TensorReader) -> None:
         """Give the optimizer the state that was saved for each weight, and no other."""
@@ -309,14 +308,14 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
 
 def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
     """Return bit sums of the buffers that a model leaves out of its state_dict, by name."""
-    found = {}
+    sums = {}
     for prefix, module in model.named_modules():
         if "longrope" in str(getattr(module, "rope_type", "")):  # sets its own in each forward pass
             continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] in module._non_persistent_buffers_set:
-                found[bare_name(name)] = bit_sums(buffer).tolist()
-    return found
+                sums[bare_name(name)] = bit_sums(buffer).tolist()
+    return sums
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
@@ -337,8 +336,7 @@ def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
 def _empty_moment(
     parameter: torch.Tensor, key: str, group: dict, reader: TensorReader, name: str
 ) -> torch.Tensor:
-    """Make a tensor to read a moment into: on the device and sharded as its weight, if their shapes
-    are equal.
+    """Make a tensor to read a moment into: on the device, sharded as its weight if of its shape.
 
     `step`, a counter, is on the CPU unless the settings of its group say that it is on the device.
     Other moments of a sharded weight are DTensors that each process has whole.
@@ -360,9 +358,9 @@ def _check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     saved = {n: str(tuple(shape)) for n, shape in shapes if n.startswith("model.")}
     built = {n: str(tuple(v.shape)) for n, v in built.items()}
     for name in sorted({*saved, *built}):
-        before, now = (each.get(name, "missing") for each in (saved, built))
+        before, now = (named.get(name, "missing") for named in (saved, built))
         if before == now:  # moments would keep the dtype of the checkpoint
-            before, now = (str(each[name]) for each in (reader.dtypes, dtypes))
+            before, now = (str(named[name]) for named in (reader.dtypes, dtypes))
         if before != now:
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
