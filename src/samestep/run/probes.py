@@ -76,7 +76,7 @@ class _Probe:
                 "that rows are independent"
             )
         elif not self.dependent:
-            alone = [self.compute("eval_sums", [each], i) for i, each in enumerate(chosen, 1)]
+            alone = [self.compute("eval_sums", [sample], i) for i, sample in enumerate(chosen, 1)]
             if problem := trial.differ("task.eval_sums", together, alone, self.limit):
                 remedy = "give a sum over independent rows, or write rows_depend = True"
                 self.complain(f"{problem}; {remedy}")
@@ -111,7 +111,7 @@ class _Probe:
         drawn = before != trial.random_state(self.run.accelerator.device)
         if drawn or self.dependent:
             return
-        alone = self.rows_of([[each] for each in chosen])
+        alone = self.rows_of([[sample] for sample in chosen])
         for name, values in self.outputs.items():
             one, limit = alone[name], self.limit
             if one.shape != values.shape:
@@ -136,8 +136,8 @@ class _Probe:
         """Return the task's eval_outputs of these groups of samples, row by row."""
         parts, first = [], 0
         for group in groups:
-            found = self.model(self.task.eval_outputs, self.batch(group))
-            parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
+            computed = self.model(self.task.eval_outputs, self.batch(group))
+            parts.append(outputs.to_part(computed, np.arange(first, first + len(group))))
             first += len(group)
         return outputs.merge(parts, first)
 
@@ -173,12 +173,12 @@ class _Probe:
         if getattr(config, "is_encoder_decoder", False) or not counted.any():
             return
         place = tuple(counted.view(-1, counted.shape[-1])[:1].nonzero()[-1:, 1].tolist())
-        others = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
-        if not others.numel():
+        replacements = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
+        if not replacements.numel():
             return
         before = self.sums("loss_sum", {**batch, "input_ids": ids.clone()})[""]
         ids = ids.clone()
-        ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
+        ids.view(-1, ids.shape[-1])[0, place[0]] = replacements[0]
         after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
         if float((after - before).abs()) > self.limit * max(float(before.abs()), trial.SMALLEST):
             self.complain(
@@ -189,7 +189,8 @@ class _Probe:
 
     def check_ends(self, view: Any) -> None:
         """Warn where no row of 64 has a label for a token that ends a text: a model that generates
-        would never stop. The main process looks at them; a stream is not asked."""
+        would never stop (huggingface/transformers#23530). The main process reads them, no stream.
+        """
         model = bare_model(self.run.accelerator, self.model)
         rows = SampleDataset(view, self.task)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

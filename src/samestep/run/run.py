@@ -54,12 +54,8 @@ class Run:
     def __init__(self, start: RunStart, ranks: Ranks, stop: Any):
         """Take the place to start, which the main process has found in `prepare_run`."""
         self.start, self.ranks, self.stop, self.task = start, ranks, stop, start.task
-        self.cfg, self.output, self.plan, self.lock = (
-            start.cfg,
-            start.output,
-            start.plan,
-            start.lock,
-        )
+        self.cfg, self.output = start.cfg, start.output
+        self.plan, self.lock = start.plan, start.lock
         self.rows, self.validation = start.views
         self.accelerator: Any = None
         self.point = agree_on_start(ranks, start)
@@ -243,7 +239,7 @@ class Run:
             model.train()
             seeds.seed_everything(self.cfg.seed)
             seconds = shares.measure_micro_batch(model, lambda: model(self.task.loss_sum, batch))
-        speeds = [1 / each for each in self.ranks.gather(seconds)]
+        speeds = [1 / duration for duration in self.ranks.gather(seconds)]
         assigned = assign_micro_batches(plan.count, speeds, least=1)
         training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
         print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
@@ -260,9 +256,9 @@ class Run:
             with as_user_error():
                 scores, self.sums = contract.score(task, sums, sources)
             return scores
-        outputs, found = evaluation.gathered(), None
+        outputs, result = evaluation.gathered(), None
         with ranks.fail_together():
             if outputs is not None:
-                found = contract.score(task, sums, sources, outputs)
-        scores, self.sums = ranks.from_main(found)
+                result = contract.score(task, sums, sources, outputs)
+        scores, self.sums = ranks.from_main(result)
         return scores

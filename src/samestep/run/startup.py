@@ -57,7 +57,7 @@ class _ResumePoint(ResumePoint):
         """Find the checkpoint to start from; raise ValueError where one is missing."""
         output = Path(cfg.output_dir)
         self.find(output, cfg.resume, cfg.eval_only, hashed)
-        begins = not self.own and not (cfg.eval_only and self.checkpoint)
+        begins = not self.in_folder and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
         if cfg.eval_only and not self.checkpoint:
@@ -73,7 +73,7 @@ class _ResumePoint(ResumePoint):
         """
         output, effects = Path(cfg.output_dir), change_effects(cfg)
         folder = output / "checkpoints"
-        if self.own and self.same_validation(manifest):
+        if self.in_folder and self.same_validation(manifest):
             self.best = self.saved.get("best")
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
             path, saved, lost = checkpoints.find_best(folder, self.best)
@@ -136,7 +136,7 @@ class _ResumePoint(ResumePoint):
         exported = read_json_object(output / "status.json").get("exported", -1)
         if not (output / "model").exists():
             return
-        if self.own:
+        if self.in_folder:
             if step < self.max_steps or exported not in (step, best[0]):
                 return
             self.finished = f"{step} steps, and model/ is that of step {exported}"
@@ -147,7 +147,7 @@ class _ResumePoint(ResumePoint):
             return
         before = {"config": _read_settings(output / "config.yaml")}
         now = {"config": given}
-        settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
+        settings = [checkpoints.result_settings(entries, effects) for entries in (before, now)]
         if exported == -1 or checkpoints.differences(*settings):
             # Another training would replace the model.
             raise ValueError(
@@ -323,7 +323,7 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
     entries["validation"] = digest_view(validation) or fingerprints[1]
     sources = list_sources(train, training=True)
     if len(sources) > 1:
-        texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
+        texts = [f"{part.name}: weight {part.weight}, {part.rows} rows" for part in sources]
         entries["sources"] = "; ".join(texts)
     identity = ""
     if hasattr(data, "folder"):
@@ -339,7 +339,7 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
         versions=provenance.versions(precision, on_gpu),
         identity=identity,
         prepared=getattr(getattr(data, "folder", None), "name", ""),
-        mixture=first_mixture({each.name: int(each.weight) for each in sources}),
+        mixture=first_mixture({source.name: int(source.weight) for source in sources}),
     )
 
 
@@ -371,10 +371,10 @@ def prepare_run(
     cfg = read_config(config_class, about, arguments)
     output, layout = Path(cfg.output_dir), _read_layout(cfg)
     check_combinations(cfg, layout)
-    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
-    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
-    if most := launched.most_processes():  # a machine too many would end the run of the others
-        replicas = most // layout.replica_size
+    sizes, rank = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
+    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *rank)
+    if maximum := launched.most_processes():  # a machine too many would end the run of the others
+        replicas = maximum // layout.replica_size
         in_step = replicas if layout.in_step else 0
         plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
@@ -382,8 +382,8 @@ def prepare_run(
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
-    asked = read_question()  # of samestep replay, which takes the data of then
-    stored = asked.prepared if asked else ""
+    question = read_question()  # of samestep replay, which takes the data of then
+    stored = question.prepared if question else ""
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)

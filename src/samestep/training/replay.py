@@ -38,11 +38,11 @@ class Replay:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        asked = json.loads((folder / "question.json").read_text())
-        self.step, self.last, self.lines = asked["step"], asked["last"], asked["lines"]
-        self.without, self.gradients = {*asked["without"]}, asked["gradients"]
-        self.checkpoint, self.prepared = asked["checkpoint"], asked["prepared"]
-        self.data = asked["data"]
+        question = json.loads((folder / "question.json").read_text())
+        self.step, self.last, self.lines = question["step"], question["last"], question["lines"]
+        self.without, self.gradients = {*question["without"]}, question["gradients"]
+        self.checkpoint, self.prepared = question["checkpoint"], question["prepared"]
+        self.data = question["data"]
         self.answer: dict[str, Any] = {"rows": []}
 
     def check_rows(self, manifest: dict) -> None:
@@ -71,36 +71,36 @@ class Replay:
             if self.without:
                 left = lambda row: row not in self.without  # noqa: E731
                 self.answer["without"] = yield from self.compute(run, step, left)
-            for each in self.answer["rows"] if self.gradients else ():
-                alone = yield from self.compute(run, step, each["row"].__eq__)
-                each["norm"] = alone["norm"]
+            for entry in self.answer["rows"] if self.gradients else ():
+                alone = yield from self.compute(run, step, entry["row"].__eq__)
+                entry["norm"] = alone["norm"]
 
     def compute(
         self, run: Any, step: Step, kept: Callable[[int], bool]
     ) -> Generator[Any, None, dict[str, Any]]:
         """Compute the step with these samples alone; return what `describe` does. Each process
-        computes as many micro-batches as in training: the loss of one without a sample counts
-        nothing."""
+        computes as many micro-batches as in training: one without a sample counts nothing."""
         plan, micro_batches = run.plan, []
-        filler = [each for each in self.samples if kept(each[0])][:1]
+        filler = [sample for sample in self.samples if kept(sample[0])][:1]
         for number in plan.run():
-            samples = [each for each in plan.positions(self.samples, number) if kept(each[0])]
+            assigned = plan.positions(self.samples, number)
+            samples = [sample for sample in assigned if kept(sample[0])]
             run.rows.seed_collate(plan.positions(self.positions, number))
             batch, (items, ids_hash), ids = collate(run.task, samples or filler)
             items = items if samples else 0
             micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
-        items = sum(each.num_items for each in micro_batches) * run.ranks.layout.leads
+        items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.leads
         (items,) = run.ranks.sum_over_ranks(items)
         whole = step.micro_batches, step.items
         step.micro_batches, step.items = micro_batches, items
         yield from step.compute_all()
         run.gradients.reduce()
-        found = describe(run, step)
+        result = describe(run, step)
         for parameter in run.gradients.parameters:
             parameter.grad = None
         step.micro_batches, step.items = whole
         step.losses, step.total = [], None
-        return found
+        return result
 
     def compute_rows(self, run: Any, step: Step) -> Iterator[Any]:
         """Compute the loss of each row alone, without dropout."""
@@ -120,7 +120,7 @@ class Replay:
 
     def finish(self, run: Any) -> None:
         """Write the answer, and end the process."""
-        changed = [each for each in run.point.remarks if each.startswith("changed")]
+        changed = [remark for remark in run.point.remarks if remark.startswith("changed")]
         self.answer["about"] = [run.run.hardware, *changed]
         if run.accelerator.is_main_process:
             (self.folder / "answer.json").write_text(json.dumps(self.answer))

@@ -15,7 +15,7 @@ class ResumePoint:
     """Where a run starts. The main process finds it, and tells the others."""
 
     checkpoint: Path | None = None  # to resume from
-    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
+    in_folder: bool = False  # whether it lies in that of this run; a run may begin from another's
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     remarks: list[str] = field(default_factory=list)  # lines to print
@@ -34,11 +34,11 @@ class ResumePoint:
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
             raise ValueError(f"the folder of the run, {output}, is a file; give another")
-        found = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
-        self.checkpoint, self.saved, passed_over = found
+        result = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
+        self.checkpoint, self.saved, passed_over = result
         self.remarks += [f"passed over: {reason}" for reason in passed_over]
         if self.checkpoint:
-            self.own = self.checkpoint.resolve().parent == folder.resolve()
+            self.in_folder = self.checkpoint.resolve().parent == folder.resolve()
 
     def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
         """Note what has changed since the checkpoint; raise UserError for what must not change.
@@ -60,7 +60,7 @@ class ResumePoint:
 
     def write_running(self, output: Path) -> None:
         """Write into the status that this process runs; the main process calls it."""
-        saved = self.saved.get("step", 0) if self.own else 0
+        saved = self.saved.get("step", 0) if self.in_folder else 0
         run_folder.write_status(output, "running", saved=saved)
 
 

@@ -36,7 +36,9 @@ NOT_SCORES = (*NOT_VALUES[:-1], "loss", "samples")
 
 
 class Script:
-    """A run of a script. `training` has the arguments; for the others see Training."""
+    """A run of a script. training: has its other arguments, see there.
+
+    functions: collate, count and augment, by name; None for one that the script does not give."""
 
     # What train.py's run has otherwise.
     optimizer_settings: list[dict] = []  # noqa: RUF012
@@ -158,7 +160,7 @@ class Script:
                     checkpoints.check_none_saved(self.folder)
                 accepts = training.accept_changes or bool(replay)
                 point.compare(self.manifest, accepts, {}, {})
-                if point.own:
+                if point.in_folder:
                     point.best = point.saved.get("best")
                 point.write_running(self.folder)
                 provenance.write_hardware(self.folder, self.manifest)
@@ -251,8 +253,8 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
             "torch.compile has wrapped the model: call model.compile() before accelerator.prepare, "
             "without dynamo_backend"
         )
-    known = [accelerator.unwrap_model(each) for each in accelerator._models]
-    is_known = any(accelerator.unwrap_model(model) is each for each in known)
+    known = [accelerator.unwrap_model(prepared) for prepared in accelerator._models]
+    is_known = any(accelerator.unwrap_model(model) is prepared for prepared in known)
     if not is_known or not isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             "Training takes what accelerator.prepare(model, optimizer) returns; prepare the model "
@@ -336,14 +338,14 @@ def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
 
 
 def _adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Let a prepared scheduler make one step when it is told to, not one for each process. Raise
-    UserError for a scheduler that no checkpoint would hold."""
+    """Let a prepared scheduler make one step a call, not one for each process, as accelerate does
+    (huggingface/accelerate#1382). Raise UserError for one that no checkpoint would hold."""
     for scheduler in accelerator._schedulers:
         scheduler.split_batches = True
     steps = (optimizer.step, optimizer.optimizer.step)
-    has_scheduler = any(hasattr(each, "_wrapped_by_lr_sched") for each in steps)
+    has_scheduler = any(hasattr(function, "_wrapped_by_lr_sched") for function in steps)
     known = [*accelerator._schedulers, *accelerator._custom_objects]
-    if has_scheduler and not any(hasattr(each, "get_last_lr") for each in known):
+    if has_scheduler and not any(hasattr(one, "get_last_lr") for one in known):
         raise UserError(
             "no checkpoint would hold the learning rate scheduler of this optimizer: call "
             "accelerator.register_for_checkpointing(scheduler) before the first step"

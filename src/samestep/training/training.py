@@ -149,7 +149,7 @@ class Training:
         if "eval_loss" in point.saved and run.same_validation(point.saved):
             self.scores = {"eval_loss": point.saved["eval_loss"]}
         saver.best = point.best
-        saver.takes_scores = point.own and self.scores is None and not point.changed
+        saver.takes_scores = point.in_folder and self.scores is None and not point.changed
         if self.rows.is_stream:
             lanes = point.saved.get("lanes")
             self.rows.dataset.begin(self.seed, self.plan.samples, samples, lanes)
@@ -157,8 +157,7 @@ class Training:
         return self.step
 
     def describe_lanes(self) -> dict[str, list[int]]:
-        """Return a manifest's entry about a stream: the last sample of each lane in the newest
-        step, over all processes."""
+        """Return a manifest's entry about a stream: the last sample of each lane, of all ranks."""
         if not self.rows.is_stream:
             return {}
         last: dict[int, int] = {}
@@ -248,7 +247,7 @@ class Training:
         micro_batches, facts = self.loader.next_step()
         if self.rows.is_stream:
             self.lanes = self.loader.last_of_lanes()
-        tokens = sum(each.count_tokens() for each in micro_batches)
+        tokens = sum(micro_batch.count_tokens() for micro_batch in micro_batches)
         self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.leads)
         return Step(self, number, micro_batches, facts.num_items, last)
 
@@ -369,8 +368,8 @@ class Training:
         if self.evaluated is None or self.evaluated.rows.dataset is not rows:
             given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
             self.evaluated = Evaluation(rows, *given)
-        asked = self.requested, self.meter.paused, self.end_stopped
-        return self.evaluated.start(self.exported, *asked)
+        callbacks = self.requested, self.meter.paused, self.end_stopped
+        return self.evaluated.start(self.exported, *callbacks)
 
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
@@ -382,7 +381,7 @@ class Training:
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1)
         sums = evaluation.sums()
-        return {name: sum(each[name] for each in sums) for name in sums[0]}  # type: ignore[misc]
+        return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
 
     def load_best(self) -> int:
         """Load the weights of the best step, if there is one: see `score`. Return the step of the

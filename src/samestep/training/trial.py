@@ -29,7 +29,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
-    before = _states_of_others(run)
+    before = _registered_states(run)
     with keep_modes(run.model), eager(run.model):
         for _ in trial.backward_passes(run.ranks, run.model) if run.run.tries_backward else ():
             yield from try_batch(run, step, rows)
@@ -44,7 +44,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
                 for number, row in enumerate(rows, 1):
                     alone.append((yield from try_batch(run, step, [row], number)))
     step.losses = []
-    if _states_of_others(run) != before:
+    if _registered_states(run) != before:
         raise UserError(
             "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
             "it runs once for each batch, and before the first step; do that after the loop"
@@ -126,8 +126,8 @@ def _say(run: Any, computed: trial.Computed, rows: int) -> None:
     print_on_main(line)
 
 
-def _states_of_others(run: Any) -> tuple[dict, dict]:
+def _registered_states(run: Any) -> tuple[dict, dict]:
     """Return what tells whether schedulers and registered objects are as before."""
     packed, tensors = run.saver.state.pack_others()
-    states = {name: str(each) for name, each in packed.items() if not name.startswith("group.")}
-    return states, {name: alike.bit_sums(each).tolist() for name, each in tensors.items()}
+    states = {name: str(value) for name, value in packed.items() if not name.startswith("group.")}
+    return states, {name: alike.bit_sums(value).tolist() for name, value in tensors.items()}
