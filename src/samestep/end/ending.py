@@ -46,7 +46,7 @@ def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.
             about |= {**run.manifest, "devices": run.hardware}
             with checkpoints.replaced_folder(folder) as fresh:
                 trained = dtypes.trained_weights(full_model).values()
-                in_float32 = any(each.dtype == torch.float32 for each in trained)
+                in_float32 = any(weight.dtype == torch.float32 for weight in trained)
                 run.task.export(full_model.eval(), fresh)
                 if in_float32:
                     dtypes.name_dtype(fresh)
@@ -121,7 +121,7 @@ def report(training: Training, full_model: torch.nn.Module, output: Path) -> dic
         training.optimizer.state.clear()  # training is over
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
+        size = sum(tensor.nbytes for tensor in [*full_model.parameters(), *full_model.buffers()])
         if size + total // 10 < free:  # the tenth is for what the report computes
             full_model.to(device)
     shown = run.task.report(full_model.eval(), run.sums, output) or {}
@@ -140,7 +140,7 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
     In the vocabulary of export_check.compare_outputs.
     """
     rows = [run.validation[i] for i in range(min(_TESTED, len(run.validation)))]
-    asked: list[dict[str, Any]] = []
+    expected: list[dict[str, Any]] = []
     model.eval()
     for given, tensors in run.task.test_inputs(rows):
         inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
@@ -148,11 +148,11 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
             inputs = {name: values.long() for name, values in inputs.items()}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         there = {name: values.to(model.device) for name, values in inputs.items()}
-        found = export_check.ask(model, there)
-        asked.append({"given": given, "inputs": inputs, **found})
-    if not asked:
+        outputs = export_check.ask(model, there)
+        expected.append({"given": given, "inputs": inputs, **outputs})
+    if not expected:
         raise ValueError("task.test_inputs gives no input")
-    return asked
+    return expected
 
 
 def check_export(run: Run, model: torch.nn.Module) -> str:
@@ -183,19 +183,19 @@ def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
 
     Raises what is wrong with it.
     """
-    asked, problem = run.tested
+    expected, problem = run.tested
     if problem:
         raise problem
-    if not asked:
+    if not expected:
         return export_check.compare_tensors(str(folder), model)
-    rounding = "float16" if run.cfg.tf32 else asked[0]["dtype"]
+    rounding = "float16" if run.cfg.tf32 else expected[0]["dtype"]
     if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
-        for each in asked:
-            del each["dtype"]
-    trusted = getattr(run.cfg.task, "trust_remote_code", False)
-    found = export_check.compare_outputs(str(folder), asked, rounding, trust_remote_code=trusted)
+        for outputs in expected:
+            del outputs["dtype"]
+    trusted = {"trust_remote_code": getattr(run.cfg.task, "trust_remote_code", False)}
+    result = export_check.compare_outputs(str(folder), expected, rounding, **trusted)
     line = (
-        f"loads it in {found['dtype']}, and gives the same logits for {len(asked)} inputs (largest "
-        f"difference {found['difference']:.1g} of the largest one)"
+        f"loads it in {result['dtype']}, and gives the same logits for {len(expected)} inputs "
+        f"(largest difference {result['difference']:.1g} of the largest one)"
     )
-    return line + (f"; it stops after {one_line(found['stop'], 40)}" if found["stop"] else "")
+    return line + (f"; it stops after {one_line(result['stop'], 40)}" if result["stop"] else "")

@@ -80,7 +80,7 @@ def _check_stop(model: Any, reader: Any) -> str:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "90000009"}]
     text = reader.apply_chat_template(chat, tokenize=False).rpartition("90000009")[2]
     ids = reader(text, add_special_tokens=False).input_ids
-    ends = [each for each in ids if each in reader.added_tokens_decoder][:1]
+    ends = [token for token in ids if token in reader.added_tokens_decoder][:1]
     end, options = reader.decode(ends), {"max_new_tokens": 4, "do_sample": False}
     options["prefix_allowed_tokens_fn"] = lambda *_: ends
     if ends and model.generate(torch.tensor([ends]), **options).shape[1] != 2:
@@ -90,41 +90,42 @@ def _check_stop(model: Any, reader: Any) -> str:
     return end
 
 
-def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: Any) -> dict:
+def compare_outputs(folder: str, expected: list[dict], rounding: str, **options: Any) -> dict:
     """Load an exported model on the CPU, and compare its outputs; raise ValueError.
 
-    Each of `asked` has what `ask` gave for the trained model, its `inputs`, and what was `given`: a
-    text, two texts, a chat, an image. If that is None, the loaded model gets the same inputs: there
-    is no tokenizer or image processor to read anything. Gives the dtype, the largest difference as
-    a part of the largest logit, and the token at which the model stops.
+    expected: what `ask` gave for the trained model, its `inputs`, and what was `given`: a text, two
+        texts, a chat, an image. If that is None, the loaded model gets the same inputs: there is no
+        tokenizer or image processor to read anything.
+    rounding: the dtype of its products. Returns the dtype, the largest difference as a part of the
+    largest logit, and the token at which the model stops.
     """
     import transformers
 
     options["local_files_only"] = True
-    reader, given = None, asked[0]["given"]
+    reader, given = None, expected[0]["given"]
     if given is not None:
         is_text = isinstance(given, str | list | dict)
         kind = transformers.AutoTokenizer if is_text else transformers.AutoImageProcessor
         reader = kind.from_pretrained(folder, **options)
     model = load(folder, pipeline_task(Path(folder)), **options).eval()
     largest = 0.0
-    for each in asked:
-        given, inputs = each["given"], each["inputs"]
+    for trained in expected:
+        given, inputs = trained["given"], trained["inputs"]
         if given is not None:
             inputs = _read_inputs(reader, given).to(model.dtype)
-        answer = ask(model, inputs)
-        for name in {"dtype", "tokens", "labels"} & each.keys():
-            if answer[name] != each[name]:
-                found, trained = f"{answer[name]!s:.80}", f"{each[name]!s:.80}"
-                raise ValueError(f"its {name} of {given!r:.60} are {found}, not {trained}")
-        pairs = zip(answer["logits"], each["logits"], strict=True)
-        difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, answer["logits"]))
-        if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[answer["dtype"]]):
+        outputs = ask(model, inputs)
+        for name in {"dtype", "tokens", "labels"} & trained.keys():
+            if outputs[name] != trained[name]:
+                shown, wanted = f"{outputs[name]!s:.80}", f"{trained[name]!s:.80}"
+                raise ValueError(f"its {name} of {given!r:.60} are {shown}, not {wanted}")
+        pairs = zip(outputs["logits"], trained["logits"], strict=True)
+        difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, outputs["logits"]))
+        if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[outputs["dtype"]]):
             problem = f"its logits differ by {difference:.2g}"
             raise ValueError(f"{problem} of the largest one after {given!r:.60}")
         largest = max(largest, difference)
     stop = _check_stop(model, reader)
-    return {"dtype": answer["dtype"], "difference": largest, "stop": stop}
+    return {"dtype": outputs["dtype"], "difference": largest, "stop": stop}
 
 
 def compare_tensors(folder: str, model: torch.nn.Module) -> str:
@@ -138,11 +139,11 @@ def compare_tensors(folder: str, model: torch.nn.Module) -> str:
     import transformers
 
     name = architecture(folder)
-    parts = [each for each in model.modules() if type(each).__name__ == name]
+    parts = [part for part in model.modules() if type(part).__name__ == name]
     if not parts or not hasattr(transformers, name):
         return ""
     after = load(folder, None, local_files_only=True).state_dict()
-    problems = [_find_difference(each.state_dict(), after) for each in parts]
+    problems = [_find_difference(part.state_dict(), after) for part in parts]
     if all(problems):
         raise ValueError(problems[0])
     return f"loads it as {name}, with the {len(after)} tensors of the trained model"
@@ -155,10 +156,10 @@ def _find_difference(trained: dict, loaded: dict) -> str:
             return f"it has no {name}, which the trained model has"
         if name not in trained:
             return f"it has {name}, which the trained model has not"
-        was, found = trained[name].cpu(), loaded[name]
-        if was.shape != found.shape:
-            return f"its {name} has the shape {[*found.shape]}, not {[*was.shape]}"
-        dtype = torch.promote_types(was.dtype, found.dtype)
-        if not torch.equal(was.to(dtype), found.to(dtype)):
+        before, after = trained[name].cpu(), loaded[name]
+        if before.shape != after.shape:
+            return f"its {name} has the shape {[*after.shape]}, not {[*before.shape]}"
+        dtype = torch.promote_types(before.dtype, after.dtype)
+        if not torch.equal(before.to(dtype), after.to(dtype)):
             return f"its {name} has other values than that of the trained model"
     return ""
