@@ -77,7 +77,8 @@ class StepGradients:
             self.drop_unused(self.used)
 
     def drop_unused(self, used: list[int]) -> None:
-        """Remove gradients, zeros, of weights that no micro-batch has used: these would decay."""
+        """Remove the zeros that are gradients of unused weights: these would decay,
+        pytorch/pytorch#28294."""
         for parameter, count in zip(self.parameters, used, strict=True):
             if not count:
                 parameter.grad = None

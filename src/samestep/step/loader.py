@@ -71,7 +71,8 @@ class StepLoader:
         self.left -= 1
         micro_batches, problem = catch(self.read)
         self.micro_batches = micro_batches or []
-        counted = self.micro_batches if self.ranks.layout.leads else []  # a replica counts once
+        counts = self.ranks.layout.counts_items  # once a replica
+        counted = self.micro_batches if counts else []
         num_items = sum(micro_batch.num_items for micro_batch in counted)
         ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
         facts = StepFacts(num_items, ids_hash, self.requested())

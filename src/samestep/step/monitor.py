@@ -75,7 +75,7 @@ class StepMonitor:
         table = np.zeros((len(steps), self.plan.count))  # (steps, V); 0: of another process
         for row, step in zip(table, steps, strict=True):
             row[list(self.plan.run())] = list(islice(values, len(step.losses)))
-        table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
+        table = self.ranks.sum_arrays(table * self.ranks.layout.counts_losses)
         # In the order of the micro-batches; `sum` compensates rounding from Python 3.12 on.
         for step, total in zip(steps, table.cumsum(axis=1)[:, -1].tolist(), strict=True):
             step.total = total

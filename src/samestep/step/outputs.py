@@ -36,7 +36,7 @@ class EvaluationOutputs:
         that a neighbor computes, too, are left out."""
         part, problem = catch(to_part, outputs, ids)
         self.problem = self.problem or problem
-        if part and ids[0] >= 0 and self.ranks.layout.leads:
+        if part and ids[0] >= 0 and self.ranks.layout.counts_items:
             self.parts.append(part)
 
     def gather(self, rows: int) -> Batch | None:

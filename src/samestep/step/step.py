@@ -62,7 +62,7 @@ class Step:
         self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
 
     def due(self, every: int | str) -> bool:
-        """Return whether what is due `every` so many steps or "epoch", 0: at the end, is due now."""
+        """Return whether what is due `every` so many steps or "epoch" (0: at the end) is now."""
         if every == "epoch":
             passes = self.run.epochs
             return self.is_last or passes(self.number) > passes(self.number - 1)

@@ -58,7 +58,7 @@ class EvaluationSums:
             (total,) = self.tree.total()
         total = total.cpu()
         if ranks.layout.replica_size > 1:  # each has the sums of its parts of the rows, or zeros
-            total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.adds))
+            total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.counts_losses))
         totals = []
         for source_sums in total.view(self.sources, -1):
             parts = source_sums.split([math.prod(shape) for shape in first.values()])

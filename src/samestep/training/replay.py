@@ -89,7 +89,7 @@ class Replay:
             batch, (items, ids_hash), ids = collate(run.task, samples or filler)
             items = items if samples else 0
             micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
-        items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.leads
+        items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.counts_items
         (items,) = run.ranks.sum_over_ranks(items)
         whole = step.micro_batches, step.items
         step.micro_batches, step.items = micro_batches, items

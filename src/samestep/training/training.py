@@ -248,7 +248,7 @@ class Training:
         if self.rows.is_stream:
             self.lanes = self.loader.last_of_lanes()
         tokens = sum(micro_batch.count_tokens() for micro_batch in micro_batches)
-        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.leads)
+        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.counts_items)
         return Step(self, number, micro_batches, facts.num_items, last)
 
     @contextlib.contextmanager

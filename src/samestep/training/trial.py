@@ -104,9 +104,9 @@ def _say(run: Any, computed: trial.Computed, rows: int) -> None:
     """Print the loss per item of the rows; all processes must call it."""
     layout, loss = run.ranks.layout, float(computed.sums[""])
     if layout.cp > 1:  # each process has the loss of its part of the rows
-        loss *= layout.adds
-        parts = run.ranks.gather((loss, layout.leads))
-        loss = sum(part for part, _ in parts) / sum(leads for _, leads in parts)
+        loss *= layout.counts_losses
+        parts = run.ranks.gather((loss, layout.counts_items))
+        loss = sum(part for part, _ in parts) / sum(counts for _, counts in parts)
     if computed.collate_draws:
         print_on_main(
             f"{run.run.prefix}collate draws random numbers, by the micro-batch: micro_batch_size "
