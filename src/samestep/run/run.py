@@ -177,7 +177,7 @@ class Run:
     # ---- What Training asks: see training/script.py
 
     def check_state(self, training: Any) -> None:
-        """Check nothing before a resume: `find_start` has."""
+        """Do nothing before a resume: `find_start` gives what was found."""
 
     def find_start(self, training: Any) -> Any:
         """Return where the run starts: the processes have met."""

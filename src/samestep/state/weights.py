@@ -338,8 +338,9 @@ def _empty_moment(
 ) -> torch.Tensor:
     """Make a tensor to read a moment into: on the device, sharded as its weight if of its shape.
 
+    key, name: of the moment, in the optimizer's state and in the file. group: that of its weight.
     `step`, a counter, is on the CPU unless the settings of its group say that it is on the device.
-    Other moments of a sharded weight are DTensors that each process has whole.
+    Other moments of a sharded weight are replicated DTensors.
     """
     shape, dtype = reader.shapes[name], reader.dtypes[name]
     if key == "step" and not (group.get("capturable") or group.get("fused")):

@@ -329,7 +329,7 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
 
 
 def _norm_by_rows(grads: Tensors) -> torch.Tensor:
-    """Return the Euclidean norm of these tensors: a float32 of shape ().
+    """Return the Euclidean norm of these tensors, sqrt(sum of |row|^2): a float32 of shape ().
 
     The squares of each row are added in float64, then the rows in their order. Sharding cuts along
     the first dimension, so the norm does not depend on who holds which rows.

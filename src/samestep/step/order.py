@@ -59,7 +59,7 @@ def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarra
     outside = np.ones(places.shape, bool)
     while outside.any():
         a, key = widths[outside], keys[outside]
-        b = (sizes[outside] + a - np.uint64(1)) // a
+        b = (sizes[outside] + a - np.uint64(1)) // a  # ceil(size / a)
         right, left = np.divmod(places[outside], a)
         rounds = range(24)  # with 12, tiny data sets still showed a pattern
         for number in reversed(rounds) if back else rounds:
@@ -93,6 +93,7 @@ def mix(weights: Sequence[int]) -> np.ndarray:
     slots = []
     for source, weight in enumerate(weights):
         for j in range(weight):
+            # ceil((j + margin) * period / weight), floor((j + 1 - margin) * period / weight) + 1
             earliest = -(-(parts * j + 1) * period // (parts * weight))
             latest = (parts * j + parts - 1) * period // (parts * weight) + 1
             slots.append((earliest, latest, source))
@@ -187,7 +188,7 @@ class SampleOrder:
         self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
         sizes = [int(source.rows) for source in sources] or [rows]
         seeds = [seed_of(seed, name) for name in names]
-        self.sizes = np.array(sizes, np.uint64)
+        self.sizes = np.array(sizes, np.uint64)  # (sources,), as the next
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
         self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
 

@@ -74,6 +74,7 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
     `least`. No other way to assign whole micro-batches takes less time.
     """
     shares = [least] * len(speeds)
+    # (time at which a rank would complete one more, rank)
     queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(queue)
     for _ in range(count - sum(shares)):

@@ -55,12 +55,12 @@ class EvaluationSampler:
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Yield the number of each batch of this rank, and that of its source."""
-        sources = np.repeat(np.arange(len(self.counts)), self.counts)
+        sources = np.repeat(np.arange(len(self.counts)), self.counts)  # (batches,) int64
         for number in self.plan.run():
             yield number, int(sources[number])
 
     def __iter__(self):
-        run, first_batch, first_row = self.plan.run(), 0, 0  # those of the next source
+        run, first_batch, first_row = self.plan.run(), 0, 0  # the latter of the next source
         for samples, count in zip(self.rows.source_sizes, self.counts, strict=True):
             batches = range(max(run.start, first_batch), min(run.stop, first_batch + count))
             positions: Sequence[int] = range(first_row, first_row + samples)

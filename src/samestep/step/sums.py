@@ -32,7 +32,7 @@ class EvaluationSums:
             self.layouts.append(layout)
         values = torch.cat([value.to(self.device).double().flatten() for value in sums.values()])
         number, source = next(self.places, (-1, 0))
-        self.zeros = values.new_zeros(self.sources, len(values))
+        self.zeros = values.new_zeros(self.sources, len(values))  # float64
         if number >= 0 and len(self.layouts) == 1:
             rows = self.zeros.clone()
             rows[source] = values
