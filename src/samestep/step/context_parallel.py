@@ -77,7 +77,7 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
         if labels is not None and labels.shape == (rows, length) and "shift_labels" not in batch:
             batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         for name, values in batch.items():
-            # torch changes them in place; others may share their memory (pytorch/pytorch#170200).
+            # torch changes them in place, and other tensors may share their memory.
             batch[name] = values.clone(memory_format=torch.contiguous_format)
             if values.shape[:2] == (rows, length):
                 parts.append(batch[name])
