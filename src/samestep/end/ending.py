@@ -29,7 +29,7 @@ _TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
 def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
-    """Saves the model of this step with its card.
+    """Save the model of this step with its card.
 
     Returns the model with all its weights, on the main process. All processes must call it.
     """
@@ -46,7 +46,7 @@ def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.
             about |= {**run.manifest, "devices": run.hardware}
             with checkpoints.replaced_folder(folder) as fresh:
                 trained = dtypes.trained_weights(full_model).values()
-                in_float32 = any(each.dtype == torch.float32 for each in trained)
+                in_float32 = any(weight.dtype == torch.float32 for weight in trained)
                 run.task.export(full_model.eval(), fresh)
                 if in_float32:
                     dtypes.name_dtype(fresh)
@@ -55,8 +55,8 @@ def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.
 
 
 def write_evaluation(training: Training, scores: dict) -> int:
-    """The end of `eval_only`: the scores of a checkpoint, and what the task reports of it; the exit
-    code."""
+    """End `eval_only`: write the scores of a checkpoint, and what the task reports of it; return
+    the exit code."""
     run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
     full_model = gather_model(run.accelerator, run.ranks, training.exported, run.new_model)
@@ -72,16 +72,16 @@ def write_evaluation(training: Training, scores: dict) -> int:
 
 
 def _leave_others(training: Training) -> bool:
-    """Ends the communication of the processes; whether this is the main one, which works on: what
-    it does may take longer than the timeout."""
+    """End the communication of the processes; return whether this is the main one, which works on:
+    what it does may take longer than the timeout."""
     training.run.leave(training)
     torch.set_num_threads(count_cores())  # the other processes have left their cores
     return training.accelerator.is_main_process
 
 
 def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
-    """Exports the last model or the best, writes how the run ended, and shows what the task reports
-    of the model; the exit code. `evaluate(training)` gives the scores of the model."""
+    """Export the last model or the best, write how the run ended, and show what the task reports of
+    the model; return the exit code. `evaluate(training)` gives the scores of the model."""
     run: Run = training.run
     exported = training.load_best() if run.cfg.export == "best" else training.step
     scores = training.scores
@@ -111,7 +111,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
 
 
 def report(training: Training, full_model: torch.nn.Module, output: Path) -> dict:
-    """Prints what the task shows of the newest evaluation, texts and pictures; returns it."""
+    """Print what the task shows of the newest evaluation, texts and pictures; return it."""
     run: Run = training.run
     if not hasattr(run.task, "report"):
         return {}
@@ -121,7 +121,7 @@ def report(training: Training, full_model: torch.nn.Module, output: Path) -> dic
         training.optimizer.state.clear()  # training is over
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
+        size = sum(tensor.nbytes for tensor in [*full_model.parameters(), *full_model.buffers()])
         if size + total // 10 < free:  # the tenth is for what the report computes
             full_model.to(device)
     shown = run.task.report(full_model.eval(), run.sums, output) or {}
@@ -135,12 +135,12 @@ def report(training: Training, full_model: torch.nn.Module, output: Path) -> dic
 
 
 def ask_trained(run: Run, model: Any) -> list[dict]:
-    """What the trained model makes of the task's test inputs; raises ValueError if there are none.
+    """Ask the trained model the task's test inputs; raise ValueError if there are none.
 
     In the vocabulary of export_check.compare_outputs.
     """
     rows = [run.validation[i] for i in range(min(_TESTED, len(run.validation)))]
-    asked: list[dict[str, Any]] = []
+    expected: list[dict[str, Any]] = []
     model.eval()
     for given, tensors in run.task.test_inputs(rows):
         inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
@@ -148,16 +148,15 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
             inputs = {name: values.long() for name, values in inputs.items()}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         there = {name: values.to(model.device) for name, values in inputs.items()}
-        found = export_check.ask(model, there)
-        asked.append({"given": given, "inputs": inputs, **found})
-    if not asked:
+        outputs = export_check.ask(model, there)
+        expected.append({"given": given, "inputs": inputs, **outputs})
+    if not expected:
         raise ValueError("task.test_inputs gives no input")
-    return asked
+    return expected
 
 
 def check_export(run: Run, model: torch.nn.Module) -> str:
-    """Compares the exported model with the trained one; the card says the result, which it
-    returns."""
+    """Compare the exported model with the trained one; write the result to the card; return it."""
     folder = run.output / "model"
     line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
@@ -180,23 +179,23 @@ def check_export(run: Run, model: torch.nn.Module) -> str:
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
-    """What is the same in the exported model, for a line; empty: there is nothing to compare.
+    """Say what is the same in the exported model, for a line; empty: nothing to compare.
 
     Raises what is wrong with it.
     """
-    asked, problem = run.tested
+    expected, problem = run.tested
     if problem:
         raise problem
-    if not asked:
+    if not expected:
         return export_check.compare_tensors(str(folder), model)
-    rounding = "float16" if run.cfg.tf32 else asked[0]["dtype"]
+    rounding = "float16" if run.cfg.tf32 else expected[0]["dtype"]
     if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
-        for each in asked:
-            del each["dtype"]
-    trusted = getattr(run.cfg.task, "trust_remote_code", False)
-    found = export_check.compare_outputs(str(folder), asked, rounding, trust_remote_code=trusted)
+        for outputs in expected:
+            del outputs["dtype"]
+    trusted = {"trust_remote_code": getattr(run.cfg.task, "trust_remote_code", False)}
+    result = export_check.compare_outputs(str(folder), expected, rounding, **trusted)
     line = (
-        f"loads it in {found['dtype']}, and gives the same logits for {len(asked)} inputs (largest "
-        f"difference {found['difference']:.1g} of the largest one)"
+        f"loads it in {result['dtype']}, and gives the same logits for {len(expected)} inputs "
+        f"(largest difference {result['difference']:.1g} of the largest one)"
     )
-    return line + (f"; it stops after {one_line(found['stop'], 40)}" if found["stop"] else "")
+    return line + (f"; it stops after {one_line(result['stop'], 40)}" if result["stop"] else "")

@@ -27,7 +27,7 @@ _LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
 
 
 def probe_task(run: Any, training: Any, draws: bool) -> None:
-    """Checks labels that are copied, eval_outputs and eval_sums, on all processes alike, after the
+    """Check labels that are copied, eval_outputs and eval_sums, on all processes alike, after the
     loop was tried, which checks loss_sum: see training/trial.py. `draws`: whether loss_sum draws.
 
     Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
@@ -67,7 +67,7 @@ class _Probe:
         self.dependent = training.rows_depend
 
     def check_sums(self, samples: list[tuple]) -> None:
-        """Checks eval_sums on samples, and the metrics of their sums."""
+        """Check eval_sums on samples, and the metrics of their sums."""
         chosen = choose(samples, self.run.plan)
         together = self.compute("eval_sums", chosen)
         if together.draws:
@@ -76,7 +76,7 @@ class _Probe:
                 "that rows are independent"
             )
         elif not self.dependent:
-            alone = [self.compute("eval_sums", [each], i) for i, each in enumerate(chosen, 1)]
+            alone = [self.compute("eval_sums", [sample], i) for i, sample in enumerate(chosen, 1)]
             if problem := trial.differ("task.eval_sums", together, alone, self.limit):
                 remedy = "give a sum over independent rows, or write rows_depend = True"
                 self.complain(f"{problem}; {remedy}")
@@ -90,7 +90,7 @@ class _Probe:
         contract.check_metrics(metrics)
 
     def compute(self, name: str, samples: list[tuple], number: int = 0) -> trial.Computed:
-        """What the function gives for these samples. `number`: that of its random numbers."""
+        """Compute the function for these samples. `number`: that of its random numbers."""
         device = self.run.accelerator.device
         seeds.seed_micro_batch(self.run.cfg.seed, 1, number)
         states = [trial.random_state(device)]
@@ -102,7 +102,7 @@ class _Probe:
         return trial.Computed(batch, items, sums, states[2] != states[0], states[1] != states[0])
 
     def check_outputs(self, samples: list[tuple]) -> None:
-        """Compares the outputs of rows together with those of each alone."""
+        """Compare the outputs of rows together with those of each alone."""
         if not hasattr(self.task, "eval_outputs"):
             return
         chosen = choose(samples, self.run.plan)
@@ -111,7 +111,7 @@ class _Probe:
         drawn = before != trial.random_state(self.run.accelerator.device)
         if drawn or self.dependent:
             return
-        alone = self.rows_of([[each] for each in chosen])
+        alone = self.rows_of([[sample] for sample in chosen])
         for name, values in self.outputs.items():
             one, limit = alone[name], self.limit
             if one.shape != values.shape:
@@ -133,11 +133,11 @@ class _Probe:
 
     @torch.no_grad()
     def rows_of(self, groups: list[list[tuple]]) -> Batch:
-        """The task's eval_outputs of these groups of samples, row by row."""
+        """Return the task's eval_outputs of these groups of samples, row by row."""
         parts, first = [], 0
         for group in groups:
-            found = self.model(self.task.eval_outputs, self.batch(group))
-            parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
+            computed = self.model(self.task.eval_outputs, self.batch(group))
+            parts.append(outputs.to_part(computed, np.arange(first, first + len(group))))
             first += len(group)
         return outputs.merge(parts, first)
 
@@ -146,8 +146,8 @@ class _Probe:
 
     @torch.no_grad()
     def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:
-        """What the function gives for a batch, whose results are checked inside of the model:
-        outside, accelerate has made all of them float32."""
+        """Return what the function gives for a batch; check it inside of the model: outside,
+        accelerate has made all results float32."""
         function = getattr(self.task, name)
 
         def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
@@ -161,7 +161,7 @@ class _Probe:
             return self.model(call, batch)
 
     def check_labels(self, sample: tuple) -> None:
-        """Changes the input of the last label: the loss of a language model must not change."""
+        """Change the input of the last label: the loss of a language model must not change."""
         batch = self.batch([sample])
         ids, labels = batch.get("input_ids"), batch.get("labels")
         if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.shape != labels.shape:
@@ -173,12 +173,12 @@ class _Probe:
         if getattr(config, "is_encoder_decoder", False) or not counted.any():
             return
         place = tuple(counted.view(-1, counted.shape[-1])[:1].nonzero()[-1:, 1].tolist())
-        others = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
-        if not others.numel():
+        replacements = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
+        if not replacements.numel():
             return
         before = self.sums("loss_sum", {**batch, "input_ids": ids.clone()})[""]
         ids = ids.clone()
-        ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
+        ids.view(-1, ids.shape[-1])[0, place[0]] = replacements[0]
         after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
         if float((after - before).abs()) > self.limit * max(float(before.abs()), trial.SMALLEST):
             self.complain(
@@ -188,8 +188,9 @@ class _Probe:
             )
 
     def check_ends(self, view: Any) -> None:
-        """Warns where no row of 64 has a label for a token that ends a text: a model that generates
-        would never stop. The main process looks at them; a stream is not asked."""
+        """Warn where no row of 64 has a label for a token that ends a text: a model that generates
+        would never stop (huggingface/transformers#23530). The main process reads them, no stream.
+        """
         model = bare_model(self.run.accelerator, self.model)
         rows = SampleDataset(view, self.task)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -219,7 +220,7 @@ class _Probe:
             )
 
     def complain(self, problem: str) -> None:
-        """Raises ValueError in fp32; below, rounding may be the reason: a warning."""
+        """Raise ValueError in fp32; below, rounding may be the reason: a warning."""
         if self.exact:
             raise ValueError(problem)
         print_on_main(f"warning: {problem}")

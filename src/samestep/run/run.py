@@ -52,14 +52,10 @@ class Run:
     loss_remedy = "give a sum over independent rows, or write rows_depend = True"
 
     def __init__(self, start: RunStart, ranks: Ranks, stop: Any):
-        """Finds where to start, which the main process has found in `prepare`."""
+        """Take the place to start, which the main process has found in `prepare_run`."""
         self.start, self.ranks, self.stop, self.task = start, ranks, stop, start.task
-        self.cfg, self.output, self.plan, self.lock = (
-            start.cfg,
-            start.output,
-            start.plan,
-            start.lock,
-        )
+        self.cfg, self.output = start.cfg, start.output
+        self.plan, self.lock = start.plan, start.lock
         self.rows, self.validation = start.views
         self.accelerator: Any = None
         self.point = agree_on_start(ranks, start)
@@ -81,7 +77,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of Training."""
+        """Return the arguments of Training."""
         cfg = self.cfg
         same = ("seed", "global_batch_size", "micro_batch_size", "exact", "keep_checkpoints")
         same += ("keep_every", "async_save", "num_workers", "log_every", "max_skipped_steps")
@@ -90,15 +86,15 @@ class Run:
         return {**given, "folder": self.output, "rows_depend": depend, "run": self}
 
     def print_summary(self) -> int:
-        """Says why there is nothing to do; the exit code."""
+        """Say why there is nothing to do; return the exit code."""
         print_on_main(self.start.summary())
         return 0
 
     # ---- The accelerator and the model
 
     def set_accelerator(self, accelerator: Accelerator) -> None:
-        """Checks the accelerator, and prints what runs on what. The main process writes
-        config.yaml, hardware.yaml and the status, and starts the tracker."""
+        """Check the accelerator, and print what runs on what. The main process writes config.yaml,
+        hardware.yaml and the status, and starts the tracker."""
         self.accelerator, cfg = accelerator, self.cfg
         device.check_accelerator(accelerator, cfg)
         kept = f"weights {self.task.WEIGHTS}, " if hasattr(self.task, "WEIGHTS") else ""
@@ -120,7 +116,7 @@ class Run:
             tracking.start_tracker(accelerator, self.manifest["config"])
 
     def keep_identity(self) -> None:
-        """Copies what the data wrote beside its rows, such as a tokenizer, into the run folder."""
+        """Copy what the data wrote beside its rows, such as a tokenizer, into the run folder."""
         data, kept = self.start.data, self.output / IDENTITY
         if hasattr(data, "folder"):
             from samestep.prepared import prepared
@@ -130,12 +126,12 @@ class Run:
                     prepared.copy_identity(data.folder, fresh)
 
     def new_model(self) -> torch.nn.Module:
-        """The task's model with its first weights, the same on each process."""
+        """Build the task's model with its first weights, the same on each process."""
         seeds.seed_everything(self.cfg.seed)
         return contract.check_model(self.task.build_model())
 
     def build_model(self, accelerator: Accelerator) -> torch.nn.Module:
-        """The task's model as the recipe and the YAML want it: before it is prepared."""
+        """Build the task's model as the recipe and the YAML want it: before it is prepared."""
         if self.accelerator is None:
             self.set_accelerator(accelerator)
         layout = self.ranks.layout
@@ -160,7 +156,7 @@ class Run:
 
     @contextlib.contextmanager
     def preparing(self, model: torch.nn.Module, optimizer: Any) -> Iterator[TaskModule]:
-        """Gives the module to prepare in its body: `module(function, batch)`, see TaskModule."""
+        """Give the module to prepare in the body: `module(function, batch)`, see TaskModule."""
         if self.ranks.layout.tp > 1:
             sharding.split_by_kind(optimizer)
         self.optimizer_settings = optimizer_settings(optimizer)
@@ -181,54 +177,54 @@ class Run:
     # ---- What Training asks: see training/script.py
 
     def check_state(self, training: Any) -> None:
-        """Before a resume."""
+        """Do nothing before a resume: `find_start` gives what was found."""
 
     def find_start(self, training: Any) -> Any:
-        """Where the run starts: the processes have met."""
+        """Return where the run starts: the processes have met."""
         return self.point
 
     def same_validation(self, saved: dict) -> bool:
-        """Whether a checkpoint was evaluated on the rows of today."""
+        """Return whether a checkpoint was evaluated on the rows of today."""
         return self.point.same_validation(self.manifest)
 
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
-        """Before the first step: assigns micro-batches by the speed of each device, if
-        device_shares is auto; a line for the log."""
+        """Assign micro-batches by the speed of each device, if device_shares is auto, before the
+        first step; return a line for the log."""
         return self.measure_shares(training)
 
     def after_trial(self, training: Any, computed: Any) -> None:
-        """After the loop was tried: checks the rest of the task."""
+        """Check the rest of the task after the loop was tried."""
         with eager(training.model):
             given = training.model, self.task, computed.batch, self.share_trained
             training.meter.count_flops(*given)
         probes.probe_task(self, training, draws=computed.draws)
 
     def start_stopping(self) -> Callable[[], int]:
-        """From here on signals are flags; what tells whether there was one."""
+        """Turn signals into flags from here on; return what tells whether there was one."""
         self.stop.training = True
         return self.stop.requested
 
     def end_stopping(self) -> None:
-        """They stay flags until the process ends."""
+        """Leave signals as flags until the process ends."""
 
     def end_steps(self, training: Any) -> None:
-        """After the last step comes the export."""
+        """Leave the end after the last step to the export."""
 
     def end_early(self, training: Any) -> None:
-        """After a break out of the steps comes the export."""
+        """Leave the end after a break out of the steps to the export."""
 
     def leave(self, training: Any) -> None:
-        """Ends the communication of the processes: what follows may take longer than a timeout."""
+        """End the communication of the processes: what follows may take longer than a timeout."""
         self.accelerator.wait_for_everyone()
         self.accelerator.state.destroy_process_group()
 
     def end_tracking(self, training: Any) -> None:
-        """The last of a run that was asked to stop."""
+        """Close the tracker of a run that was asked to stop."""
         if self.accelerator.is_main_process:
             attempt("the tracker was not closed", self.accelerator.end_training)
 
     def measure_shares(self, training: Any) -> dict[str, Any] | None:
-        """With device_shares auto, assigns the micro-batches by the speed of each device: once, and
+        """Assign the micro-batches by the speed of each device, with device_shares auto: once, and
         again at the next start."""
         plan, model, rows = training.plan, training.model, training.rows
         if self.cfg.device_shares != "auto" or len(plan.shares) == 1:
@@ -243,7 +239,7 @@ class Run:
             model.train()
             seeds.seed_everything(self.cfg.seed)
             seconds = shares.measure_micro_batch(model, lambda: model(self.task.loss_sum, batch))
-        speeds = [1 / each for each in self.ranks.gather(seconds)]
+        speeds = [1 / duration for duration in self.ranks.gather(seconds)]
         assigned = assign_micro_batches(plan.count, speeds, least=1)
         training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
         print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
@@ -252,17 +248,17 @@ class Run:
     # ---- Evaluation
 
     def score(self, evaluation: Evaluation) -> dict[str, float]:
-        """The scores of an evaluation. Outputs are on the main process alone, which then computes
-        them."""
+        """Compute the scores of an evaluation: on the main process alone if there are outputs,
+        which no other has."""
         task, ranks, sums = self.task, self.ranks, evaluation.sums()
         sources = evaluation.rows.sources
         if not hasattr(task, "eval_outputs"):
             with as_user_error():
                 scores, self.sums = contract.score(task, sums, sources)
             return scores
-        outputs, found = evaluation.gathered(), None
+        outputs, result = evaluation.gathered(), None
         with ranks.fail_together():
             if outputs is not None:
-                found = contract.score(task, sums, sources, outputs)
-        scores, self.sums = ranks.from_main(found)
+                result = contract.score(task, sums, sources, outputs)
+        scores, self.sums = ranks.from_main(result)
         return scores

@@ -54,10 +54,10 @@ class _ResumePoint(ResumePoint):
     finished: str = ""  # why there is nothing left to do
 
     def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
-        """Finds the checkpoint to start from; raises ValueError where one is missing."""
+        """Find the checkpoint to start from; raise ValueError where one is missing."""
         output = Path(cfg.output_dir)
         self.find(output, cfg.resume, cfg.eval_only, hashed)
-        begins = not self.own and not (cfg.eval_only and self.checkpoint)
+        begins = not self.in_folder and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
         if cfg.eval_only and not self.checkpoint:
@@ -65,7 +65,7 @@ class _ResumePoint(ResumePoint):
             raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
-        """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+        """Find the last step, and whether the run can resume from its checkpoint, or has ended.
 
         `given`: the settings as config.yaml holds them.
 
@@ -73,7 +73,7 @@ class _ResumePoint(ResumePoint):
         """
         output, effects = Path(cfg.output_dir), change_effects(cfg)
         folder = output / "checkpoints"
-        if self.own and self.same_validation(manifest):
+        if self.in_folder and self.same_validation(manifest):
             self.best = self.saved.get("best")
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
             path, saved, lost = checkpoints.find_best(folder, self.best)
@@ -113,11 +113,11 @@ class _ResumePoint(ResumePoint):
                 )
 
     def same_validation(self, manifest: dict) -> bool:
-        """Whether the checkpoint was evaluated on the rows of today."""
+        """Return whether the checkpoint was evaluated on the rows of today."""
         return self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]
 
     def continue_mixture(self, current: dict) -> dict:
-        """The mixture of the sources after the checkpoint; `current`: that of a new run."""
+        """Return the mixture of sources after the checkpoint; `current`: that of a new run."""
         weights = {name: weight for name, (weight, _) in current["sources"].items()}
         before, samples = self.saved["mixture"], self.saved["samples"]
         mixture = next_mixture(before, samples, weights)
@@ -127,7 +127,7 @@ class _ResumePoint(ResumePoint):
         return mixture
 
     def check_finished(self, output: Path, given: dict, effects: dict) -> None:
-        """Notes that the run has finished: its newest checkpoint is the last, and exported.
+        """Note that the run has finished: its newest checkpoint is the last, and exported.
 
         The export may be that of the best checkpoint. Raises ValueError for a model whose
         checkpoints are gone, unless it was made with these settings.
@@ -136,7 +136,7 @@ class _ResumePoint(ResumePoint):
         exported = read_json_object(output / "status.json").get("exported", -1)
         if not (output / "model").exists():
             return
-        if self.own:
+        if self.in_folder:
             if step < self.max_steps or exported not in (step, best[0]):
                 return
             self.finished = f"{step} steps, and model/ is that of step {exported}"
@@ -147,7 +147,7 @@ class _ResumePoint(ResumePoint):
             return
         before = {"config": _read_settings(output / "config.yaml")}
         now = {"config": given}
-        settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
+        settings = [checkpoints.result_settings(entries, effects) for entries in (before, now)]
         if exported == -1 or checkpoints.differences(*settings):
             # Another training would replace the model.
             raise ValueError(
@@ -174,7 +174,7 @@ class RunStart:
     resume_point: _ResumePoint  # on the main process
 
     def summary(self) -> str:
-        """Why this command does not train: it only checks, or the run is finished."""
+        """Say why this command does not train: it only checks, or the run is finished."""
         resume_point = self.resume_point
         if resume_point.finished and not self.cfg.check:
             other = "for a new run give another --output_dir"
@@ -199,7 +199,7 @@ class RunStart:
 
 
 def _read_settings(path: Path) -> dict:
-    """The settings in a config.yaml that a run has written; empty if it is missing or damaged."""
+    """Read the settings in a config.yaml that a run has written; empty if missing or damaged."""
     try:
         settings = yaml.safe_load(read_text(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -208,7 +208,7 @@ def _read_settings(path: Path) -> dict:
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
-    """train.py and task.py of this folder; raises UserError if it is not that of a project."""
+    """Import train.py and task.py of this folder; raise UserError if it is not a project's."""
     for name in ("train.py", "task.py"):
         if not Path(name).is_file():
             raise UserError(f"there is no {name} in {Path.cwd()}; start it in a project's folder")
@@ -219,7 +219,7 @@ def find_project() -> tuple[ModuleType, ModuleType]:
 
 
 def read_config(config_class: type, about: str | None, arguments: list[str]) -> Any:
-    """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
+    """Read this run's config from defaults, recipe and flags; raise ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, arguments, about)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     cfg.output_dir, cfg.resume = map(os.path.expanduser, (cfg.output_dir, cfg.resume))
@@ -242,8 +242,8 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
-    """The settings that config.yaml and manifests hold: all but those that belong to one start.
-    config.yaml has them as they were given, manifests with what prepare_data has filled in.
+    """Return the settings that config.yaml and manifests hold: all but those that belong to one
+    start. config.yaml has them as they were given, manifests with what prepare_data has filled in.
 
     A path, an option of an Enum and the like become what they are read from.
     """
@@ -253,7 +253,7 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
 
 
 def change_effects(cfg: Any) -> dict[str, str]:
-    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    """Return the effect of a change of each field on a resumed run: "changes" in its metadata."""
     fields = config.fields_of(type(cfg)).items()
     effects = {name: field.metadata.get("changes", "result") for name, (_, field) in fields}
     if cfg.exact:  # rounding is a part of the result
@@ -264,7 +264,7 @@ def change_effects(cfg: Any) -> dict[str, str]:
 
 
 def _read_layout(cfg: Any) -> Layout:
-    """The layout that the launcher has set up; a check knows no other processes.
+    """Read the layout that the launcher has set up; a check knows no other processes.
 
     Raises ValueError for one that the libraries, train.py or this machine cannot do.
     """
@@ -280,7 +280,7 @@ def _read_layout(cfg: Any) -> Layout:
 
 
 def check_parts(rows: Any, task: Any, parts: int) -> None:
-    """Raises ValueError for rows that context parallelism cannot cut into so many parts.
+    """Raise ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
@@ -299,7 +299,7 @@ def check_parts(rows: Any, task: Any, parts: int) -> None:
 
 
 def _check_stream(cfg: Any, layout: Layout) -> None:
-    """Raises ValueError for fields and layouts that do not go with a stream."""
+    """Raise ValueError for fields and layouts that do not go with a stream."""
     if cfg.num_epochs or "epoch" in (cfg.eval_every, cfg.save_every):
         raise ValueError(
             "a stream has no end that is known: give max_steps in place of num_epochs, and "
@@ -313,7 +313,7 @@ def _check_stream(cfg: Any, layout: Layout) -> None:
 
 
 def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
-    """The entries of all manifests of this run: settings, data, identity, versions.
+    """Collect the entries of all manifests of this run: settings, data, identity, versions.
 
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
@@ -323,7 +323,7 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
     entries["validation"] = digest_view(validation) or fingerprints[1]
     sources = list_sources(train, training=True)
     if len(sources) > 1:
-        texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
+        texts = [f"{part.name}: weight {part.weight}, {part.rows} rows" for part in sources]
         entries["sources"] = "; ".join(texts)
     identity = ""
     if hasattr(data, "folder"):
@@ -339,12 +339,12 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
         versions=provenance.versions(precision, on_gpu),
         identity=identity,
         prepared=getattr(getattr(data, "folder", None), "name", ""),
-        mixture=first_mixture({each.name: int(each.weight) for each in sources}),
+        mixture=first_mixture({source.name: int(source.weight) for source in sources}),
     )
 
 
 def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
-    """A line if a resumed run cannot see a change of each row."""
+    """Return a line if a resumed run cannot see a change of each row."""
     counted = {"fingerprint": "train on", "validation": "evaluate on"}
     for name, view, fingerprint in zip(counted, views, fingerprints, strict=True):
         known = manifest["data"][name] != fingerprint or len(view) <= FINGERPRINT_ROWS
@@ -361,7 +361,7 @@ def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list
 def prepare_run(
     config_class: type, task: Any, about: str | None, arguments: list[str] | None = None
 ) -> RunStart:
-    """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
+    """Read the config, prepare the data, find the start; raise ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
     `arguments`: those of the command, unless they are given.
@@ -371,10 +371,10 @@ def prepare_run(
     cfg = read_config(config_class, about, arguments)
     output, layout = Path(cfg.output_dir), _read_layout(cfg)
     check_combinations(cfg, layout)
-    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
-    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
-    if most := launched.most_processes():  # a machine too many would end the run of the others
-        replicas = most // layout.replica_size
+    sizes, rank = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
+    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *rank)
+    if maximum := launched.most_processes():  # a machine too many would end the run of the others
+        replicas = maximum // layout.replica_size
         in_step = replicas if layout.in_step else 0
         plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
@@ -382,8 +382,8 @@ def prepare_run(
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
-    asked = read_question()  # of samestep replay, which takes the data of then
-    stored = asked.prepared if asked else ""
+    question = read_question()  # of samestep replay, which takes the data of then
+    stored = question.prepared if question else ""
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
@@ -404,7 +404,7 @@ def prepare_run(
 
 
 def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
-    """Where the main process found that the run starts.
+    """Return where the main process found that the run starts.
 
     Raises UserError unless all processes run the same, and see the same run folder.
     """

@@ -28,10 +28,9 @@ _FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
 def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
-    """What must be the same on all processes, by names that a person understands.
+    """Collect what must be the same on all processes, by names that a person understands.
 
-    Beside train.py and task.py, modules of the project count on the processes that have loaded
-    them.
+    Beside train.py and task.py, modules of the project count on the processes that have them.
     """
     versions = manifest["hardware"]
     if not exact:
@@ -51,8 +50,8 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
 
 
 def _loaded_modules(project: Path) -> dict[str, Path]:
-    """The files of modules below the project's folder, by their names there; no environment's."""
-    found, root = {}, project.resolve()
+    """Find the files of the project's loaded modules, by their names in it; no environment's."""
+    files, root = {}, project.resolve()
 
     @functools.cache  # thousands of modules lie in few folders
     def inside(folder: str) -> bool:
@@ -67,19 +66,19 @@ def _loaded_modules(project: Path) -> dict[str, Path]:
             continue
         name = path.relative_to(root)
         if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
-            found[str(name)] = path
-    return found
+            files[str(name)] = path
+    return files
 
 
 def hash_project(project: Path) -> dict[str, dict[str, str]]:
-    """hash_functions of train.py, task.py and each module of the project that is loaded, the
+    """Hash the functions of train.py, task.py and each module of the project that is loaded, the
     program among them. `project`: the folder of train.py and task.py."""
     files = _loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 
 def check_shared(processes: Ranks, output: Path) -> None:
-    """Raises UserError on all processes if one of them does not see the main one's run folder: each
+    """Raise UserError on all processes if one of them does not see the main one's run folder: each
     must read the holder of its lock, which is the main one."""
     if processes.layout.processes == 1:
         return
@@ -91,7 +90,7 @@ def check_shared(processes: Ranks, output: Path) -> None:
     place = os.path.join(os.getcwd(), output)
     seen = processes.gather((socket.gethostname(), place, is_shared))
     main, shared, _ = seen[0]
-    without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
+    without = dict.fromkeys(f"{place} on {host}" for host, place, is_seen in seen if not is_seen)
     if without:
         raise UserError(
             f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "

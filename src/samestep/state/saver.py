@@ -57,12 +57,12 @@ class Saver:
         self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
 
     def samples(self, step: int) -> int:
-        """Samples of the run up to the end of this step."""
+        """Return the samples of the run up to the end of this step."""
         size = self.manifest["config"]["global_batch_size"]
         return checkpoints.samples_at(step, self.saved, size)
 
     def restore(self, path: Path, saved: dict) -> None:
-        """Restores a checkpoint, which has the manifest `saved`."""
+        """Restore a checkpoint, which has the manifest `saved`."""
         with self.ranks.fail_together():
             self.state.load(path, saved, self.manifest)
         self.saved, self.step = saved, saved["step"]
@@ -71,7 +71,7 @@ class Saver:
     # ---- A checkpoint
 
     def save(self, step: int) -> dict[str, Any]:
-        """Saves this step, or begins to, once the last one is saved; entries for its line."""
+        """Save this step, or begin to, once the last one is saved; return entries for its line."""
         self.wait()
         share, manifest = self.collect(step)
         if not self.in_background:
@@ -90,7 +90,7 @@ class Saver:
         return {"in_background": True}  # it may still fail
 
     def collect(self, step: int) -> tuple[tensor_files.Share | None, dict]:
-        """What this process writes of a step, and the manifest of the checkpoint."""
+        """Return what this process writes of a step, and the manifest of the checkpoint."""
         alike.check_alike(self.ranks, self.state.module, f"after step {step}")
         manifest = {**self.manifest, "step": step, "samples": self.samples(step)}
         manifest |= {"best": self.best, **self.more()}
@@ -101,7 +101,7 @@ class Saver:
         return tensor_files.take_share(tensors, self.ranks), manifest
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
-        """All processes write their shares, then the main process makes the checkpoint valid."""
+        """Write the shares of all processes; then the main process makes the checkpoint valid."""
         partial = self.folder / f".step-{manifest['step']:08d}.partial"
         try:
             with ranks.fail_together():
@@ -119,7 +119,7 @@ class Saver:
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
+            files = {name: about for part in ranks.gather(hashed) for name, about in part.items()}
             # DeepSpeed's files have no hash of the state.
             self.hashed = state_hash.describe_state(partial, [*files] if share else [], ranks)
             manifest |= {"state": self.hashed["state"], "previous": self.previous}
@@ -135,7 +135,7 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def note_saved(self, step: int) -> None:
-        """Writes into the status that a checkpoint of this step is there."""
+        """Write into the status that a checkpoint of this step is there."""
         if self.main:
             failure = "status.json does not have the newest checkpoint"
             attempt(failure, functools.partial(run_folder.write_status, self.output, saved=step))
@@ -143,7 +143,7 @@ class Saver:
     # ---- In the background
 
     def write_in_background(self, share: tensor_files.Share, manifest: dict) -> None:
-        """Writes a checkpoint. Its error is `problem`; `wait` and the next step raise it."""
+        """Write a checkpoint. Its error is `problem`; `wait` and the next step raise it."""
         began = time.perf_counter()
         _, self.problem = catch(self.write, self.thread_ranks, share, manifest)
         if not self.problem:
@@ -152,20 +152,20 @@ class Saver:
             self.committed.append(line)
 
     def join(self) -> None:
-        """Waits for a save in the background."""
+        """Wait for a save in the background."""
         if self.thread:
             self.thread.join()
         self.thread = None
 
     def wait(self) -> None:
-        """Waits for a save in the background, and raises its error. All processes must call it."""
+        """Wait for a save in the background, and raise its error. All processes must call it."""
         if self.in_background:
             self.join()
             self.ranks.raise_everywhere(self.problem)
             self.write_scores()
 
     def take_committed(self) -> list[dict]:
-        """Lines about the saves in the background that are done."""
+        """Return lines about the saves in the background that are done."""
         lines, self.committed = self.committed, []
         for line in lines:
             self.note_saved(line["committed_step"])
@@ -174,7 +174,7 @@ class Saver:
     # ---- Scores
 
     def add_scores(self, step: int, scores: dict) -> None:
-        """Adds the scores of a step to its checkpoint, if it has one. All processes must call it.
+        """Add the scores of a step to its checkpoint, if it has one. All processes must call it.
 
         A checkpoint that is being saved in the background gets them when it is done.
         """
@@ -188,7 +188,7 @@ class Saver:
             self.write_scores()
 
     def write_scores(self) -> None:
-        """Writes the scores of the newest checkpoint into its manifest."""
+        """Write the scores of the newest checkpoint into its manifest."""
         entries, self.scores = self.scores, {}
         with self.ranks.fail_together():
             if self.lock and entries:
@@ -197,13 +197,13 @@ class Saver:
                 attempt(failure, checkpoints.add_to_manifest, self.folder, self.step, entries)
 
     def load_best(self) -> int | None:
-        """Loads the weights with the smallest eval_loss; their step, None if there are none."""
-        found: Any = (None, {}, "")
+        """Load the weights with the smallest eval_loss; return their step, None without any."""
+        best: Any = (None, {}, "")
         is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
         with self.ranks.fail_together():
             if self.main and not is_newest:
-                found = checkpoints.find_best(self.folder, self.best)
-        path, saved, lost = self.ranks.from_main(found)
+                best = checkpoints.find_best(self.folder, self.best)
+        path, saved, lost = self.ranks.from_main(best)
         if lost:
             print_on_main(f"{lost}: the last model is exported, not the best")
             return None
@@ -219,8 +219,8 @@ class Saver:
 def _host_copies(
     parts: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Copies in host memory, that of the copies `before` where these have the same shapes: pinned
-    for a GPU, whose allocation takes longer than the copy."""
+    """Copy to host memory, that of the copies `before` where these have the same shapes: pinned for
+    a GPU, whose allocation takes longer than the copy."""
     copies = {}
     for name, part in parts.items():
         copy = before.get(name)

@@ -17,14 +17,14 @@ _COMPARED = 64  # tokens of a sequence on each process, where check_parts compar
 
 
 def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
-    """Raises UserError for a model that context parallelism would train wrongly and silently: only
+    """Raise UserError for a model that context parallelism would train wrongly and silently: only
     F.scaled_dot_product_attention is computed over all parts of a row."""
     if layout.cp == 1:
         return
     problem, name, config = "", type(model).__name__, getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "sdpa")
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if any(windows):
+    if any(windows):  # accelerate would attend to all tokens: huggingface/accelerate#4177
         problem = f"{name} sees a window of {max(filter(None, windows))} tokens"
     if getattr(config, "output_router_logits", False):
         problem = f"the router's loss of {name} (output_router_logits) needs whole rows"
@@ -42,15 +42,15 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        # transformers would take the parts of a row for packed texts, and mask them. For a name
-        # that it does not know it makes no mask.
+        # transformers would take the parts of a row for packed texts, and mask them
+        # (huggingface/transformers#39194). For a name that it does not know it makes no mask.
         AttentionInterface.register("causal", sdpa_attention_forward)
         model.set_attn_implementation("causal")
 
 
 @contextlib.contextmanager
 def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Under context parallelism, gives this process its part of each row in its body.
+    """Give this process its part of each row in the body, under context parallelism.
 
     The batches stay changed: what has the shape of `input_ids`, (B, T), becomes (B, T / n) on each
     of n processes; `position_ids` has the places in the row, and `shift_labels` the label that each
@@ -94,7 +94,7 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
 def check_parts(
     accelerator: Accelerator, model: torch.nn.Module, functions: dict[str, Callable], batch: dict
 ) -> None:
-    """Raises UserError if sums over the parts of a sequence are not those of the whole sequence.
+    """Raise UserError if sums over the parts of a sequence are not those of the whole sequence.
 
     `functions` are the task's loss_sum and eval_sums by name, `model` the prepared one in eval
     mode; `batch` has whole sequences. Of the first, a piece is compared that is short: a label that
@@ -110,11 +110,11 @@ def check_parts(
     parts = dict(whole)
     expected = {name: _sums_of(model, call, whole) for name, call in functions.items()}
     with split_rows(accelerator, parts):
-        found = {name: _sums_of(model, call, parts) for name, call in functions.items()}
+        actual = {name: _sums_of(model, call, parts) for name, call in functions.items()}
     tolerance = 1e-4 if accelerator.mixed_precision == "no" else 1e-2
     for name, sums in expected.items():
         for key, total in sums.items():
-            added = found[name][key]
+            added = actual[name][key]
             dist.all_reduce(added, group=mesh.get_group())
             if not torch.allclose(added, total, rtol=tolerance, atol=tolerance):
                 value = f"task.{name}[{key!r}]" if key else f"task.{name}"

@@ -28,6 +28,8 @@ class Evaluation:
     for batch in evaluation:
         evaluation.add(eval_sums(model, batch))
     sums = evaluation.sums()
+
+    rows: a dataset. plan: see EvaluationSampler. workers: see StepLoader.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Evaluation:
         self, model: torch.nn.Module, requested: Callable[[], int], paused: Callable[[], Any],
         end_stopped: Callable[[], None],
     ) -> "Evaluation":  # fmt: skip
-        """Starts to count anew, with a prepared model.
+        """Start to count anew, with a prepared model.
 
         requested(): 1 if this process was asked to stop. end_stopped(): ends it, on all processes.
         paused(): a context in which batches are computed.
@@ -57,7 +59,7 @@ class Evaluation:
         return self
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this process on its device, as many as of every other.
+        """Yield the batches of this process on its device, as many as on every other.
 
         The model computes in eval mode, without its compiled code.
         """
@@ -81,21 +83,21 @@ class Evaluation:
             self.end_stopped()
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Adds the sums of a batch over its rows."""
+        """Add the sums of a batch over its rows."""
         with as_user_error():
             inputs.check_sums(sums)
         self.totals.add(sums)
 
     def keep(self, outputs: dict[str, torch.Tensor]) -> None:
-        """Keeps the outputs of a batch, each (B, ...)."""
+        """Keep the outputs of a batch, each (B, ...)."""
         self.outputs.add(outputs, self.ids)
         self.problem = self.outputs.problem
 
     def sums(self) -> list[dict[str, torch.Tensor]]:
-        """The sums over all rows of each source, float64; all processes must call it."""
+        """Return the sums over all rows of each source, float64; all processes must call it."""
         return self.totals.total(self.ranks)
 
     def gathered(self) -> Batch | None:
-        """The outputs of all rows in their order, (rows, ...), on the main process; elsewhere None.
-        All processes must call it."""
+        """Return the outputs of all rows in their order, (rows, ...), on the main process;
+        elsewhere None. All processes must call it."""
         return self.outputs.gather(len(self.rows))

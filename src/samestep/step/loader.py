@@ -27,7 +27,7 @@ class MicroBatch(NamedTuple):
     counts: bool = True  # whether its loss does; see training/replay.py
 
     def count_tokens(self) -> int:
-        """The tokens that are computed, padding included; 0 for a batch without input_ids."""
+        """Count the tokens that are computed, with padding; 0 for a batch without input_ids."""
         ids = self.batch.get("input_ids") if isinstance(self.batch, dict) else None
         return ids.numel() if torch.is_tensor(ids) else 0
 
@@ -65,20 +65,21 @@ class StepLoader:
         self.pending: PendingSum | None = None  # its StepFacts
 
     def prefetch(self) -> None:
-        """Fetches the next step, if there is one, and starts the communication about it."""
+        """Fetch the next step, if there is one, and start the communication about it."""
         if not self.left:
             return
         self.left -= 1
         micro_batches, problem = catch(self.read)
         self.micro_batches = micro_batches or []
-        counted = self.micro_batches if self.ranks.layout.leads else []  # a replica counts once
-        num_items = sum(each.num_items for each in counted)
-        ids_hash = int(np.sum([each.ids_hash for each in counted], dtype=np.int64))
+        counts = self.ranks.layout.counts_items  # once a replica
+        counted = self.micro_batches if counts else []
+        num_items = sum(micro_batch.num_items for micro_batch in counted)
+        ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
         facts = StepFacts(num_items, ids_hash, self.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:
-        """This process's micro-batches of the next step."""
+        """Read this process's micro-batches of the next step."""
         micro_batches = []
         with self.waiting():
             for number in self.plan.run():
@@ -87,7 +88,7 @@ class StepLoader:
         return micro_batches
 
     def next_step(self) -> tuple[list[MicroBatch], StepFacts]:
-        """This process's micro-batches of the step that was fetched, and the facts about it.
+        """Return this process's micro-batches of the step that was fetched, and the facts about it.
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
@@ -96,19 +97,18 @@ class StepLoader:
         return self.micro_batches, StepFacts(*pending.result())
 
     def should_stop(self) -> bool:
-        """Whether a process was asked to stop before it fetched the next step, if there is one."""
+        """Return whether a process was asked to stop before it fetched the next step, if any."""
         return bool(self.pending and StepFacts(*self.pending.wait()).stop)
 
     def last_of_lanes(self) -> dict[int, int]:
-        """Of a stream: the sample with which each lane ends in the step, by lane, on the process
-        that has read it."""
-        found = {}
+        """Return the last sample of each lane of a stream in the step, of those read here."""
+        last = {}
         share = self.plan.samples // self.rows.dataset.lanes
-        for each in self.micro_batches:
-            places = self.plan.positions(range(1, self.plan.samples + 1), each.number)
-            pairs = zip(places, each.ids.tolist(), strict=True)
-            found |= {end // share: sample for end, sample in pairs if end % share == 0}
-        return found
+        for micro_batch in self.micro_batches:
+            places = self.plan.positions(range(1, self.plan.samples + 1), micro_batch.number)
+            pairs = zip(places, micro_batch.ids.tolist(), strict=True)
+            last |= {end // share: sample for end, sample in pairs if end % share == 0}
+        return last
 
 
 def make_loader(
@@ -118,7 +118,7 @@ def make_loader(
     num_workers: int | None,
     device: torch.device,
 ) -> DataLoader:
-    """A DataLoader of the task's batches; for what comes with each see `collate`."""
+    """Make a DataLoader of the task's batches; for what comes with a batch see `collate`."""
     workers = count_workers(num_workers, task, device)
     if rows.is_stream and isinstance(sampler, StepBatchSampler):
         # So that a lane is always read by the same worker.
@@ -132,13 +132,13 @@ def make_loader(
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
         worker_init_fn=ignore_signals,
-        # Otherwise DataLoader advances the global generator, and changes dropout.
+        # Or DataLoader advances the global generator, and changes dropout: pytorch/pytorch#122697.
         generator=torch.Generator(),
     )
 
 
 def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
-    """Loading processes for each training process: `chosen`, or what suits the task.
+    """Return the loading processes of a training process: `chosen`, or what suits the task.
 
     They pay where a GPU would wait for rows that take work, as images that are augmented do.
     """
@@ -150,6 +150,6 @@ def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
 
 
 def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.ndarray]]:
-    """Its batches. A signal does not end the worker processes that it starts."""
+    """Start to iterate over batches. A signal does not end the worker processes of this."""
     with signals_blocked():
         return iter(loader)

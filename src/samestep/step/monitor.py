@@ -20,7 +20,7 @@ from samestep.step.plan import StepPlan
 def skip_unless_finite(
     optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
 ) -> None:
-    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
+    """Make the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
     item was in the loss: weights would decay.
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
@@ -43,9 +43,9 @@ def skip_unless_finite(
 
 
 def _add_overflow(inner: Any, *_: Any) -> None:
-    """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
+    """Add the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
-    The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
+    The norm of finite gradients may overflow; clipping makes them 0 then: pytorch/pytorch#46849.
     """
     inner.found_inf = torch.maximum(inner.found_inf, (~inner._samestep_norm.isfinite()).float())
 
@@ -63,26 +63,25 @@ class StepMonitor:
         self.scale = self.loss_scale()  # at the last line
 
     def add(self, step: Any) -> None:
-        """Adds a step, whose losses are there."""
+        """Add a step, whose losses are there."""
         self.steps.append(step)
 
     def read_losses(self) -> None:
-        """Reads `total` of each step, the summed loss over all processes. Waits for the device; all
-        processes call it."""
+        """Read the summed loss of each step. Waits for the device; all processes call it."""
         steps = [step for step in self.steps if step.total is None]
         if not steps:
             return
         values = iter(_read([loss for step in steps for loss in step.losses]))
-        table = np.zeros((len(steps), self.plan.count))  # zero: computed by another process
+        table = np.zeros((len(steps), self.plan.count))  # (steps, V); 0: of another process
         for row, step in zip(table, steps, strict=True):
             row[list(self.plan.run())] = list(islice(values, len(step.losses)))
-        table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
+        table = self.ranks.sum_arrays(table * self.ranks.layout.counts_losses)
         # In the order of the micro-batches; `sum` compensates rounding from Python 3.12 on.
         for step, total in zip(steps, table.cumsum(axis=1)[:, -1].tolist(), strict=True):
             step.total = total
 
     def read(self) -> tuple[dict[str, Any], list[dict], str]:
-        """(numbers, notes, reason to stop) since the last line.
+        """Return (numbers, notes, reason to stop) since the last line.
 
         The numbers are the mean `loss` over the `items` in the loss of steps with a finite loss,
         NaN without any; `grad_norm` of the last step; and of several steps the `worst`: the number,
@@ -99,25 +98,25 @@ class StepMonitor:
         before, self.scale = self.scale, self.loss_scale()
         # fp16's scale is tried now and then. At 1 or below the gradients themselves are not finite.
         lowered = 1 < self.scale < before
-        for each, norm in zip(steps, norms, strict=True):
-            step, num_items, loss = each.number, each.items, each.total
+        for step, norm in zip(steps, norms, strict=True):
+            number, num_items, loss = step.number, step.items, step.total
             if math.isfinite(loss):
                 total, total_items = total + loss, total_items + num_items
             if num_items and math.isfinite(loss + norm):
                 self.skipped = 0
                 if loss / num_items > worst["loss"]:
-                    worst = {"step": step, "loss": loss / num_items, "grad_norm": norm}
+                    worst = {"step": number, "loss": loss / num_items, "grad_norm": norm}
             elif not (num_items and math.isfinite(loss) and lowered):
                 numbers = {"skipped_loss": loss / max(num_items, 1), "skipped_norm": norm}
                 numbers["items"] = num_items
                 what = "loss or gradient was not finite" if num_items else "no item is in the loss"
-                notes.append({"step": step, "event": "skipped", **numbers})
+                notes.append({"step": number, "event": "skipped", **numbers})
                 self.skipped += 1
                 if self.skipped == self.max_skipped_steps:
                     reason = (
-                        f"{what} in {self.skipped} steps in a row, up to step {step}; these steps "
-                        "did not change the weights. metrics.jsonl names their samples: check the "
-                        "data, or continue with accept_changes and another learning rate"
+                        f"{what} in {self.skipped} steps in a row, up to step {number}; these "
+                        "steps did not change the weights. metrics.jsonl names their samples: "
+                        "check the data, or continue with accept_changes and another learning rate"
                     )
         mean = total / total_items if total_items else math.nan
         numbers = {"loss": mean, "items": total_items, "grad_norm": norm}
@@ -126,13 +125,13 @@ class StepMonitor:
         return numbers, notes, reason
 
     def loss_scale(self) -> float:
-        """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
+        """Return the factor of fp16's losses, against gradients that round to 0; else 1."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0
 
 
 def _read(scalars: list[torch.Tensor]) -> list[float]:
-    """The values of scalars on the device, for which it waits once."""
+    """Read scalars on the device, for which it waits once."""
     if not scalars:
         return []
     device = scalars[-1].device  # with offload some norms are on the CPU
-    return torch.stack([each.float().to(device) for each in scalars]).tolist()
+    return torch.stack([scalar.float().to(device) for scalar in scalars]).tolist()

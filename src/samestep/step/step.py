@@ -62,8 +62,7 @@ class Step:
         self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
 
     def due(self, every: int | str) -> bool:
-        """Whether what happens every so many steps, or each "epoch" (0: only at the end), is due
-        after this step."""
+        """Return whether what is due `every` so many steps or "epoch" (0: at the end) is now."""
         if every == "epoch":
             passes = self.run.epochs
             return self.is_last or passes(self.number) > passes(self.number - 1)
@@ -86,13 +85,13 @@ class Step:
         gradients.start_step(run.plan)
         if self.prepare:
             self.prepare(self.micro_batches)
-        for each in self.micro_batches:
-            batch = send_to_device(each.batch, run.accelerator.device, non_blocking=True)
+        for micro_batch in self.micro_batches:
+            batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
             with context_parallel.split_rows(run.accelerator, batch):
-                seed_micro_batch(run.seed, self.number, each.number)  # dropout
-                gradients.start_micro_batch(each.number)
-                yield from self.compute(each, batch)
-                gradients.add(each.number)
+                seed_micro_batch(run.seed, self.number, micro_batch.number)  # dropout
+                gradients.start_micro_batch(micro_batch.number)
+                yield from self.compute(micro_batch, batch)
+                gradients.add(micro_batch.number)
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
         """Give a batch to the body of the loop, which computes its gradient."""

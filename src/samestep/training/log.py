@@ -29,22 +29,22 @@ class RunLog:
         self.values: dict[str, Any] = {}  # of the script, for the next line
 
     def note(self, **entries: Any) -> None:
-        """Writes a line about the newest step."""
+        """Write a line about the newest step."""
         self.lines.write({"step": self.step, **entries})
 
     def start_step(self, number: int) -> None:
-        """Before a step is computed."""
+        """Note that the computation of a step begins."""
         self.step = number
         self.profiler.start_step(number)
 
     def add(self, step: Step, values: dict[str, Any]) -> None:
-        """After the update of a step. Does not wait for the device."""
+        """Add a step whose weights are updated. Does not wait for the device."""
         self.rate, self.values = step.learning_rate, self.values | values
         self.profiler.end_step(step.number)
         self.lines.advance(step.number, self.about.format(items=f"{step.items:,}"))
 
     def write_means(self) -> None:
-        """Writes a line about the steps since the last one, if there are any. Waits for the device;
+        """Write a line about the steps since the last one, if there are any. Waits for the device;
         all processes call it.
 
         Raises UserError if too many steps in a row were skipped.

@@ -38,20 +38,20 @@ class Replay:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        asked = json.loads((folder / "question.json").read_text())
-        self.step, self.last, self.lines = asked["step"], asked["last"], asked["lines"]
-        self.without, self.gradients = {*asked["without"]}, asked["gradients"]
-        self.checkpoint, self.prepared = asked["checkpoint"], asked["prepared"]
-        self.data = asked["data"]
+        question = json.loads((folder / "question.json").read_text())
+        self.step, self.last, self.lines = question["step"], question["last"], question["lines"]
+        self.without, self.gradients = {*question["without"]}, question["gradients"]
+        self.checkpoint, self.prepared = question["checkpoint"], question["prepared"]
+        self.data = question["data"]
         self.answer: dict[str, Any] = {"rows": []}
 
     def check_rows(self, manifest: dict) -> None:
-        """Raises UserError unless the rows are those of then."""
+        """Raise UserError unless the rows are those of then."""
         if self.data not in ("", manifest["data"]["fingerprint"]):
             raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
 
     def ask(self, run: Any, step: Step) -> Iterator[Any]:
-        """Gives other batches to the loop before those of the step. `run` is the Training."""
+        """Give other batches to the loop before those of the step. `run` is the Training."""
         rows, plan = run.rows, run.plan
         end = run.samples(step.number)
         self.positions = [*rows.sort(range(end - plan.samples, end))]
@@ -71,39 +71,39 @@ class Replay:
             if self.without:
                 left = lambda row: row not in self.without  # noqa: E731
                 self.answer["without"] = yield from self.compute(run, step, left)
-            for each in self.answer["rows"] if self.gradients else ():
-                alone = yield from self.compute(run, step, each["row"].__eq__)
-                each["norm"] = alone["norm"]
+            for entry in self.answer["rows"] if self.gradients else ():
+                alone = yield from self.compute(run, step, entry["row"].__eq__)
+                entry["norm"] = alone["norm"]
 
     def compute(
         self, run: Any, step: Step, kept: Callable[[int], bool]
     ) -> Generator[Any, None, dict[str, Any]]:
-        """Computes the step with these samples alone; returns what `describe` does. Each process
-        computes as many micro-batches as in training: the loss of one without a sample counts
-        nothing."""
+        """Compute the step with these samples alone; return what `describe` does. Each process
+        computes as many micro-batches as in training: one without a sample counts nothing."""
         plan, micro_batches = run.plan, []
-        filler = [each for each in self.samples if kept(each[0])][:1]
+        filler = [sample for sample in self.samples if kept(sample[0])][:1]
         for number in plan.run():
-            samples = [each for each in plan.positions(self.samples, number) if kept(each[0])]
+            assigned = plan.positions(self.samples, number)
+            samples = [sample for sample in assigned if kept(sample[0])]
             run.rows.seed_collate(plan.positions(self.positions, number))
             batch, (items, ids_hash), ids = collate(run.task, samples or filler)
             items = items if samples else 0
             micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
-        items = sum(each.num_items for each in micro_batches) * run.ranks.layout.leads
+        items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.counts_items
         (items,) = run.ranks.sum_over_ranks(items)
         whole = step.micro_batches, step.items
         step.micro_batches, step.items = micro_batches, items
         yield from step.compute_all()
         run.gradients.reduce()
-        found = describe(run, step)
+        result = describe(run, step)
         for parameter in run.gradients.parameters:
             parameter.grad = None
         step.micro_batches, step.items = whole
         step.losses, step.total = [], None
-        return found
+        return result
 
     def compute_rows(self, run: Any, step: Step) -> Iterator[Any]:
-        """Computes the loss of each row alone, without dropout."""
+        """Compute the loss of each row alone, without dropout."""
         with keep_modes(run.model), eager(run.model):
             run.model.eval()
             sharding.share_buffers(run.model, run.ranks.layout.fsdp)
@@ -119,8 +119,8 @@ class Replay:
             sharding.reshard(run.model)
 
     def finish(self, run: Any) -> None:
-        """Writes the answer, and ends the process."""
-        changed = [each for each in run.point.remarks if each.startswith("changed")]
+        """Write the answer, and end the process."""
+        changed = [remark for remark in run.point.remarks if remark.startswith("changed")]
         self.answer["about"] = [run.run.hardware, *changed]
         if run.accelerator.is_main_process:
             (self.folder / "answer.json").write_text(json.dumps(self.answer))
@@ -128,13 +128,13 @@ class Replay:
 
 
 def read_question() -> Replay | None:
-    """The question of `samestep replay`, if it has started this process."""
+    """Read the question of `samestep replay`, if it has started this process."""
     folder = os.environ.get(VARIABLE)
     return Replay(Path(folder)) if folder else None
 
 
 def describe(run: Any, step: Step) -> dict[str, Any]:
-    """The loss, items and norms of a gradient that is complete, before it is clipped."""
+    """Return loss, items and norms of a gradient that is complete, before it is clipped."""
     layers = _norms_by_layer(run.gradients)
     monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
     monitor.add(step)
@@ -145,7 +145,7 @@ def describe(run: Any, step: Step) -> dict[str, Any]:
 
 
 def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
-    """The norm of the gradient of each layer."""
+    """Return the norm of the gradient of each layer."""
     squares: dict[str, float] = defaultdict(float)
     scaler = gradients.accelerator.scaler
     for name, parameter in zip(gradients.names, gradients.parameters, strict=True):

@@ -15,7 +15,7 @@ class ResumePoint:
     """Where a run starts. The main process finds it, and tells the others."""
 
     checkpoint: Path | None = None  # to resume from
-    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
+    in_folder: bool = False  # whether it lies in that of this run; a run may begin from another's
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     remarks: list[str] = field(default_factory=list)  # lines to print
@@ -25,7 +25,7 @@ class ResumePoint:
     def find(
         self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True
     ) -> None:
-        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
+        """Find the checkpoint to start from: see checkpoints.find_checkpoint.
 
         evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
 
@@ -34,14 +34,14 @@ class ResumePoint:
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
             raise ValueError(f"the folder of the run, {output}, is a file; give another")
-        found = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
-        self.checkpoint, self.saved, passed_over = found
+        result = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
+        self.checkpoint, self.saved, passed_over = result
         self.remarks += [f"passed over: {reason}" for reason in passed_over]
         if self.checkpoint:
-            self.own = self.checkpoint.resolve().parent == folder.resolve()
+            self.in_folder = self.checkpoint.resolve().parent == folder.resolve()
 
     def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
-        """Notes what has changed since the checkpoint; raises UserError for what must not change.
+        """Note what has changed since the checkpoint; raise UserError for what must not change.
 
         manifest: that of this start. accept: whether changes of settings are accepted.
         effects, defaults: of each setting, see checkpoints.check_settings.
@@ -52,20 +52,20 @@ class ResumePoint:
             self.remarks += lines
 
     def say(self, hardware: dict) -> None:
-        """Prints the remarks, and what differs in the hardware of now."""
+        """Print the remarks, and what differs in the hardware of now."""
         for remark in self.remarks:
             print_on_main(remark)
         if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
             print_on_main(line)
 
     def write_running(self, output: Path) -> None:
-        """Writes into the status that this process runs; the main process calls it."""
-        saved = self.saved.get("step", 0) if self.own else 0
+        """Write into the status that this process runs; the main process calls it."""
+        saved = self.saved.get("step", 0) if self.in_folder else 0
         run_folder.write_status(output, "running", saved=saved)
 
 
 def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:
-    """A line about what runs on what. `step`: its samples as a product. `kept`: of the weights."""
+    """Say what runs on what. `step`: its samples as a product. `kept`: of the weights."""
     precision = accelerator.mixed_precision.replace("no", "fp32")
     return (
         f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, {kept}"

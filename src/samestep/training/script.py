@@ -36,7 +36,9 @@ NOT_SCORES = (*NOT_VALUES[:-1], "loss", "samples")
 
 
 class Script:
-    """A run of a script. `training` has the arguments; for the others see Training."""
+    """A run of a script. training: has its other arguments, see there.
+
+    functions: collate, count and augment, by name; None for one that the script does not give."""
 
     # What train.py's run has otherwise.
     optimizer_settings: list[dict] = []  # noqa: RUF012
@@ -97,7 +99,7 @@ class Script:
         self.manifest = self.describe(rows, _merge_settings(fixed, settings))
 
     def describe(self, rows: Any, settings: dict) -> dict:
-        """The entries of all manifests: settings, rows and model; the same on all processes.
+        """Return the entries of all manifests: settings, rows and model, the same on all processes.
 
         Raises UserError if the same rows are another batch the second time, or processes differ.
         """
@@ -130,7 +132,7 @@ class Script:
         return manifest | {"hardware": hardware, "frozen_weights": frozen}
 
     def describe_model(self, drawn: str) -> dict[str, str]:
-        """What must be the same on all processes, since it was built by each.
+        """Return what must be the same on all processes, since it was built by each.
 
         The weights of DDP are those of process 0. FSDP takes each part from the process that keeps
         it: if all have drawn the same numbers, they have the same weights.
@@ -143,11 +145,11 @@ class Script:
         return facts
 
     def check_state(self, training: Any) -> None:
-        """Before a resume; raises UserError for what no checkpoint would hold."""
+        """Raise UserError, before a resume, for what no checkpoint would hold."""
         _adopt_schedulers(training.accelerator, training.optimizer)
 
     def find_start(self, training: Any) -> ResumePoint:
-        """Locks the folder, and finds where the run starts."""
+        """Lock the folder, and find where the run starts."""
         point = ResumePoint()
         with self.ranks.fail_together():
             if training.accelerator.is_main_process:  # one process: verifying reads all bytes
@@ -158,7 +160,7 @@ class Script:
                     checkpoints.check_none_saved(self.folder)
                 accepts = training.accept_changes or bool(replay)
                 point.compare(self.manifest, accepts, {}, {})
-                if point.own:
+                if point.in_folder:
                     point.best = point.saved.get("best")
                 point.write_running(self.folder)
                 provenance.write_hardware(self.folder, self.manifest)
@@ -169,48 +171,48 @@ class Script:
         return point
 
     def same_validation(self, saved: dict) -> bool:
-        """Whether the scores of a checkpoint are of the rows of today: a script's settings say."""
+        """Return whether a checkpoint's scores are of today's rows: a script's settings say."""
         return True
 
     def prepare_steps(self, training: Any) -> None:
-        """Before the first step."""
+        """Prepare the model for the first step."""
         if training.exact and training.gradients is None:
             exact.sum_inside_blocks(self.model)
 
     def after_trial(self, training: Any, batch: Any) -> None:
-        """After the loop was tried."""
+        """Check more after the loop was tried: nothing in a script."""
 
     def start_stopping(self) -> Callable[[], int]:
-        """From here on signals are flags; what tells whether there was one."""
+        """Turn signals into flags from here on; return what tells whether there was one."""
         if not self.stop:
             self.stop = StopRequest(launcher_process())
             self.stop.__enter__()
         return self.stop.requested
 
     def end_stopping(self) -> None:
-        """Signals are those of the script again."""
+        """Give signals back to the script."""
         if self.stop:
             self.stop.__exit__()
         self.stop = None
 
     def end_steps(self, training: Any) -> None:
-        """After the last step."""
+        """End the run after its last step."""
         training.close()
         training.write_status("finished", exit_code=0)
 
     def end_early(self, training: Any) -> None:
-        """After a break out of the steps."""
+        """End the run after a break out of the steps."""
         if not self.has_ended:
             training.saver.join()
             training.note_commits()
             training.write_status("stopped")
 
     def leave(self, training: Any) -> None:
-        """Before a process that was asked to stop ends."""
+        """Note that this process ends, since it was asked to stop."""
         self.has_ended = True
 
     def end_tracking(self, training: Any) -> None:
-        """The last of a run that was asked to stop."""
+        """End the trackers of a run that was asked to stop."""
         training.accelerator.end_training()
 
 
@@ -218,8 +220,8 @@ class Script:
 
 
 def _end_in_one_line(run: Script) -> None:
-    """What ends the script is a line and an exit code, as in train.py; the status of the run tells
-    it, too. Tracebacks stay on the screen."""
+    """End a script that fails with a line and an exit code, as train.py ends; the status of the run
+    has it, too. Tracebacks stay on the screen."""
 
     def say(_: type, error: BaseException, __: Any) -> None:
         program, output = Path(sys.argv[0]).name, run.folder if run.lock else None
@@ -230,14 +232,14 @@ def _end_in_one_line(run: Script) -> None:
 
 
 def check_whole(least: int, **numbers: Any) -> None:
-    """Raises UserError unless these are whole numbers, and none is too small."""
+    """Raise UserError unless these are whole numbers, and none is too small."""
     for name, value in numbers.items():
         if not isinstance(value, int) or value < least:
             raise UserError(f"{name} is {value!r}; give a whole number, at least {least}")
 
 
 def check_rows(rows: Any) -> None:
-    """Raises UserError unless rows can be addressed, and there is one."""
+    """Raise UserError unless rows can be addressed, and there is one."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(f"rows are a {type(rows).__name__}; give a dataset with len() and [i]")
     if not len(rows):
@@ -245,14 +247,14 @@ def check_rows(rows: Any) -> None:
 
 
 def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """Raises UserError unless these come from accelerator.prepare, and can be trained."""
+    """Raise UserError unless these come from accelerator.prepare, and can be trained."""
     if hasattr(model, "_orig_mod"):
         raise UserError(
             "torch.compile has wrapped the model: call model.compile() before accelerator.prepare, "
             "without dynamo_backend"
         )
-    known = [accelerator.unwrap_model(each) for each in accelerator._models]
-    is_known = any(accelerator.unwrap_model(model) is each for each in known)
+    known = [accelerator.unwrap_model(prepared) for prepared in accelerator._models]
+    is_known = any(accelerator.unwrap_model(model) is prepared for prepared in known)
     if not is_known or not isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             "Training takes what accelerator.prepare(model, optimizer) returns; prepare the model "
@@ -283,7 +285,7 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
 
 
 def prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
-    """Makes torch deterministic, on CPUs with one thread; raises UserError for what is not."""
+    """Make torch deterministic, on CPUs with one thread; raise UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     on_cpu = accelerator.device.type == "cpu"
@@ -306,7 +308,7 @@ def prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOp
 
 
 def _merge_settings(fixed: dict, settings: dict) -> dict:
-    """Training's own settings and those of the script; raises UserError if they differ."""
+    """Merge Training's own settings and the script's; raise UserError if they differ."""
     if not isinstance(settings, dict):
         raise UserError(f"settings are a {type(settings).__name__}; give a dict, as vars(args)")
     for name in fixed.keys() & settings.keys():
@@ -319,8 +321,8 @@ def _merge_settings(fixed: dict, settings: dict) -> dict:
 
 
 def plain_values(values: dict[str, Any], reserved: tuple[str, ...]) -> dict[str, Any]:
-    """Values for a line of metrics: numbers and texts; raises UserError for anything else, and for
-    names that a line has of itself."""
+    """Return values for a line of metrics as numbers and texts; raise UserError for anything else,
+    and for names that a line has of itself."""
     return {name: _plain_value(name, value, reserved) for name, value in values.items()}
 
 
@@ -336,14 +338,14 @@ def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
 
 
 def _adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Lets a prepared scheduler make one step when it is told to, not one for each process. Raises
-    UserError for a scheduler that no checkpoint would hold."""
+    """Let a prepared scheduler make one step a call, not one for each process, as accelerate does
+    (huggingface/accelerate#1382). Raise UserError for one that no checkpoint would hold."""
     for scheduler in accelerator._schedulers:
         scheduler.split_batches = True
     steps = (optimizer.step, optimizer.optimizer.step)
-    has_scheduler = any(hasattr(each, "_wrapped_by_lr_sched") for each in steps)
+    has_scheduler = any(hasattr(function, "_wrapped_by_lr_sched") for function in steps)
     known = [*accelerator._schedulers, *accelerator._custom_objects]
-    if has_scheduler and not any(hasattr(each, "get_last_lr") for each in known):
+    if has_scheduler and not any(hasattr(one, "get_last_lr") for one in known):
         raise UserError(
             "no checkpoint would hold the learning rate scheduler of this optimizer: call "
             "accelerator.register_for_checkpointing(scheduler) before the first step"

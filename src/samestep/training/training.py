@@ -115,7 +115,7 @@ class Training:
     # ---- The start
 
     def resume(self) -> int:
-        """Load the newest checkpoint in the folder, unless that was done; the steps that are done.
+        """Load the newest checkpoint in the folder, unless that was done; return the steps done.
 
         Prepare or register schedulers, and what else has a state, before.
         """
@@ -149,7 +149,7 @@ class Training:
         if "eval_loss" in point.saved and run.same_validation(point.saved):
             self.scores = {"eval_loss": point.saved["eval_loss"]}
         saver.best = point.best
-        saver.takes_scores = point.own and self.scores is None and not point.changed
+        saver.takes_scores = point.in_folder and self.scores is None and not point.changed
         if self.rows.is_stream:
             lanes = point.saved.get("lanes")
             self.rows.dataset.begin(self.seed, self.plan.samples, samples, lanes)
@@ -157,8 +157,7 @@ class Training:
         return self.step
 
     def describe_lanes(self) -> dict[str, list[int]]:
-        """The entry of a manifest about a stream: the last sample of each lane in the newest step,
-        over all processes."""
+        """Return a manifest's entry about a stream: the last sample of each lane, of all ranks."""
         if not self.rows.is_stream:
             return {}
         last: dict[int, int] = {}
@@ -183,8 +182,8 @@ class Training:
         return self.metrics
 
     def lacks_scores(self, every: int | str, max_steps: int) -> bool:
-        """Whether the step that the run resumes from has yet to be evaluated, since a kill came
-        before: score it then, before the next step."""
+        """Return whether the step that the run resumes from has yet to be evaluated, since a kill
+        came before: score it then, before the next step."""
         number = self.resume()
         step = Step(self, number, [], 0, last=number >= max_steps)
         lacks = number > 0 and self.scores is None and step.due(every)
@@ -196,7 +195,7 @@ class Training:
     # ---- The loop
 
     def steps(self, max_steps: int, save_every: int = 0) -> Iterator[Step]:
-        """The steps that are left. Saves every so many (0: none) and the last.
+        """Yield the steps that are left. Save every so many (0: none) and the last.
 
         Where a signal asks the run to stop, it saves the step and exits with code 75: the same
         command continues.
@@ -243,13 +242,13 @@ class Training:
             self.run.end_stopping()
 
     def next_step(self, number: int, last: bool) -> Step:
-        """The next step, whose micro-batches are there."""
+        """Return the next step, whose micro-batches are there."""
         assert self.loader
         micro_batches, facts = self.loader.next_step()
         if self.rows.is_stream:
             self.lanes = self.loader.last_of_lanes()
-        tokens = sum(each.count_tokens() for each in micro_batches)
-        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.leads)
+        tokens = sum(micro_batch.count_tokens() for micro_batch in micro_batches)
+        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.counts_items)
         return Step(self, number, micro_batches, facts.num_items, last)
 
     @contextlib.contextmanager
@@ -288,7 +287,7 @@ class Training:
             step.loss = step.total / step.items if step.items else math.nan
 
     def complete(self) -> int:
-        """The number of steps that are done; raise UserError in the middle of one."""
+        """Return how many steps are done; raise UserError in the middle of one."""
         step = self.current
         if step and step.gradient != "not begun" and step.number != self.step:
             self.log(step)
@@ -359,7 +358,7 @@ class Training:
         self.saver.add_scores(step, self.scores)
 
     def evaluation(self, rows: Any) -> Evaluation:
-        """The batches of an evaluation of these rows, each once, over all processes.
+        """Return the batches of an evaluation of these rows, each once, over all processes.
 
         A signal ends it: the newest step is saved, and the process exits with code 75.
         """
@@ -369,12 +368,12 @@ class Training:
         if self.evaluated is None or self.evaluated.rows.dataset is not rows:
             given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
             self.evaluated = Evaluation(rows, *given)
-        asked = self.requested, self.meter.paused, self.end_stopped
-        return self.evaluated.start(self.exported, *asked)
+        callbacks = self.requested, self.meter.paused, self.end_stopped
+        return self.evaluated.start(self.exported, *callbacks)
 
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
-        """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
+        """Sum eval_sums(model, batch), a dict of tensors, over all rows, each once, in float64."""
         script.check_rows(rows)
         evaluation = self.evaluation(rows)
         for batch in evaluation:
@@ -382,23 +381,23 @@ class Training:
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1)
         sums = evaluation.sums()
-        return {name: sum(each[name] for each in sums) for name in sums[0]}  # type: ignore[misc]
+        return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
 
     def load_best(self) -> int:
-        """Load the weights of the best step, if there is one: see `score`. The step of the weights
-        that the model has then."""
+        """Load the weights of the best step, if there is one: see `score`. Return the step of the
+        weights that the model has then."""
         self.resume()
         assert self.saver
         self.saver.wait()
         return self.saver.load_best() or self.step
 
     def samples(self, step: int) -> int:
-        """Samples of the run up to the end of this step."""
+        """Return the samples of the run up to the end of this step."""
         assert self.saver
         return self.saver.samples(step)
 
     def epochs(self, step: int) -> int:
-        """Passes over the rows that are complete at the end of this step."""
+        """Return the passes over the rows that are complete at the end of this step."""
         return self.samples(step) // len(self.rows)
 
     # ---- The end

@@ -21,7 +21,7 @@ _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
 
 
 def try_loop(run: Any, step: Step) -> Iterator[Any]:
-    """Gives rows together to the body of the loop, then each alone, in eval mode: the loss of all
+    """Give rows together to the body of the loop, then each alone, in eval mode: the loss of all
     must be the sum of the losses of each. `run` is the Training.
 
     Where random numbers are drawn it compares the loss per item of eight rows. For the passes in
@@ -29,7 +29,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
-    before = _states_of_others(run)
+    before = _registered_states(run)
     with keep_modes(run.model), eager(run.model):
         for _ in trial.backward_passes(run.ranks, run.model) if run.run.tries_backward else ():
             yield from try_batch(run, step, rows)
@@ -44,7 +44,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
                 for number, row in enumerate(rows, 1):
                     alone.append((yield from try_batch(run, step, [row], number)))
     step.losses = []
-    if _states_of_others(run) != before:
+    if _registered_states(run) != before:
         raise UserError(
             "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
             "it runs once for each batch, and before the first step; do that after the loop"
@@ -58,7 +58,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
 
 
 def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
-    """As many of these as a device takes, at most four, with the last one."""
+    """Choose as many of these as a device takes, at most four, with the last one."""
     maximum = min(max(2, plan.largest), 4)
     return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
 
@@ -66,8 +66,8 @@ def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
 def try_batch(
     run: Any, step: Step, samples: list[tuple], number: int = 0, first: int | None = None
 ) -> Generator[Any, None, trial.Computed]:
-    """Gives these samples to the body of the loop as one batch; returns a Computed. `number`: that
-    of its random numbers, and `first` their seed, in place of the run's."""
+    """Give these samples to the body of the loop as one batch; return a Computed. `number`: that of
+    its random numbers, and `first` their seed, in place of the run's."""
     accelerator = run.accelerator
     seed_micro_batch(run.seed if first is None else first, 1, number)
     states = [trial.random_state(accelerator.device)]
@@ -86,8 +86,8 @@ def try_batch(
 
 
 def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
-    """Raises UserError where the loss is no sum over independent rows, in fp32; elsewhere, and
-    where a run resumes, it is a warning."""
+    """Raise UserError where the loss is no sum over independent rows, in fp32; elsewhere, and where
+    a run resumes, it is a warning."""
     is_half = any(parameter.dtype in HALF for parameter in run.model.parameters())
     rounds = is_half or run.run.rounds or run.accelerator.mixed_precision != "no"
     # A run that resumes has passed; trained weights may give small differences of large sums.
@@ -101,12 +101,12 @@ def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) ->
 
 
 def _say(run: Any, computed: trial.Computed, rows: int) -> None:
-    """Prints the loss per item of the rows; all processes must call it."""
+    """Print the loss per item of the rows; all processes must call it."""
     layout, loss = run.ranks.layout, float(computed.sums[""])
     if layout.cp > 1:  # each process has the loss of its part of the rows
-        loss *= layout.adds
-        parts = run.ranks.gather((loss, layout.leads))
-        loss = sum(part for part, _ in parts) / sum(leads for _, leads in parts)
+        loss *= layout.counts_losses
+        parts = run.ranks.gather((loss, layout.counts_items))
+        loss = sum(part for part, _ in parts) / sum(counts for _, counts in parts)
     if computed.collate_draws:
         print_on_main(
             f"{run.run.prefix}collate draws random numbers, by the micro-batch: micro_batch_size "
@@ -126,8 +126,8 @@ def _say(run: Any, computed: trial.Computed, rows: int) -> None:
     print_on_main(line)
 
 
-def _states_of_others(run: Any) -> tuple[dict, dict]:
-    """What tells whether schedulers and registered objects are as before."""
+def _registered_states(run: Any) -> tuple[dict, dict]:
+    """Return what tells whether schedulers and registered objects are as before."""
     packed, tensors = run.saver.state.pack_others()
-    states = {name: str(each) for name, each in packed.items() if not name.startswith("group.")}
-    return states, {name: alike.bit_sums(each).tolist() for name, each in tensors.items()}
+    states = {name: str(value) for name, value in packed.items() if not name.startswith("group.")}
+    return states, {name: alike.bit_sums(value).tolist() for name, value in tensors.items()}
