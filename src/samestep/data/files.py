@@ -44,23 +44,25 @@ def file_ending(path: str) -> str:
     return os.path.splitext(stem)[1] if ending == PACKED else ending
 
 
-def files_below(root: str) -> Iterator[tuple[str, str]]:
+def files_below(root: str, is_data: bool = True) -> Iterator[tuple[str, str]]:
     """A file itself, or all files below a folder, each with its path there; no hidden ones, and
-    none of a run whose folder lies there.
+    none of a run whose folder lies there, which is said of data.
 
-    Raises OSError for a folder that cannot be read: its rows would be missing unnoticed.
+    Raises OSError for a folder of data that cannot be read: its rows would be missing unnoticed.
     """
     if not os.path.isdir(root):
         yield "", root
         return
     seen = set()  # links may lead back
-    for folder, names, files in os.walk(root, onerror=_raise_error, followlinks=True):
+    refuse = _raise_error if is_data else None
+    for folder, names, files in os.walk(root, onerror=refuse, followlinks=True):
         status = os.stat(folder)
         new = (status.st_dev, status.st_ino) not in seen
         seen.add((status.st_dev, status.st_ino))
         if folder != root and {"status.json", "hardware.yaml"} <= {*files}:
-            _skip_run(folder)
             new = False
+            if is_data:
+                _skip_run(folder)
         names[:] = sorted(name for name in names if new and not name.startswith("."))
         for name in sorted(files) if new else ():
             if not name.startswith("."):
