@@ -166,23 +166,32 @@ def _split_in(part: str, is_exact: bool) -> str:
     return ""
 
 
-def choose(
-    files: list[File], split: str, in_classes: bool = False, others: str = "train"
-) -> list[File]:
-    """The files to train or to evaluate on. Names count if they divide the files: where none says
-    train, those that say nothing are trained on. Else all are of the split `others`.
+def split_files(
+    data: str, field: str, wanted: tuple[str, ...], endings: tuple[str, ...], in_classes: bool
+) -> tuple[list[File], list[File], list[File]]:
+    """The files of a path to train on, those to evaluate on, and all that are not read.
 
-    "train" beside names that say nothing is no split: it may be the title of a text.
+    Of the splits that are `wanted` names count if they divide the files: where none says train,
+    those that say nothing are trained on. Else all are of the first of `wanted`: "train" beside
+    names that say nothing is no split, it may be the title of a text.
     """
-    splits = {each: _split_of(each.name, in_classes) for each in files}
+    found, others = list_files(data, field, endings)
+    if in_classes:
+        _check_class_folders(found, field)
+    splits = {each: _split_of(each.name, in_classes) for each in found}
     named = {*splits.values()}
+    chosen: dict[str, list[File]] = {"train": [], "validation": []}
+    for split in wanted:
+        name = "" if split == "train" and "train" not in named else split
+        chosen[split] = [each for each in found if splits[each] == name]
     if len(named) == 1 or named == {"train", ""}:
-        return files if split == others else []
-    wanted = "" if split == "train" and "train" not in named else split
-    return [each for each in files if splits[each] == wanted]
+        chosen = {split: found if split == wanted[0] else [] for split in chosen}
+    read = {*chosen["train"], *chosen["validation"]}
+    others = others + [each for each in found if each not in read]
+    return chosen["train"], chosen["validation"], others
 
 
-def check_class_folders(files: list[File], field: str) -> None:
+def _check_class_folders(files: list[File], field: str) -> None:
     """Raises ValueError for a file that is not in the folder of its class: CLASS/x or
     SPLIT/CLASS/x, where SPLIT says train, validation or test. Tables have their labels inside."""
     for each in files:
@@ -198,28 +207,27 @@ def check_class_folders(files: list[File], field: str) -> None:
 
 
 @functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
-def _list_shards(data: str, field: str) -> tuple[list[File], list[File]]:
-    return list_files(data, field, SHARDS)
+def _split_shards(data: str, field: str) -> tuple[list[File], list[File], list[File]]:
+    wanted = ("train", "validation") if field == "data" else ("validation",)
+    return split_files(data, field, wanted, SHARDS, False)
 
 
-def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
-    """The shards of a stream to train on, those to evaluate on, and the number of other files.
+def split_shards(cfg: Any) -> tuple[list[File], list[File], list[File]]:
+    """The shards of a stream to train on, those to evaluate on, and the other files.
 
     To evaluate on are those of cfg.validation_data, or those that are named so; or one is held
     out, that with the smallest hash of its name without the endings.
     """
-    files, others = _list_shards(cfg.data, "data")
-    train, held = choose(files, "train"), choose(files, "validation")
+    train, held, others = _split_shards(cfg.data, "data")
     if cfg.validation_data:
-        given, _ = _list_shards(cfg.validation_data, "validation_data")
-        held = choose(given, "validation", others="validation")
+        held = _split_shards(cfg.validation_data, "validation_data")[1]
     held = held or [min(train, key=lambda each: _hash_name(each.name))]
     paths = {each.path for each in held}
     train = [each for each in train if each.path not in paths]
     if not train:
         hint = "cut it, or give --task.validation_data PATH"
         raise ValueError(f"task.data: {cfg.data} is one shard, which is evaluated on; {hint}")
-    return train, held, len(others)
+    return train, held, others
 
 
 def _hash_name(name: str) -> str:

@@ -37,12 +37,12 @@ def hash_of(text: str) -> int:
 
 
 def load_rows(
-    inputs: list[Input], cfg: DataConfig, choose: Callable[[Input, dict], RowFormat]
+    inputs: list[Input], cfg: DataConfig, form: RowFormat | Callable[[Input, dict], RowFormat]
 ) -> DatasetDict:
     """Read the rows of these inputs as splits train and validation, and print what is read.
 
-    `choose`: gets a source and its first row, and returns their format. All have the same features.
-    Rows to evaluate on that belong to a source have its format.
+    `form`: the format, or what gets a source and its first row, and returns their format. All have
+    the same features. Rows to evaluate on that belong to a source have its format.
 
     Of a stream the rows to train on are the beginnings of some shards: what tokenizers are made
     from. Columns that are added are "source", a ClassLabel of the names of the sources, and the
@@ -61,13 +61,13 @@ def load_rows(
     def read() -> Iterator[dict[str, Any]]:
         for source in inputs:
             before = len(hashes)
-            source.form = next((each.form for each in inputs if each.name == source.name), None)
-            source.choose = choose
-            for stored, group, place in readers.stored_rows(source, cfg, left_out):
-                form = source.form
-                key = form.key(stored)
+            own = [each.form for each in inputs if each.name == source.name]
+            source.form = form if isinstance(form, RowFormat) else own[0]
+            source.choose = form
+            for stored, group, place in readers.read(source, cfg, left_out):
+                key = source.form.key(stored)
                 if group is None:
-                    group = form.group(stored) if form.group else key
+                    group = source.form.group(stored) if source.form.group else key
                 hashes.append(hash_of(key))
                 sides.append(hashes[-1] if group == key else hash_of(group))
                 number = {"source": names.index(source.name), "file": numbers[place.path]}

@@ -76,6 +76,11 @@ def _count_sources(dataset: Any, data: str) -> list[Source]:
     return [Source(name, rows, weights.get(name, 1)) for name, rows in found if rows]
 
 
+def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows as dicts, of columns of equal length."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 class Rows(torch.utils.data.Dataset):
     """Rows of some columns: dicts of numpy arrays (T,) for lists, and of numbers, in the order that
     the dataset gives them, also after select, filter or shuffle.
@@ -97,9 +102,12 @@ class Rows(torch.utils.data.Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
+        return rows_of(self.columns(places))
+
+    def columns(self, places: list[int]) -> dict[str, list]:
+        """The values of these rows in each column, as numpy has them."""
         table = self.table[places]
-        cells = [cells_of(column) for column in table.columns]
-        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*cells, strict=True)]
+        return {name: cells_of(table.column(name)) for name in table.column_names}
 
     def sizes(self) -> np.ndarray:
         """The size of each row, int (N,)."""

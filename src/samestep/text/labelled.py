@@ -75,7 +75,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     bundled = {"stdlib": demo_data.area_rows}
     inputs = find_inputs(cfg, bundled, (*TABLES, ".txt"), in_classes=True)
     is_given = any(each.is_validation for each in inputs)
-    rows = load_rows(inputs, cfg, lambda source, first: form)
+    rows = load_rows(inputs, cfg, form)
     labels.learn(rows, cfg, folder, is_given)
     return rows
 

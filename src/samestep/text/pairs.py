@@ -55,7 +55,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     columns = {cfg.source_column: True, cfg.target_column: True}
     features = {name: datasets.Value("string") for name in TEXTS}
     form = RowFormat(columns, partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
-    return load_rows(inputs, cfg, lambda source, first: form)
+    return load_rows(inputs, cfg, form)
 
 
 def set_languages(tokenizer: Any, cfg: Any, folder: Path) -> Any:

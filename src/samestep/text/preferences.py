@@ -64,7 +64,7 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
         if column := getattr(cfg, f"{name}_column"):
             columns[column] = column != name
     form = RowFormat(columns, partial(normalize, cfg=cfg), READ, _key_of, _group_of)
-    return load_rows(find_inputs(cfg, BUNDLED, TABLES), cfg, lambda source, first: form)
+    return load_rows(find_inputs(cfg, BUNDLED, TABLES), cfg, form)
 
 
 def _group_of(row: dict) -> str:

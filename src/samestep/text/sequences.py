@@ -19,7 +19,7 @@ from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from samestep.data.rows import NUMBERS
-from samestep.data.views import Rows, cells_of, lengths_of, values_of
+from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of
 from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
@@ -46,7 +46,8 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
         rows = _spread(rows, cfg.validation_rows)
 
     def count_loss(row: dict) -> dict:
-        labels = training_rows([row], cfg.context_length)[0]["labels"][1:]
+        columns = {name: [value] for name, value in row.items()}
+        labels = training_rows(columns, cfg.context_length)[0]["labels"][1:]
         counted = labels[labels != IGNORE_INDEX]
         return {"bytes": sizes[counted].sum(), "unigram_loss": losses[counted].sum()}
 
@@ -261,31 +262,31 @@ class Sequences(Rows):
         self.length = cfg.context_length
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        return training_rows(super().__getitems__(places), self.length)
+        return training_rows(self.columns(places), self.length)
 
 
-def training_rows(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Prepared rows as they are trained on, padded to the length. The first token of each packed
-    document is not in the loss."""
+def training_rows(columns: dict[str, list], length: int) -> list[dict[str, Any]]:
+    """The rows that are trained on, of columns of prepared ones, padded to the length. The first
+    token of each packed document is not in the loss."""
 
     def padded(values: np.ndarray, padding: int) -> np.ndarray:
-        table = np.full((len(rows), length), padding)
+        table = np.full((len(sizes), length), padding)
         table[is_inside] = values
         return table
 
-    sizes = np.array([len(row["input_ids"]) for row in rows])
+    sizes = np.array([len(each) for each in columns["input_ids"]])
     is_inside = np.arange(length) < sizes[:, None]
-    ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
+    ids = np.concatenate(columns["input_ids"]).astype(np.int64)
     labels = ids
     found = {"input_ids": padded(ids, 0)}
-    if "lengths" in rows[0]:
-        lengths = np.concatenate([row["lengths"] for row in rows])
+    if "lengths" in columns:
+        lengths = np.concatenate(columns["lengths"])
         begins = np.cumsum(lengths) - lengths
-        is_counted = np.concatenate([row["loss_mask"] for row in rows]) != 0
+        is_counted = np.concatenate(columns["loss_mask"]) != 0
         is_counted[begins] = False
         labels = np.where(is_counted, ids, IGNORE_INDEX)
         found["position_ids"] = padded(np.arange(len(ids)) - np.repeat(begins, lengths), 0)
     found["labels"] = padded(labels, IGNORE_INDEX)
-    for name in {"bytes", "unigram_loss"} & {*rows[0]}:
-        found[name] = np.array([row[name] for row in rows])
-    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    for name in {"bytes", "unigram_loss"} & {*columns}:
+        found[name] = np.array(columns[name])
+    return rows_of(found)
