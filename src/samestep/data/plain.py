@@ -1,10 +1,12 @@
 """Rows for a task that is written with plain `datasets`: see examples/."""
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
+import numpy as np
+
+from samestep.data.rows import hash_of, hold_out
 
 _HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
 
@@ -59,8 +61,6 @@ def _hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Datase
     """The rows to train on and those held out, at least one: equal rows are on one side."""
     tables = rows.with_format("arrow").iter(1000)  # images count by their bytes, or their paths
     plain = (row for table in tables for row in table.to_pylist())
-    digests = [hashlib.sha256(repr(row).encode()).digest() for row in plain]
-    limit = max(min(digests), int(_HELD_OUT * 2**64).to_bytes(8, "big"))
-    held = [i for i, each in enumerate(digests) if each <= limit]
-    others = [i for i, each in enumerate(digests) if each > limit]
-    return rows.select(others), rows.select(held)
+    hashes = np.array([hash_of(repr(row)) for row in plain], np.uint64)
+    is_held = np.isin(hashes, hold_out(hashes, _HELD_OUT, len(hashes)))
+    return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))

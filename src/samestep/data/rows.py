@@ -4,21 +4,17 @@ One process reads all rows, file after file, into an Arrow file; the first wrong
 """
 
 import itertools
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
-from samestep.data import readers
+from samestep.data import readers, views
 from samestep.data.inputs import Input, RowFormat, name_first
 from samestep.data.sources import DataConfig
 
@@ -104,31 +100,25 @@ def load_rows(
 
 
 def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
-    """Rows in an Arrow file in the cache of `datasets`."""
+    """Rows in an Arrow file."""
     kinds = {}
     for name, kind in columns.items():
         is_text = getattr(kind, "dtype", "") == "string"  # of which 2 GB fit into a column
         kinds[name] = Value("large_string") if is_text else kind
     features = Features(kinds)
-    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting: list[dict] = []
-    with ArrowWriter(features=features, path=str(path)) as writer:
 
-        def write_waiting() -> None:
-            writer.write_table(pyarrow.Table.from_pylist(waiting, features.arrow_schema))
-            waiting.clear()
-
+    def tables() -> Iterator[pyarrow.Table]:
+        waiting: list[dict] = []
         size = 0
         for row in rows:
             waiting.append(row)
             size += 100 + sum(len(each) for each in row.values() if hasattr(each, "__len__"))
             if size > _WRITTEN:
-                write_waiting()
-                size = 0
-        write_waiting()
-        writer.finalize()
-    return Dataset.from_file(str(path))
+                yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
+                waiting, size = [], 0
+        yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
+
+    return views.write_tables(tables(), features)
 
 
 # ---- Splits --------------------------------------------------------------------------------------

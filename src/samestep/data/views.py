@@ -11,15 +11,18 @@ import itertools
 import json
 import os
 import platform
-from collections import Counter
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.files import read_json_object, replace_text
 from samestep.data.sources import split_data
@@ -57,6 +60,17 @@ def cells_of(column: pa.ChunkedArray) -> list[Any]:
         return [*column.to_numpy(zero_copy_only=False)]
     values = column.values.to_numpy()
     return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]
+
+
+def write_tables(tables: Iterable[pa.Table], features: Any) -> Any:
+    """A dataset of these tables, in an Arrow file in the cache of `datasets`."""
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ArrowWriter(features=features, path=str(path)) as writer:
+        for table in tables:
+            writer.write_table(table)
+        writer.finalize()
+    return datasets.Dataset.from_file(str(path))
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -185,59 +199,45 @@ def _stamps_of(dataset: Any) -> dict[str, list[int]]:
 
 
 def _digest_column(dataset: Any, name: str) -> str:
-    """64 hex digits for the type and the values of a column, in the order of the rows."""
-    values = _ValueDigest()
-    for chunk in chunks_of(dataset, name):
-        values.add(chunk)
-    return values.finish(repr(dataset.features[name]))
+    """64 hex digits for the type and the values of a column, in the order of the rows, the same
+    however Arrow has cut them: missing values, the lengths of lists and texts, and the values have
+    a hash each."""
+    hashes: dict[str, Any] = defaultdict(hashlib.sha256)
+    sizes: Counter = Counter()  # of what was added, by the same names
 
-
-class _ValueDigest:
-    """A digest of arrays that follow each other, the same however they are cut.
-
-    Missing values, the lengths of lists and texts, and the values have a hash each.
-    """
-
-    def __init__(self) -> None:
-        self.hashes: dict[str, Any] = {}
-        self.sizes: Counter = Counter()  # of what was added, by the same names
-
-    def update(self, place: str, content: Any) -> None:
-        self.hashes.setdefault(place, hashlib.sha256()).update(content)
-
-    def add(self, array: pa.Array, place: str = "") -> None:
+    def add(array: pa.Array, place: str) -> None:
         """Adds the values of a column, or of what lies inside it at a place."""
         kind = array.type
         if isinstance(kind, pa.ExtensionType):
-            return self.add(array.storage, place)
+            return add(array.storage, place)
         if pa.types.is_dictionary(kind):
-            return self.add(array.dictionary_decode(), place)
+            return add(array.dictionary_decode(), place)
         if array.null_count:
             missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-            self.update(f"{place} missing", (missing + self.sizes[place]).astype("<i8"))
-        self.sizes[place] += len(array)
+            hashes[f"{place} missing"].update((missing + sizes[place]).astype("<i8"))
+        sizes[place] += len(array)
         if pa.types.is_fixed_size_list(kind) or is_list(kind):
             lengths = pc.list_value_length(array).fill_null(0)
-            self.update(f"{place} lengths", lengths.to_numpy().astype("<i8"))
-            self.add(array.flatten(), f"{place}[]")
+            hashes[f"{place} lengths"].update(lengths.to_numpy().astype("<i8"))
+            add(array.flatten(), f"{place}[]")
         elif pa.types.is_struct(kind):
             for field, values in zip(kind, array.flatten(), strict=True):
-                self.add(values, f"{place}.{field.name}")
+                add(values, f"{place}.{field.name}")
         elif _is_text(kind):
             texts = array.cast(pa.large_binary()).fill_null(b"")
-            self.update(f"{place} lengths", pc.binary_length(texts).to_numpy().astype("<i8"))
-            self.update(place, b"".join(texts.to_pylist()))
+            hashes[f"{place} lengths"].update(pc.binary_length(texts).to_numpy().astype("<i8"))
+            hashes[place].update(b"".join(texts.to_pylist()))
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
             values = array.fill_null(0).to_numpy()
-            self.update(place, np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
+            hashes[place].update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
         else:  # truth values, times, decimals
-            self.update(place, "".join(f"{each!r}\n" for each in array.to_pylist()).encode())
+            hashes[place].update("".join(f"{each!r}\n" for each in array.to_pylist()).encode())
 
-    def finish(self, kind: str) -> str:
-        """64 hex digits for a type and all that was added."""
-        digests = {place: each.hexdigest() for place, each in self.hashes.items()}
-        facts = json.dumps([kind, self.sizes, digests], sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()
+    for chunk in chunks_of(dataset, name):
+        add(chunk, "")
+    digests = {place: each.hexdigest() for place, each in hashes.items()}
+    facts = json.dumps([repr(dataset.features[name]), sizes, digests], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -25,7 +25,7 @@ from samestep.data.files import files_below
 from samestep.state.provenance import LIBRARY, short_hash, statements_of
 
 # The code of the library that shapes rows.
-_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
 # Functions of task.py that only training calls.
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
 _NAMES = ("_column", "_split")  # ends of fields that name no file

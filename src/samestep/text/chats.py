@@ -28,23 +28,7 @@ _WORDS = ("role", "content", "name", "weight", "tool_calls", *_REASONING)
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
-CHAT_TEMPLATE = """\
-{%- if tools %}{{ 'Tools: <tools>\\n' }}
-{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '</tools>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- set content = message['content'] or '' %}
-{{- message['role'] | capitalize + ': ' + content }}
-{%- for call in message['tool_calls'] or [] %}
-{%- set function = call['function'] or call %}
-{%- set arguments = function['arguments'] %}
-{{- '\\n' if content or not loop.first }}{{ '<tool_call>\\n{"name": ' }}
-{{- function['name'] | tojson }}{{ ', "arguments": ' }}
-{{- arguments if arguments is string else arguments | tojson }}{{ '}\\n</tool_call>' }}
-{%- endfor %}
-{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8").rstrip()
 
 
 # ---- Rows ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ tools are stored as JSON text: a column of `datasets` for JSON rounds numbers.
 
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -247,22 +248,34 @@ def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
         row = data["validation"][number]
         prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]
-    longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
+    texts = {}
     for name, prompt in prompts.items():
-        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
-        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
-        # Greedy, as sampling would draw random numbers; the penalty prevents loops.
-        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
-        answer = model.generate(input_ids=tokens, **settings)
-        texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+        prompt = prompt[-longest_input(model) // 2 :]
+        # The penalty prevents loops.
+        answer = generate(model, prompt, 100, repetition_penalty=1.2)
+        texts[name] = tokenizer.decode(answer, skip_special_tokens=True).rstrip()
     return texts
+
+
+def longest_input(model: Any) -> int:
+    """Tokens that a model sees at once; 1,024 where there is no limit."""
+    return getattr(model.config, "max_position_embeddings", None) or 1024
+
+
+def generate(model: Any, prompt: Sequence[int], most: int, **settings: Any) -> torch.Tensor:
+    """A prompt with what the model writes after it, at most so many tokens: int64 (T,). The search
+    is greedy, as sampling would draw random numbers."""
+    tokens = torch.tensor([[*prompt]], device=model.device)
+    most = min(max(longest_input(model) - len(prompt), 1), most)
+    settings |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": most}
+    return model.generate(input_ids=tokens, do_sample=False, **settings)[0]
 
 
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """Test inputs of the export: the beginnings of texts, or chats of one and two questions."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
-    texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
     asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]

@@ -110,13 +110,6 @@ def scores(sums: dict, data: Any) -> dict[str, float]:
     return classification.score_errors(sums, labels.read(data.folder)["std"])
 
 
-def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, Any]:
-    """The same for people: the scores of each class and a picture of the confusion."""
-    if "table" in sums:
-        return classification.report_table(sums["table"], names, output)
-    return {}
-
-
 def _check_padding(model: Any, tokenizer: Any) -> None:
     """Raises ValueError where padding on the left changes the answer to a text: a model with
     learned positions, such as GPT-2, counts the padding."""
@@ -152,13 +145,13 @@ def finish_model(model: Any, cfg: Any, data: Any) -> None:
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
-    texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
-    asked = [{"text": text} for text in texts if text.strip()]
-    if cfg.text_pair_column:
-        asked = [{**each, "text_pair": texts[0]} for each in asked]
-    inputs = [
-        tokenizer(**each, truncation=True, max_length=cfg.max_length, return_tensors="np")
-        for each in asked
-    ]
-    named = [{name: found[name] for name in TOKENS if name in found} for found in inputs]
-    return [*zip(asked, named, strict=True)]
+    texts = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=True)
+    options = {"truncation": True, "max_length": cfg.max_length, "return_tensors": "np"}
+    inputs = []
+    for text in filter(str.strip, texts):
+        asked = {"text": text}
+        if cfg.text_pair_column:
+            asked["text_pair"] = texts[0]
+        tokens = tokenizer(**asked, **options)
+        inputs.append((asked, {name: tokens[name] for name in TOKENS if name in tokens}))
+    return inputs

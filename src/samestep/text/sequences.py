@@ -7,19 +7,16 @@ the first document. Rows to evaluate on also have the `bytes` of text in the los
 """
 
 import re
-import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
-from datasets.arrow_writer import ArrowWriter
 
 from samestep.data.rows import NUMBERS
-from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of
+from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of, write_tables
 from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
@@ -80,10 +77,10 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
         features["lengths"] = List(Value("int32"))
     names = getattr(features["source"], "names", None) or ["data"]
     numbers = values_of(documents, "source")
-    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
     pieces = 0
-    with ArrowWriter(features=features, path=str(path)) as writer:
+
+    def tables() -> Iterator[pa.Table]:
+        nonlocal pieces
         for source in np.unique(numbers).tolist():
             own = documents.select(np.flatnonzero(numbers == source))
             size = 0
@@ -94,7 +91,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
                 pieces += sum(map(len, found.get("lengths", ())))
-                writer.write_table(pa.Table.from_pydict(found, features.arrow_schema))
+                yield pa.Table.from_pydict(found, features.arrow_schema)
             if is_packed and not size:
                 text = f"{names[source]} has no token in the loss; raise it"
                 raise ValueError(f"task.context_length: {text}")
@@ -103,8 +100,8 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 hint = "give more, or a smaller task.context_length"
                 text = f"{names[source]} has {size} tokens to train on, {text}; {hint}"
                 raise ValueError(f"task.data: {text}")
-        writer.finalize()
-    rows = datasets.Dataset.from_file(str(path))
+
+    rows = write_tables(tables(), features)
     _print_use(documents, rows, cfg, name, pieces)
     return rows
 
