@@ -212,6 +212,12 @@ def _split_shards(data: str, field: str) -> tuple[list[File], list[File], list[F
     return split_files(data, field, wanted, SHARDS, False)
 
 
+def _hash_name(shard: File) -> bytes:
+    """A digest of a shard's name, the same in each format."""
+    stem = os.path.splitext(shard.name.removesuffix(PACKED))[0]
+    return hashlib.sha256(stem.encode()).digest()
+
+
 def split_shards(cfg: Any) -> tuple[list[File], list[File], list[File]]:
     """The shards of a stream to train on, those to evaluate on, and the other files.
 
@@ -221,7 +227,7 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], list[File]]:
     train, held, others = _split_shards(cfg.data, "data")
     if cfg.validation_data:
         held = _split_shards(cfg.validation_data, "validation_data")[1]
-    held = held or [min(train, key=lambda each: _hash_name(each.name))]
+    held = held or [min(train, key=_hash_name)]
     paths = {each.path for each in held}
     train = [each for each in train if each.path not in paths]
     if not train:
@@ -230,24 +236,15 @@ def split_shards(cfg: Any) -> tuple[list[File], list[File], list[File]]:
     return train, held, others
 
 
-def _hash_name(name: str) -> str:
-    """A digest of a shard's name, the same in each format."""
-    stem = os.path.splitext(name.removesuffix(PACKED))[0]
-    return hashlib.sha256(stem.encode()).hexdigest()
-
-
 def describe_shards(shards: list[File]) -> str:
     """A digest of names, sizes and tags; that of a local shard is a digest of both ends."""
     lines = ""
     for each in shards:
-        tag = each.tag if "://" in each.path else _digest_ends(each.path)
+        tag = each.tag
+        if "://" not in each.path:
+            with open(each.path, "rb") as file:
+                content = file.read(_ENDS)
+                file.seek(max(os.stat(each.path).st_size - _ENDS, 0))
+                tag = hashlib.sha256(content + file.read()).hexdigest()[:16]
         lines += f"{each.name} {each.size} {tag}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _digest_ends(path: str) -> str:
-    """A digest of the first and the last bytes of a file."""
-    with open(path, "rb") as file:
-        content = file.read(_ENDS)
-        file.seek(max(os.stat(path).st_size - _ENDS, 0))
-        return hashlib.sha256(content + file.read()).hexdigest()[:16]

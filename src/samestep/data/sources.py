@@ -253,8 +253,9 @@ def require_value(name: str, value: Any) -> None:
         raise IncompleteRow(f"the {name} is {'NaN' if value != value else 'empty'}")
 
 
-def require_text(name: str, value: Any) -> None:
-    """Raises ValueError for what is no text, or blank."""
+def require_text(name: str, value: Any) -> str:
+    """The text; raises ValueError for what is none, or blank."""
     require_value(name, value)
     if not isinstance(value, str):
         raise ValueError(f"the {name} is {value!r:.60} but must be text")
+    return value

@@ -192,13 +192,14 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
     """
     found = {}
     for name, path in files.items():
+        problem = ""
         try:
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                problem = f"{path} is no regular file; remove it"
         except FileNotFoundError:
             problem = f"{path} is a link to nothing, or was removed"
-            raise ValueError(f"task.{name.partition('/')[0]}: {problem}") from None
-        if not stat.S_ISREG(status.st_mode):
-            problem = f"{path} is no regular file; remove it"
+        if problem:
             raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
         times = [status.st_mtime_ns, status.st_ctime_ns]
         found[name] = [status.st_size, status.st_ino, *times]

@@ -218,18 +218,14 @@ def _require(fits: bool, what: str, value: Any, wanted: str) -> None:
 # ---- Templates -----------------------------------------------------------------------------------
 
 
-def check_template(path: str) -> None:
-    """Raises ValueError where task.chat_template names no file."""
-    if path and not os.path.isfile(local_path(path)):
-        raise ValueError(f"task.chat_template: there is no file {path}")
-
-
 def read_template(path: str) -> str:
-    """The text of this file, or empty. Raises ValueError if it is no text."""
+    """The text of this file, or empty. Raises ValueError if there is none, or it is no text."""
     if not path:
         return ""
+    if not os.path.isfile(local_path(path)):
+        raise ValueError(f"task.chat_template: there is no file {path}")
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return local_path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"task.chat_template: cannot read {path}: {error}") from None
 

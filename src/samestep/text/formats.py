@@ -44,7 +44,7 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, BUNDLED)
     pretrained.check_unread(cfg)
-    chats.check_template(cfg.chat_template)
+    chats.read_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
         raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
     folder = local_path(cfg.vocabulary)
@@ -170,17 +170,15 @@ def _unknown_columns(data: str, first: dict, rows: str, formats: list[list[str]]
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
     """The text of a row; raises ValueError for what is none."""
-    text = row.get(cfg.text_column)
-    sources.require_text("text", text)
-    return {"text": text}
+    return {"text": sources.require_text("text", row.get(cfg.text_column))}
 
 
 def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     """A prompt, which may be blank, and its completion."""
-    prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
+    prompt = row.get(cfg.prompt_column)
     if not isinstance(prompt, str):
         sources.require_text("prompt", prompt)
-    sources.require_text("completion", completion)
+    completion = sources.require_text("completion", row.get(cfg.completion_column))
     return {"prompt": prompt, "completion": completion}
 
 

@@ -49,13 +49,10 @@ def check_config(cfg: Any) -> None:
 
 def normalize(row: dict, cfg: Any) -> dict[str, Any]:
     """The texts of a row and its label, parsed; raises ValueError for one without them."""
-    found = {"text": row[cfg.text_column]}
-    sources.require_text("text", found["text"])
+    found = {"text": sources.require_text("text", row[cfg.text_column])}
     if cfg.text_pair_column:
-        found["text_pair"] = row[cfg.text_pair_column]
-        sources.require_text("second text", found["text_pair"])
-    found["label"] = labels.read_label(row, cfg)
-    return found
+        found["text_pair"] = sources.require_text("second text", row[cfg.text_pair_column])
+    return found | {"label": labels.read_label(row, cfg)}
 
 
 def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:

@@ -34,10 +34,8 @@ def check_config(cfg: Any) -> None:
 
 def normalize(row: dict, cfg: Any) -> dict[str, str]:
     """A row as it is stored; raises ValueError for one without two texts."""
-    texts = {"source": row[cfg.source_column], "target": row[cfg.target_column]}
-    for name, text in texts.items():
-        require_text(name, text)
-    return {"text": texts["source"], "text_target": texts["target"]}
+    text = require_text("source", row[cfg.source_column])
+    return {"text": text, "text_target": require_text("target", row[cfg.target_column])}
 
 
 def read_rows(cfg: Any) -> datasets.DatasetDict:

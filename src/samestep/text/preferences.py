@@ -40,7 +40,7 @@ def check_config(cfg: Any) -> None:
     """Raise ValueError for fields of the data and the model that do not fit each other."""
     sources.check_data_config(cfg, [*BUNDLED])
     check_adapters(cfg)
-    chats.check_template(cfg.chat_template)
+    chats.read_template(cfg.chat_template)
     differ = len({cfg.prompt_column, cfg.chosen_column, cfg.rejected_column}) == 3
     wanted = "another column than the prompt's and the chosen"
     below = "below 0.5: swap the columns instead"

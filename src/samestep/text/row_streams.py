@@ -53,7 +53,11 @@ class RowStream(ShardStream):
         block: Block = {name: [] for name in names}
         size = 0
         for stored, _, place in readers.read(source, self.cfg, []):
-            for row in _pieces_of(stored):
+            rows = [stored]
+            if text := stored.get("text"):  # a long one is several: a block's are numbered
+                starts = range(0, len(text), _LONGEST)
+                rows = [{"text": text[start : start + _LONGEST]} for start in starts]
+            for row in rows:
                 for name in names:
                     block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
@@ -79,11 +83,3 @@ class RowStream(ShardStream):
 
     def digest(self) -> str:
         return self.described
-
-
-def _pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
-    """The row; of a long text several, since the samples of a block are numbered."""
-    if "text" not in row:
-        return [row]
-    text = row["text"]
-    return [{"text": text[start : start + _LONGEST]} for start in range(0, len(text), _LONGEST)]
