@@ -163,24 +163,16 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
     own = {each.name for each in fields(cfg)}
+    named = {each.split()[0] for _, *readers in _READ_BY for each in readers}
+    facts |= {f"{name} {getattr(cfg, name)}" for name in named & own}
+    if "rows auto" in facts:
+        kinds = ("text", "prompt", "chat") if rows == "auto" else (rows,)
+        facts |= {f"rows {kind}" for kind in kinds}
     for names, *readers in _READ_BY:
-        known = " ".join(each for each in names.split() if each in own)
-        if readers[0] in _OF_DATA:
-            is_read = readers[0] in facts
-        elif readers[0].split()[0] in own:
-            is_read = any(_has_value(cfg, each, rows) for each in readers)
-        else:
-            continue
-        check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
-
-
-def _has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
-    """Whether a field has the value that _READ_BY names."""
-    name, wanted = reader.split()
-    value = str(getattr(cfg, name))
-    if name == "rows" and value == "auto":
-        return rows in (wanted, "auto")
-    return value == wanted
+        if readers[0] in _OF_DATA or readers[0].split()[0] in own:
+            known = " ".join(each for each in names.split() if each in own)
+            is_read = not facts.isdisjoint(readers)
+            check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
 
 
 def _check_streaming(cfg: Any, bundled: Any) -> None:

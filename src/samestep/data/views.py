@@ -29,6 +29,7 @@ from samestep.data.sources import split_data
 from samestep.step.inputs import Source
 
 _BLOCK = 1000  # rows that are read at once: documents may have a megabyte
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
 
 
@@ -76,20 +77,6 @@ def write_tables(tables: Iterable[pa.Table], features: Any) -> Any:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def _count_sources(dataset: Any, data: str) -> list[Source]:
-    """The sources of rows that load_rows has read, with the weights in `data`.
-
-    Raises ValueError where rows of several are mixed: their weights could not be kept.
-    """
-    numbers = values_of(dataset, "source")
-    if (np.diff(numbers) < 0).any():
-        raise ValueError("task.views: rows of several sources are mixed; sort them by source")
-    weights = {each.name: each.weight for each in split_data(data)}
-    names = getattr(dataset.features["source"], "names", None) or ["data"]
-    found = zip(names, np.bincount(numbers).tolist(), strict=False)  # the last may have none here
-    return [Source(name, rows, weights.get(name, 1)) for name, rows in found if rows]
-
-
 def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows as dicts, of columns of equal length."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -107,7 +94,14 @@ class Rows(torch.utils.data.Dataset):
         self.dataset, self.names, self.sized = dataset, names, sized
         self.table = dataset.select_columns(names).with_format("arrow")
         if "source" in dataset.column_names:
-            self.sources = _count_sources(dataset, cfg.data)
+            numbers = values_of(dataset, "source")
+            if (np.diff(numbers) < 0).any():  # their weights could not be kept
+                text = "rows of several sources are mixed; sort them by source"
+                raise ValueError(f"task.views: {text}")
+            weights = {each.name: each.weight for each in split_data(cfg.data)}
+            names = getattr(dataset.features["source"], "names", None) or ["data"]
+            counts = zip(names, np.bincount(numbers).tolist(), strict=False)  # the last may lack
+            self.sources = [Source(n, rows, weights.get(n, 1)) for n, rows in counts if rows]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -142,7 +136,11 @@ def digest(dataset: Any, names: Iterable[str] = ()) -> str:
     files are the same.
     """
     names = sorted(names or dataset.column_names)
-    stored = _stored_digests(dataset)
+    stored = {}
+    if dataset.cache_files:
+        facts = read_json_object(_folder_of(dataset) / _DIGESTS)
+        if facts.get("fingerprint") == dataset._fingerprint:  # no rows are chosen or moved
+            stored = facts["columns"] if facts["files"] == _stamps_of(dataset) else {}
     total = hashlib.sha256(str(len(dataset)).encode())
     for name in names:
         total.update(f"{name} {stored.get(name) or _digest_column(dataset, name)}\n".encode())
@@ -173,15 +171,6 @@ def is_intact(dataset: Any, verify: bool = False) -> bool:
     with contextlib.suppress(OSError):  # on a read-only disk it is read each time
         store_digests(dataset)
     return True
-
-
-def _stored_digests(dataset: Any) -> dict[str, str]:
-    """The digest of each column that `store_digests` wrote; empty for a changed dataset or file."""
-    if not dataset.cache_files:
-        return {}
-    facts = read_json_object(_folder_of(dataset) / _DIGESTS)
-    same = facts.get("fingerprint") == dataset._fingerprint
-    return facts["columns"] if same and facts["files"] == _stamps_of(dataset) else {}
 
 
 def _folder_of(dataset: Any) -> Path:
@@ -223,7 +212,7 @@ def _digest_column(dataset: Any, name: str) -> str:
         elif pa.types.is_struct(kind):
             for field, values in zip(kind, array.flatten(), strict=True):
                 add(values, f"{place}.{field.name}")
-        elif _is_text(kind):
+        elif kind in _TEXTS:
             texts = array.cast(pa.large_binary()).fill_null(b"")
             hashes[f"{place} lengths"].update(pc.binary_length(texts).to_numpy().astype("<i8"))
             hashes[place].update(b"".join(texts.to_pylist()))
@@ -242,9 +231,3 @@ def _digest_column(dataset: Any, name: str) -> str:
 
 def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts or bytes."""
-    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

@@ -39,7 +39,8 @@ class ModelConfig:
 
     def key_values(self) -> dict[str, str]:
         """Replace a branch by its commit in the key of prepared data."""
-        return {"revision": commit_of(self)}
+        is_hub = self.model_name_or_path and not folder_of(self)
+        return {"revision": _snapshot_of(self).name if is_hub else ""}
 
     def named_files(self) -> dict[str, list[str]]:
         """Name the files of a local model folder that shape its tokenizer or image processor."""
@@ -79,13 +80,6 @@ def width_rule(cfg: Any, pair: int = 2) -> tuple[str, bool, str]:
     unit = pair * cfg.num_heads
     fits = bool(cfg.model_name_or_path) or cfg.hidden_size % unit == 0
     return "hidden_size", fits, f"a multiple of {pair} x num_heads, {unit}"
-
-
-def commit_of(cfg: ModelConfig) -> str:
-    """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
-    if not cfg.model_name_or_path or folder_of(cfg):
-        return ""
-    return _snapshot_of(cfg).name
 
 
 def _snapshot_of(cfg: ModelConfig, **options: Any) -> Path:

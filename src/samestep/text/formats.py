@@ -51,7 +51,15 @@ def check_config(cfg: Any) -> None:
     for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
         if not os.path.isfile(folder / name):
             raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
-    _check_row_fields(cfg)
+    for data in {each.data for each in split_data(cfg.data)} & {*BUNDLED}:
+        fits = cfg.rows == "auto" or (data == "docstrings") == (cfg.rows != "text")
+        wanted = "prompt or chat" if data == "docstrings" else "text"
+        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {data}")])
+    differ = cfg.completion_column != cfg.prompt_column
+    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
+    named = _named_kinds(cfg)
+    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
+    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
     check_adapters(cfg)
     check_fields(cfg, [pretrained.width_rule(cfg)])
 
@@ -64,20 +72,6 @@ def is_packed(cfg: Any) -> bool:
 def _named_kinds(cfg: Any) -> list[str]:
     """The formats whose columns have names of their own in the config."""
     return [kind for role, kind in _KIND_OF.items() if getattr(cfg, f"{role}_column") != role]
-
-
-def _check_row_fields(cfg: Any) -> None:
-    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    data = [each.data for each in split_data(cfg.data)]
-    for each in {*data} & {*BUNDLED}:
-        fits = cfg.rows == "auto" or (each == "docstrings") == (cfg.rows != "text")
-        wanted = "prompt or chat" if each == "docstrings" else "text"
-        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
-    differ = cfg.completion_column != cfg.prompt_column
-    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    named = _named_kinds(cfg)
-    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
-    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
 def _check_packing(cfg: Any, kind: str) -> None:
@@ -141,7 +135,14 @@ def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str,
         formats = [each for each in known if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1]} <= {*first}]
         if not fitting:
-            raise _unknown_columns(source.data, first, rows, [names for _, names in formats])
+            there = ", ".join(first)[:100]
+            forms = ", ".join(dict.fromkeys(" + ".join(names) for _, names in formats))
+            fields = "--task.messages_column"
+            if rows == "auto":
+                texts = "--task.text_column, --task.prompt_column and --task.completion_column"
+                fields = f"{texts}, or {fields}"
+            text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
+            raise ValueError(f"task.data: {source.data} has the columns {there}, {text}")
         kind, names = fitting[0]
     columns = dict.fromkeys(names, True)
     if kind == "chat" and "instruction" in names:
@@ -154,18 +155,6 @@ def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str,
     normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
     features = {name: datasets.Value("string") for name in STORED[kind]}
     return kind, RowFormat(columns, partial(normalize[kind], cfg=cfg), features, _key_of)
-
-
-def _unknown_columns(data: str, first: dict, rows: str, formats: list[list[str]]) -> ValueError:
-    """An error that shows the columns, the known formats, and the fields that name columns."""
-    there = ", ".join(first)[:100]
-    forms = ", ".join(dict.fromkeys(map(" + ".join, formats)))
-    fields = "--task.messages_column"
-    if rows == "auto":
-        texts = "--task.text_column, --task.prompt_column and --task.completion_column"
-        fields = f"{texts}, or {fields}"
-    text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
-    return ValueError(f"task.data: {data} has the columns {there}, {text}")
 
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:

@@ -107,29 +107,25 @@ def scores(sums: dict, data: Any) -> dict[str, float]:
     return classification.score_errors(sums, labels.read(data.folder)["std"])
 
 
-def _check_padding(model: Any, tokenizer: Any) -> None:
-    """Raises ValueError where padding on the left changes the answer to a text: a model with
-    learned positions, such as GPT-2, counts the padding."""
-    if tokenizer.padding_side != "left" or model.device.type == "meta":
-        return
-    padding = copy.deepcopy(tokenizer)  # one that has padded is saved so that it pads
-    with next_token.evaluating(model):
-        answers = [
-            model(**padding(texts, padding=True, return_tensors="pt")).logits[-1]
-            for texts in (["a"], ["a b c d e f", "a"])
-        ]
-    if not next_token.are_close(*answers):
-        raise ValueError(
-            "task.model_name_or_path: its tokenizer pads on the left, and the positions of a "
-            f"{model.config.model_type} count the padding, so that a text gets another answer "
-            'beside a longer one; write "padding_side": "right" in tokenizer_config.json'
-        )
-
-
 def finish_model(model: Any, cfg: Any, data: Any) -> None:
-    """Check how texts are padded, and write what samestep predict needs into the config of the
-    model: _MARKS."""
-    _check_padding(model, tokenizing.load_tokenizer(data.folder))
+    """Write what samestep predict needs into the config of the model: _MARKS.
+
+    Raises ValueError where padding on the left changes the answer to a text: a model with learned
+    positions, such as GPT-2, counts the padding.
+    """
+    padding = copy.deepcopy(tokenizing.load_tokenizer(data.folder))  # one that has padded is saved
+    if padding.padding_side == "left" and model.device.type != "meta":
+        answers = []
+        with next_token.evaluating(model):
+            for texts in (["a"], ["a b c d e f", "a"]):
+                inputs = padding(texts, padding=True, return_tensors="pt")
+                answers.append(model(**inputs).logits[-1])
+        if not next_token.are_close(*answers):
+            raise ValueError(
+                "task.model_name_or_path: its tokenizer pads on the left, and the positions of a "
+                f"{model.config.model_type} count the padding, so that a text gets another answer "
+                'beside a longer one; write "padding_side": "right" in tokenizer_config.json'
+            )
     for name in _MARKS:  # an earlier training may have left its own
         vars(model.config).pop(name, None)
     if cfg.problem_type == NUMBER:
