@@ -32,9 +32,8 @@ WHEEL = b"Wheel-Version: 1.0\nGenerator: samestep\nRoot-Is-Purelib: true\nTag: p
 def contents() -> dict[str, bytes]:
     """The library's files by their names in the wheel; the template's tasks are examples."""
     source = ROOT / "src"
-    files = [*source.rglob("*.py"), *source.rglob("*.jinja")]
+    files = [*source.rglob("*.py"), *source.rglob("*.jinja"), *source.rglob("py.typed")]
     paths = {path.relative_to(source).as_posix(): path for path in files}
-    paths["samestep/py.typed"] = source / "samestep" / "py.typed"
     for path in (ROOT / "examples").glob("*.py"):
         paths[f"samestep/examples/{path.name}"] = path
     for path in (ROOT / "templates").glob("*/task.py"):

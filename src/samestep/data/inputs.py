@@ -159,7 +159,16 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
     Raises ValueError unless `revision` is a commit; the message gives the newest one.
     """
     if not re.fullmatch("[0-9a-f]{40}", revision):
-        raise _unknown_commit(name, revision or "main")
+        from huggingface_hub import HfApi
+
+        revision = revision or "main"
+        try:
+            commit = HfApi().dataset_info(name, revision=revision).sha
+        except Exception as error:
+            text = "is neither here nor on the Hub, or the Hub cannot be reached"
+            raise ValueError(f"task.data: {name} {text}: {one_line(error)}") from None
+        text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
+        raise ValueError(f"task.data_revision: datasets on the Hub change; {text}")
     datasets.disable_progress_bars()
     cache_dir = _CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
     how = {"split": split, "revision": revision, "cache_dir": cache_dir}
@@ -174,16 +183,3 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
         text = f"cannot load {where} from the Hub: {one_line(error)}"
         raise ValueError(f"task.{field}: {text}") from None
     return found
-
-
-def _unknown_commit(name: str, revision: str) -> ValueError:
-    """An error that gives the newest commit of a branch."""
-    from huggingface_hub import HfApi
-
-    try:
-        commit = HfApi().dataset_info(name, revision=revision).sha
-    except Exception as error:
-        text = "is neither here nor on the Hub, or the Hub cannot be reached"
-        return ValueError(f"task.data: {name} {text}: {one_line(error)}")
-    text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
-    return ValueError(f"task.data_revision: datasets on the Hub change; {text}")

@@ -37,24 +37,21 @@ def load_splits(
                 f"task.data has no column {', '.join(missing)} in its split {name}; rename one of "
                 f"{', '.join(found)}"
             )
-        splits[name] = splits[name].select_columns(columns)
+        rows = splits[name].select_columns(columns)
         for column in images:
-            splits[name] = _read_images(splits[name].cast_column(column, datasets.Image()), column)
+            rows = rows.cast_column(column, datasets.Image())
+            for i in range(len(rows)):
+                try:
+                    rows[i][column].load()
+                except (OSError, SyntaxError, ValueError, AttributeError) as error:  # None: no load
+                    text = f"row {i} has an unreadable {column}: {error}"
+                    raise ValueError(f"task.data: {text}") from error
+        splits[name] = rows
     if "train" not in splits:
         raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"])
     return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
-
-
-def _read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """The rows, if their images can be decoded; raises ValueError for the first that cannot."""
-    for i in range(len(rows)):
-        try:
-            rows[i][column].load()
-        except (OSError, SyntaxError, ValueError, AttributeError) as error:  # None has no load
-            raise ValueError(f"task.data: row {i} has an unreadable {column}: {error}") from error
-    return rows
 
 
 def _hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:

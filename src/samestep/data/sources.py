@@ -145,7 +145,17 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     if streaming:
-        _check_streaming(cfg, shipped)
+        held = "empty while task.streaming is true: whole shards are held out"
+        rules = [
+            ("data", "," not in cfg.data, "one folder or URL of shards"),
+            ("group_column", not cfg.group_column, held),
+        ]
+        check_fields(cfg, rules)
+        if cfg.data in shipped or is_hub_name(cfg.data):
+            example = f"hf://datasets/{cfg.data if '/' in cfg.data else 'OWNER/NAME'}"
+            hint = f"of a dataset on the Hub give the URL of its files, {example}"
+            text = f"{cfg.data} is not a folder or URL of shards; {hint}"
+            raise ValueError(f"task.streaming: {text}")
     both = cfg.validation_split and cfg.validation_data
     check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
     check_read(cfg, shipped)
@@ -173,20 +183,6 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
             known = " ".join(each for each in names.split() if each in own)
             is_read = not facts.isdisjoint(readers)
             check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
-
-
-def _check_streaming(cfg: Any, bundled: Any) -> None:
-    """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
-    held = "empty while task.streaming is true: whole shards are held out"
-    rules = [
-        ("data", "," not in cfg.data, "one folder or URL of shards"),
-        ("group_column", not cfg.group_column, held),
-    ]
-    check_fields(cfg, rules)
-    if cfg.data in bundled or is_hub_name(cfg.data):
-        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
-        hint = f"of a dataset on the Hub give the URL of its files, {example}"
-        raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
 
 
 # ---- Sources -------------------------------------------------------------------------------------

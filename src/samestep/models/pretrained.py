@@ -116,6 +116,15 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
         return auto.from_pretrained(str(folder or name), **options)
 
 
+def config_of(cfg: ModelConfig) -> Any:
+    """The config of the model to start from; None: a new model."""
+    if not cfg.model_name_or_path:
+        return None
+    from transformers import AutoConfig
+
+    return load(AutoConfig, cfg)
+
+
 def _attention_option(cfg: ModelConfig) -> dict[str, str]:
     """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
     name = cfg.attn_implementation
@@ -209,11 +218,8 @@ def answer_ends(tokenizer: Any) -> list[int]:
 def without_dropout(cfg: ModelConfig) -> dict[str, float]:
     """Settings by which the model is the same function in training: each number of its config with
     `drop` in its name is 0."""
-    from transformers import AutoConfig
-
-    if not cfg.model_name_or_path:
-        return {}
-    known = load(AutoConfig, cfg).to_dict().items()
+    config = config_of(cfg)
+    known = config.to_dict().items() if config else ()
     # No switch: `token_dropout`, which rescales, is True.
     return {name: 0.0 for name, value in known if "drop" in name and type(value) in _NUMBERS}
 
@@ -223,11 +229,9 @@ def build_generator(
 ) -> Any:
     """The pretrained model, or a new one of this config, which generates with this tokenizer.
     `settings` replace those of the pretrained model's config, which `save_model` puts back."""
-    from transformers import AutoConfig
-
     if cfg.model_name_or_path:
         model = load_model(auto, cfg, **settings)
-        known = load(AutoConfig, cfg)
+        known = config_of(cfg)
         model.own_settings = {name: getattr(known, name) for name in settings}
     else:
         model = new_model(auto, config, cfg)

@@ -207,7 +207,7 @@ def _only_fields_of_data(cfg: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _only_named_files(task: Any, cfg: Any) -> Iterator[None]:
     """A file of the project that Python opens to read must be named by a field or files(cfg), or be
-    written by prepare_data itself; .py files are in the key by their imports."""
+    written by prepare_data itself; .py files are in the key."""
     root = Path(task.__file__).absolute().parent
     places = [str(prepared_key.cache_of(cfg)), huggingface_hub.constants.HF_HOME]
     places += [huggingface_hub.constants.HF_HUB_CACHE, *prepared_key.files_of(cfg, task).values()]

@@ -95,7 +95,7 @@ def code_of(task: Any) -> dict[str, str]:
             is_imported |= bool(imports.search(text))
     statements = statements_of(own)
     kept = [node for name, node in statements if name not in _TRAINING]
-    names = names_in(kept)
+    names = _names_in(kept)
     if is_imported or _TRAINING & names:
         kept = [node for _, node in statements]
     found[own.name] = short_hash(ast.unparse(ast.Module(kept, [])).encode())
@@ -103,7 +103,7 @@ def code_of(task: Any) -> dict[str, str]:
     return found | {name: value for name, value in constants.items() if value}
 
 
-def names_in(nodes: list[ast.stmt]) -> set[str]:
+def _names_in(nodes: list[ast.stmt]) -> set[str]:
     """The names of a module that statements read, and those of attributes."""
     every = [*ast.walk(ast.Module(nodes, []))]
     names = {each.id for each in every if isinstance(each, ast.Name) and type(each.ctx) is ast.Load}

@@ -6,11 +6,8 @@ none.
 """
 
 import contextlib
-import itertools
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,21 +190,6 @@ def words_of(messages: list[dict]) -> list[dict]:
 def is_chat(row: dict) -> bool:
     """Whether a stored row has messages."""
     return "chat" in row or row.get("is_chat", False)
-
-
-def chat_texts(row: dict) -> Iterator[str]:
-    """Give all text of a stored row of messages: contents, and tool calls and tools as JSON."""
-    if "chat" in row:
-        chat = json.loads(row["chat"])
-    else:
-        parts = (json.loads(row[name]) for name in ("prompt", "chosen", "rejected"))
-        chat = {"messages": [*itertools.chain(*parts)], "tools": json.loads(row["tools"])}
-    for message in chat["messages"]:
-        yield message["content"]
-        for call in message.get("tool_calls", []):
-            yield json.dumps(call["function"], ensure_ascii=False)
-    for tool in chat.get("tools", []):
-        yield json.dumps(tool, ensure_ascii=False)
 
 
 def _require(fits: bool, what: str, value: Any, wanted: str) -> None:

@@ -45,7 +45,7 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text.
     """
     tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
-    config = tokenizing.config_of(cfg)
+    config = pretrained.config_of(cfg)
     if config and not getattr(config, "is_encoder_decoder", False):
         text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
         raise ValueError(f"task.model_name_or_path: {text}")

@@ -77,10 +77,8 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
         features["lengths"] = List(Value("int32"))
     names = getattr(features["source"], "names", None) or ["data"]
     numbers = values_of(documents, "source")
-    pieces = 0
 
     def tables() -> Iterator[pa.Table]:
-        nonlocal pieces
         for source in np.unique(numbers).tolist():
             own = documents.select(np.flatnonzero(numbers == source))
             size = 0
@@ -90,7 +88,6 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 first = found.pop("first")
                 found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
-                pieces += sum(map(len, found.get("lengths", ())))
                 yield pa.Table.from_pydict(found, features.arrow_schema)
             if is_packed and not size:
                 text = f"{names[source]} has no token in the loss; raise it"
@@ -102,16 +99,17 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 raise ValueError(f"task.data: {text}")
 
     rows = write_tables(tables(), features)
-    _print_use(documents, rows, cfg, name, pieces)
+    _print_use(documents, rows, cfg, name)
     return rows
 
 
-def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
+def _print_use(documents: Any, rows: Any, cfg: Any, name: str) -> None:
     """Prints the number of sequences, how full they are, and how many documents are too long."""
     size = int(lengths_of(rows, "input_ids").sum())
     text = f"{len(rows):,} sequences, {100 * size / (len(rows) * cfg.context_length):.0f} %"
     text += " of their tokens used"
-    if pieces:
+    if "lengths" in rows.column_names:
+        pieces = int(lengths_of(rows, "lengths").sum())
         truncate = cfg.overlong == "truncate"
         lengths = lengths_of(documents, "input_ids")
         if long := int((lengths > longest_piece(cfg)).sum()):
