@@ -132,6 +132,13 @@ def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, case):
     )
 
 
+def test_all_of_a_task_is_in_the_key_if_another_module_imports_it(tmp_path):
+    files = {"task.py": TASK.replace("{}", "", 1).replace("{}", "cfg.size")}
+    files["back.py"] = "def run():\n    import task\n    return task.loss_sum\n"
+    before = code(tmp_path / "a" / "b", **files)
+    assert code(tmp_path / "c" / "d", "return TOLD", "return 1", **files) != before
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*/task.py")), ids=str)
 def test_an_edit_of_the_loss_prepares_nothing_anew(tmp_path, path):
     text = path.read_text()

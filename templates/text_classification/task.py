@@ -219,8 +219,9 @@ def metrics(sums: Batch, data: Any) -> dict[str, float]:
 
 
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict:
-    """The scores of each class and a picture of the confusion; or the errors of numbers."""
-    return labelled.report(sums, [*model.config.id2label.values()], output, data)
+    """The scores of each class and a picture of the confusion."""
+    names = [*model.config.id2label.values()]
+    return classification.report_table(sums["table"], names, output) if "table" in sums else {}
 
 
 test_inputs = labelled.test_inputs  # that the check of the export gives to both models

@@ -261,13 +261,13 @@ def score(
     eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
     """
 
-    def own_rows(values: torch.Tensor) -> torch.Tensor:
-        return values.clone() if len(sums) > 1 else values  # metrics may change them in place
-
     def scores_of(own: Batch, first: int, end: int | None) -> dict[str, float]:
         given = [own]
         if outputs is not None:
-            given.append({name: own_rows(each[first:end]) for name, each in outputs.items()})
+            rows = {name: each[first:end] for name, each in outputs.items()}
+            if len(sums) > 1:  # metrics may change them in place
+                rows = {name: each.clone() for name, each in rows.items()}
+            given.append(rows)
         scores = check_metrics(task.metrics(*given))
         return {"eval_loss": scores.pop("loss"), **scores}
 

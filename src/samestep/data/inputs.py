@@ -19,7 +19,6 @@ from samestep.data.sources import DataConfig, split_data
 
 Columns = dict[str, bool]  # that are read: whether each must be there
 _Bundled = Mapping[str, Callable[[], Iterable[dict]]]
-_SPLITS = ("train", "validation")
 _HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a stream
 _LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
 
@@ -102,39 +101,29 @@ def find_inputs(
                     rows = load_split(*options, field)
                     found.append(Input(field, f"{data}, split {split}", name, dataset=rows))
         else:
-            wanted = _SPLITS[:1] if cfg.validation_data else _SPLITS
-            chosen = _list_data(data, "data", wanted, endings, in_classes)
-            inputs.append(Input("data", data, name, chosen["train"]))
-            if not chosen["train"]:
+            wanted = ("train",) if cfg.validation_data else ("train", "validation")
+            listed = files.split_files(data, "data", wanted, endings, in_classes)
+            _print_files(data, *listed)
+            if not listed[0]:
                 text = f"{one_line(data, 100)} has no file to train on, by the names"
                 raise ValueError(f"task.data: {text}; name the right one")
-            if chosen["validation"]:
-                given.append(Input("validation_data", data, name, chosen["validation"]))
+            inputs.append(Input("data", data, name, listed[0]))
+            if listed[1]:
+                given.append(Input("validation_data", data, name, listed[1]))
     if data := cfg.validation_data:
-        chosen = _list_data(data, "validation_data", _SPLITS[1:], endings, in_classes)
+        listed = files.split_files(data, "validation_data", ("validation",), endings, in_classes)
+        _print_files(data, *listed)
         name = inputs[0].name if data == inputs[0].data else Path(data).name
-        given.append(Input("validation_data", data, name, chosen["validation"]))
+        given.append(Input("validation_data", data, name, listed[1]))
     return [*inputs, *given]
 
 
-def _list_data(
-    data: str, field: str, wanted: tuple[str, ...], endings: tuple[str, ...], in_classes: bool
-) -> dict[str, list[File]]:
-    """The files of a path, of each split that is wanted. Prints how many there are."""
-    found, others = files.list_files(data, field, endings)
-    if in_classes:
-        files.check_class_folders(found, field)
-    chosen: dict[str, list[File]] = {split: [] for split in _SPLITS}
-    for split in wanted:
-        chosen[split] = files.choose(found, split, in_classes, wanted[0])
-    read = {*chosen["train"], *chosen["validation"]}
-    others += [each for each in found if each not in read]
-    if len(read) + len(others) > 1:
-        train, held = (len(chosen[split]) for split in _SPLITS)
-        text = f"{train:,} files to train on, {held:,} to evaluate on, "
+def _print_files(data: str, train: list, held: list, others: list, unit: str = "files") -> None:
+    """Prints how many files of a path are read, if there are several."""
+    if len(train) + len(held) + len(others) > 1:
+        text = f"{len(train):,} {unit} to train on, {len(held):,} to evaluate on, "
         text += f"{len(others):,} not read{name_first(others)}"
         print(f"Preparing data: {one_line(data, 100)} has {text}", flush=True)
-    return chosen
 
 
 def name_first(found: list[File]) -> str:
@@ -146,8 +135,7 @@ def _find_shards(cfg: DataConfig) -> list[Input]:
     """The beginnings of shards of a stream: of some to train on, and of those to evaluate on. All
     rows of shards that are named to evaluate on are read."""
     train, held, others = files.split_shards(cfg)
-    text = f"{len(train):,} shards to train on, {len(held):,} to evaluate on, {others:,} not read"
-    print(f"Preparing data: {one_line(cfg.data, 100)} has {text}", flush=True)
+    _print_files(cfg.data, train, held, others, "shards")
     mean = sum(each.size for each in train) // len(train) + 1
     count = min(len(train), max(_LEAST_HEADS, _HEAD // mean), _MOST_HEADS)
     heads = [train[i * len(train) // count] for i in range(count)]
@@ -171,7 +159,16 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
     Raises ValueError unless `revision` is a commit; the message gives the newest one.
     """
     if not re.fullmatch("[0-9a-f]{40}", revision):
-        raise _unknown_commit(name, revision or "main")
+        from huggingface_hub import HfApi
+
+        revision = revision or "main"
+        try:
+            commit = HfApi().dataset_info(name, revision=revision).sha
+        except Exception as error:
+            text = "is neither here nor on the Hub, or the Hub cannot be reached"
+            raise ValueError(f"task.data: {name} {text}: {one_line(error)}") from None
+        text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
+        raise ValueError(f"task.data_revision: datasets on the Hub change; {text}")
     datasets.disable_progress_bars()
     cache_dir = _CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
     how = {"split": split, "revision": revision, "cache_dir": cache_dir}
@@ -186,16 +183,3 @@ def load_split(name: str, config: str, split: str, revision: str, field: str) ->
         text = f"cannot load {where} from the Hub: {one_line(error)}"
         raise ValueError(f"task.{field}: {text}") from None
     return found
-
-
-def _unknown_commit(name: str, revision: str) -> ValueError:
-    """An error that gives the newest commit of a branch."""
-    from huggingface_hub import HfApi
-
-    try:
-        commit = HfApi().dataset_info(name, revision=revision).sha
-    except Exception as error:
-        text = "is neither here nor on the Hub, or the Hub cannot be reached"
-        return ValueError(f"task.data: {name} {text}: {one_line(error)}")
-    text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
-    return ValueError(f"task.data_revision: datasets on the Hub change; {text}")

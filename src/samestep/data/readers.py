@@ -23,7 +23,7 @@ from datasets import Features, Image
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
-from samestep.data.files import IMAGES, PACKED, TABLES, file_ending
+from samestep.data.files import IMAGES, PACKED, TABLES, File, file_ending
 from samestep.data.inputs import Columns, Input
 from samestep.data.sources import DataConfig, IncompleteRow, require_value
 
@@ -45,34 +45,40 @@ class Place(NamedTuple):
         return f"{self.path}, {self.unit} {self.line}" if self.line else self.path
 
 
-Row = tuple[dict[str, Any], Place]
+# ---- Rows ----------------------------------------------------------------------------------------
 
 
-# ---- What is stored of rows ----------------------------------------------------------------------
-
-
-def stored_rows(
+def read(
     source: Input, cfg: DataConfig, left_out: list[str]
 ) -> Iterator[tuple[dict, str | None, Place]]:
-    """Yield what is stored of each row, its group, and its place. `left_out` gets an entry for each
-    other row: the first says its place, later ones are empty.
+    """Yield what is stored of each row of an input, its group, and its place. Notes files without
+    rows. `left_out` gets an entry for each row that is skipped: the first says its place, later
+    ones are empty.
 
     Raises ValueError for the first row that cannot be used.
     """
     source.group = cfg.group_column
-    for row, place in read(source):
-        try:
-            group = _group_of(row[cfg.group_column]) if cfg.group_column else None
-            stored = source.form.normalize(row)
-        except IncompleteRow as error:
-            if cfg.incomplete_rows == "refuse":
-                hint = "--task.incomplete_rows skip leaves such rows out"
-                raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
-            left_out.append("" if left_out else f"{place}: {error}")
-        except ValueError as error:
-            raise ValueError(f"task.{source.field}: {place}: {error}") from None
-        else:
-            yield stored, group, place
+    for file in source.files or [File(source.data, "", 0)]:
+        place, size = None, 0
+        for row, place in _read_file(file.path, source):
+            if source.most < math.inf:
+                size += sum(len(str(value)) for value in row.values())
+            try:
+                group = _group_of(row[cfg.group_column]) if cfg.group_column else None
+                stored = source.form.normalize(row)
+            except IncompleteRow as error:
+                if cfg.incomplete_rows == "refuse":
+                    hint = "--task.incomplete_rows skip leaves such rows out"
+                    raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
+                left_out.append("" if left_out else f"{place}: {error}")
+            except ValueError as error:
+                raise ValueError(f"task.{source.field}: {place}: {error}") from None
+            else:
+                yield stored, group, place
+            if size >= source.most:
+                break
+        if place is None:
+            source.empty.add(file)
 
 
 def _group_of(value: Any) -> str:
@@ -81,27 +87,6 @@ def _group_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-# ---- Files ---------------------------------------------------------------------------------------
-
-
-def read(source: Input) -> Iterator[Row]:
-    """Yield the rows of an input, each with its place. Notes files without rows."""
-    if source.dataset is not None:
-        yield from _read_file(source.data, source, "hub")
-    for file in source.files:
-        place, size, ending = None, 0, file_ending(file.path)
-        for row, place in _read_file(file.path, source, ending):
-            if source.paths and ending in TABLES:
-                row[source.paths] = _relative_to(file.path, row.get(source.paths))
-            yield row, place
-            if source.most < math.inf:
-                size += sum(len(str(value)) for value in row.values())
-                if size >= source.most:
-                    break
-        if place is None:
-            source.empty.add(file)
 
 
 def _relative_to(table: str, value: Any) -> Any:
@@ -113,7 +98,7 @@ def _relative_to(table: str, value: Any) -> Any:
     return value
 
 
-def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
+def _read_file(path: str, source: Input) -> Iterator[tuple[dict[str, Any], Place]]:
     """Yield the rows of a file, or of a dataset of the Hub, each with its place. What a row lacks
     is None. A file that is no table has the columns `text` or `image`, and `label`, its folder's
     name.
@@ -122,6 +107,7 @@ def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
     missing column; ConnectionError for a store out of reach.
     """
     number, shown = 0, one_line(path, 200)
+    ending = "hub" if source.dataset is not None else file_ending(path)
     unit = "row" if ending in (".json", ".parquet", "hub") else "line"
     read_rows = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
     columns: Columns = {}
@@ -132,7 +118,10 @@ def _read_file(path: str, source: Input, ending: str) -> Iterator[Row]:
             if not columns:  # what a later row lacks is null
                 columns = _columns_of(source, row, [*row])
             row = {name: row.get(name) for name in columns}
-            row = replace_surrogates(row) if ending in _READERS else row
+            if ending in _READERS:
+                row = replace_surrogates(row)
+            if source.paths and ending in TABLES:
+                row[source.paths] = _relative_to(path, row.get(source.paths))
             yield row, Place(shown, number, unit)
     except Exception as error:  # each library has its own errors for what a file holds
         if isinstance(error, MemoryError) or str(error).startswith("task."):  # it has its field

@@ -4,21 +4,17 @@ One process reads all rows, file after file, into an Arrow file; the first wrong
 """
 
 import itertools
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
-from samestep.data import readers
+from samestep.data import readers, views
 from samestep.data.inputs import Input, RowFormat, name_first
 from samestep.data.sources import DataConfig
 
@@ -37,12 +33,12 @@ def hash_of(text: str) -> int:
 
 
 def load_rows(
-    inputs: list[Input], cfg: DataConfig, choose: Callable[[Input, dict], RowFormat]
+    inputs: list[Input], cfg: DataConfig, form: RowFormat | Callable[[Input, dict], RowFormat]
 ) -> DatasetDict:
     """Read the rows of these inputs as splits train and validation, and print what is read.
 
-    `choose`: gets a source and its first row, and returns their format. All have the same features.
-    Rows to evaluate on that belong to a source have its format.
+    `form`: the format, or what gets a source and its first row, and returns their format. All have
+    the same features. Rows to evaluate on that belong to a source have its format.
 
     Of a stream the rows to train on are the beginnings of some shards: what tokenizers are made
     from. Columns that are added are "source", a ClassLabel of the names of the sources, and the
@@ -61,13 +57,13 @@ def load_rows(
     def read() -> Iterator[dict[str, Any]]:
         for source in inputs:
             before = len(hashes)
-            source.form = next((each.form for each in inputs if each.name == source.name), None)
-            source.choose = choose
-            for stored, group, place in readers.stored_rows(source, cfg, left_out):
-                form = source.form
-                key = form.key(stored)
+            own = [each.form for each in inputs if each.name == source.name]
+            source.form = form if isinstance(form, RowFormat) else own[0]
+            source.choose = form
+            for stored, group, place in readers.read(source, cfg, left_out):
+                key = source.form.key(stored)
                 if group is None:
-                    group = form.group(stored) if form.group else key
+                    group = source.form.group(stored) if source.form.group else key
                 hashes.append(hash_of(key))
                 sides.append(hashes[-1] if group == key else hash_of(group))
                 number = {"source": names.index(source.name), "file": numbers[place.path]}
@@ -104,31 +100,25 @@ def load_rows(
 
 
 def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
-    """Rows in an Arrow file in the cache of `datasets`."""
+    """Rows in an Arrow file."""
     kinds = {}
     for name, kind in columns.items():
         is_text = getattr(kind, "dtype", "") == "string"  # of which 2 GB fit into a column
         kinds[name] = Value("large_string") if is_text else kind
     features = Features(kinds)
-    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting: list[dict] = []
-    with ArrowWriter(features=features, path=str(path)) as writer:
 
-        def write_waiting() -> None:
-            writer.write_table(pyarrow.Table.from_pylist(waiting, features.arrow_schema))
-            waiting.clear()
-
+    def tables() -> Iterator[pyarrow.Table]:
+        waiting: list[dict] = []
         size = 0
         for row in rows:
             waiting.append(row)
             size += 100 + sum(len(each) for each in row.values() if hasattr(each, "__len__"))
             if size > _WRITTEN:
-                write_waiting()
-                size = 0
-        write_waiting()
-        writer.finalize()
-    return Dataset.from_file(str(path))
+                yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
+                waiting, size = [], 0
+        yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
+
+    return views.write_tables(tables(), features)
 
 
 # ---- Splits --------------------------------------------------------------------------------------

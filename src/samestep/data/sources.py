@@ -145,7 +145,17 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     if streaming:
-        _check_streaming(cfg, shipped)
+        held = "empty while task.streaming is true: whole shards are held out"
+        rules = [
+            ("data", "," not in cfg.data, "one folder or URL of shards"),
+            ("group_column", not cfg.group_column, held),
+        ]
+        check_fields(cfg, rules)
+        if cfg.data in shipped or is_hub_name(cfg.data):
+            example = f"hf://datasets/{cfg.data if '/' in cfg.data else 'OWNER/NAME'}"
+            hint = f"of a dataset on the Hub give the URL of its files, {example}"
+            text = f"{cfg.data} is not a folder or URL of shards; {hint}"
+            raise ValueError(f"task.streaming: {text}")
     both = cfg.validation_split and cfg.validation_data
     check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
     check_read(cfg, shipped)
@@ -163,38 +173,16 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
     own = {each.name for each in fields(cfg)}
+    named = {each.split()[0] for _, *readers in _READ_BY for each in readers}
+    facts |= {f"{name} {getattr(cfg, name)}" for name in named & own}
+    if "rows auto" in facts:
+        kinds = ("text", "prompt", "chat") if rows == "auto" else (rows,)
+        facts |= {f"rows {kind}" for kind in kinds}
     for names, *readers in _READ_BY:
-        known = " ".join(each for each in names.split() if each in own)
-        if readers[0] in _OF_DATA:
-            is_read = readers[0] in facts
-        elif readers[0].split()[0] in own:
-            is_read = any(_has_value(cfg, each, rows) for each in readers)
-        else:
-            continue
-        check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
-
-
-def _has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
-    """Whether a field has the value that _READ_BY names."""
-    name, wanted = reader.split()
-    value = str(getattr(cfg, name))
-    if name == "rows" and value == "auto":
-        return rows in (wanted, "auto")
-    return value == wanted
-
-
-def _check_streaming(cfg: Any, bundled: Any) -> None:
-    """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
-    held = "empty while task.streaming is true: whole shards are held out"
-    rules = [
-        ("data", "," not in cfg.data, "one folder or URL of shards"),
-        ("group_column", not cfg.group_column, held),
-    ]
-    check_fields(cfg, rules)
-    if cfg.data in bundled or is_hub_name(cfg.data):
-        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
-        hint = f"of a dataset on the Hub give the URL of its files, {example}"
-        raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
+        if readers[0] in _OF_DATA or readers[0].split()[0] in own:
+            known = " ".join(each for each in names.split() if each in own)
+            is_read = not facts.isdisjoint(readers)
+            check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
 
 
 # ---- Sources -------------------------------------------------------------------------------------
@@ -253,8 +241,9 @@ def require_value(name: str, value: Any) -> None:
         raise IncompleteRow(f"the {name} is {'NaN' if value != value else 'empty'}")
 
 
-def require_text(name: str, value: Any) -> None:
-    """Raises ValueError for what is no text, or blank."""
+def require_text(name: str, value: Any) -> str:
+    """The text; raises ValueError for what is none, or blank."""
     require_value(name, value)
     if not isinstance(value, str):
         raise ValueError(f"the {name} is {value!r:.60} but must be text")
+    return value

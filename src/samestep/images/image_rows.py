@@ -81,7 +81,7 @@ def _images_of(table: File, field: str, column: str, stamps: tuple) -> list[str]
     """Read the paths in a table, once while its stamps stay the same."""
     form = RowFormat({column: True}, dict, {})
     source = Input(field, table.path, "", [table], paths=column, form=form)
-    cells = (row[column] for row, _ in readers.read(source))
+    cells = [row[column] for row, _, _ in readers.read(source, sources.DataConfig(), [])]
     return [cell for cell in cells if isinstance(cell, str)]
 
 
@@ -132,7 +132,7 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
         each.paths = cfg.image_column
     columns = {cfg.image_column: True, cfg.label_column: True}
     form = RowFormat(columns, partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
-    rows = load_rows(inputs, cfg, lambda source, first: form)
+    rows = load_rows(inputs, cfg, form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])
     options = {"cfg": cfg, "side": image_data.read_processor(folder)[0]}

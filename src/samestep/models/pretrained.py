@@ -39,7 +39,8 @@ class ModelConfig:
 
     def key_values(self) -> dict[str, str]:
         """Replace a branch by its commit in the key of prepared data."""
-        return {"revision": commit_of(self)}
+        is_hub = self.model_name_or_path and not folder_of(self)
+        return {"revision": _snapshot_of(self).name if is_hub else ""}
 
     def named_files(self) -> dict[str, list[str]]:
         """Name the files of a local model folder that shape its tokenizer or image processor."""
@@ -81,13 +82,6 @@ def width_rule(cfg: Any, pair: int = 2) -> tuple[str, bool, str]:
     return "hidden_size", fits, f"a multiple of {pair} x num_heads, {unit}"
 
 
-def commit_of(cfg: ModelConfig) -> str:
-    """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
-    if not cfg.model_name_or_path or folder_of(cfg):
-        return ""
-    return _snapshot_of(cfg).name
-
-
 def _snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
     """The folder snapshots/COMMIT with the files of a model on the Hub that are on this machine."""
     from huggingface_hub import hf_hub_download
@@ -120,6 +114,15 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     options |= {} if folder else {"revision": cfg.revision}
     with _loading(cfg), quiet():
         return auto.from_pretrained(str(folder or name), **options)
+
+
+def config_of(cfg: ModelConfig) -> Any:
+    """The config of the model to start from; None: a new model."""
+    if not cfg.model_name_or_path:
+        return None
+    from transformers import AutoConfig
+
+    return load(AutoConfig, cfg)
 
 
 def _attention_option(cfg: ModelConfig) -> dict[str, str]:
@@ -215,11 +218,8 @@ def answer_ends(tokenizer: Any) -> list[int]:
 def without_dropout(cfg: ModelConfig) -> dict[str, float]:
     """Settings by which the model is the same function in training: each number of its config with
     `drop` in its name is 0."""
-    from transformers import AutoConfig
-
-    if not cfg.model_name_or_path:
-        return {}
-    known = load(AutoConfig, cfg).to_dict().items()
+    config = config_of(cfg)
+    known = config.to_dict().items() if config else ()
     # No switch: `token_dropout`, which rescales, is True.
     return {name: 0.0 for name, value in known if "drop" in name and type(value) in _NUMBERS}
 
@@ -229,11 +229,9 @@ def build_generator(
 ) -> Any:
     """The pretrained model, or a new one of this config, which generates with this tokenizer.
     `settings` replace those of the pretrained model's config, which `save_model` puts back."""
-    from transformers import AutoConfig
-
     if cfg.model_name_or_path:
         model = load_model(auto, cfg, **settings)
-        known = load(AutoConfig, cfg)
+        known = config_of(cfg)
         model.own_settings = {name: getattr(known, name) for name in settings}
     else:
         model = new_model(auto, config, cfg)

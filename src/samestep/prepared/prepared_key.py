@@ -1,19 +1,17 @@
 """The key of prepared data: fields of the task, the project's code, and the files of rows.
 
-An edit of prepare_data, and of what its code imports, prepares data anew; one of loss_sum does not.
+An edit of prepare_data, or of another module of the project, prepares data anew; one of loss_sum
+does not.
 """
 
 import ast
 import dataclasses
-import dis
 import glob
 import hashlib
 import json
 import os
 import re
 import stat
-import sys
-import types
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePath
@@ -24,15 +22,13 @@ from pydantic_core import to_jsonable_python
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
 from samestep.data.files import files_below
-from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
+from samestep.state.provenance import LIBRARY, short_hash, statements_of
 
 # The code of the library that shapes rows.
-_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
 # Functions of task.py that only training calls.
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
 _NAMES = ("_column", "_split")  # ends of fields that name no file
-# Instructions that read a name of a module, or an attribute.
-READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
 
 def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> str:
@@ -79,65 +75,39 @@ def _library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any, left_out: set[str] = _TRAINING) -> dict[str, Any]:
-    """Digests of the project's code that shapes rows, and the constants of task.py that it names.
+def code_of(task: Any) -> dict[str, str]:
+    """Digests of the project's code that shapes rows, and the constants of task.py that it reads.
 
-    This is task.py without the functions that only training calls, and every file of the project
-    that what is left imports, directly or through others. If one of these files names a function
-    that only training calls, as a name or an attribute, all of task.py counts.
+    This is task.py without the functions that only training calls, and every other .py file of the
+    project but train.py and tests. All of task.py counts where its other code reads one of these
+    functions, or another file imports task.py.
     """
     own = Path(task.__file__).absolute()
-    found: dict[str, Any] = {}
-    names: set[str] = set()
-    files = [own]
-    for path in files:
-        file = os.path.relpath(path, own.parent)
-        without = left_out if path == own else set()
-        try:
-            nodes = [node for name, node in statements_of(path) if name not in without]
-            names |= names_in(nodes)
-            digests = hash_functions(path, file)
-        except (SyntaxError, ValueError):  # a file that somebody edits now, or a template
-            found[file] = hash_file(str(path))
+    found = {}
+    imports = re.compile(rf"^\s*(import|from) .*\b{own.stem}\b", re.MULTILINE)
+    is_imported = False
+    for file, path in files_below(str(own.parent), is_data=False):
+        if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
-        kept = [name for name in digests if name.rpartition(".")[2] not in without]
-        found[file] = {name: digests[name] for name in kept}
-        for each in _imported_files(nodes, path, own.parent):
-            if each not in files:
-                files.append(each)
-    if left_out & names:
-        return code_of(task, set())
+        if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
+            found[file] = hash_file(path)
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            is_imported |= bool(imports.search(text))
+    statements = statements_of(own)
+    kept = [node for name, node in statements if name not in _TRAINING]
+    names = _names_in(kept)
+    if is_imported or _TRAINING & names:
+        kept = [node for _, node in statements]
+    found[own.name] = short_hash(ast.unparse(ast.Module(kept, [])).encode())
     constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
     return found | {name: value for name, value in constants.items() if value}
 
 
-def names_in(nodes: list[ast.stmt]) -> set[str]:
-    """The names that statements and their functions read, but for local variables."""
-    codes = [compile(ast.Module(nodes, []), "", "exec")]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    found = (each for code in codes for each in dis.get_instructions(code))
-    return {each.argval for each in found if each.opname in READS}
-
-
-def _imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
-    """The files of the project that a file imports, and those of the packages that they are in."""
-    inside = [Path(each) for each in sys.path if is_own(Path(each), root)]
-    for node in ast.walk(ast.Module(nodes, [])):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        folders, base = [root, *inside], []
-        if isinstance(node, ast.ImportFrom):
-            base = node.module.split(".") if node.module else []
-            if node.level:
-                folders = [*path.parents][node.level - 1 : node.level]
-        for words in [[*base, *each.name.split(".")] for each in node.names]:
-            for folder in folders:
-                for word in words:
-                    folder = folder / word
-                    for file in (folder.with_suffix(".py"), folder / "__init__.py"):
-                        if file.is_file() and not file.resolve().is_relative_to(LIBRARY):
-                            yield file
+def _names_in(nodes: list[ast.stmt]) -> set[str]:
+    """The names of a module that statements read, and those of attributes."""
+    every = [*ast.walk(ast.Module(nodes, []))]
+    names = {each.id for each in every if isinstance(each, ast.Name) and type(each.ctx) is ast.Load}
+    return names | {each.attr for each in every if isinstance(each, ast.Attribute)}
 
 
 def is_own(folder: Path, root: Path) -> bool:
@@ -222,13 +192,14 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
     """
     found = {}
     for name, path in files.items():
+        problem = ""
         try:
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                problem = f"{path} is no regular file; remove it"
         except FileNotFoundError:
             problem = f"{path} is a link to nothing, or was removed"
-            raise ValueError(f"task.{name.partition('/')[0]}: {problem}") from None
-        if not stat.S_ISREG(status.st_mode):
-            problem = f"{path} is no regular file; remove it"
+        if problem:
             raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
         times = [status.st_mtime_ns, status.st_ctime_ns]
         found[name] = [status.st_size, status.st_ino, *times]

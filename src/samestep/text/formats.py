@@ -6,6 +6,7 @@ tools are stored as JSON text: a column of `datasets` for JSON rounds numbers.
 
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,14 +44,22 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, BUNDLED)
     pretrained.check_unread(cfg)
-    chats.check_template(cfg.chat_template)
+    chats.read_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
         raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
     folder = local_path(cfg.vocabulary)
     for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
         if not os.path.isfile(folder / name):
             raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
-    _check_row_fields(cfg)
+    for data in {each.data for each in split_data(cfg.data)} & {*BUNDLED}:
+        fits = cfg.rows == "auto" or (data == "docstrings") == (cfg.rows != "text")
+        wanted = "prompt or chat" if data == "docstrings" else "text"
+        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {data}")])
+    differ = cfg.completion_column != cfg.prompt_column
+    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
+    named = _named_kinds(cfg)
+    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
+    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
     check_adapters(cfg)
     check_fields(cfg, [pretrained.width_rule(cfg)])
 
@@ -63,20 +72,6 @@ def is_packed(cfg: Any) -> bool:
 def _named_kinds(cfg: Any) -> list[str]:
     """The formats whose columns have names of their own in the config."""
     return [kind for role, kind in _KIND_OF.items() if getattr(cfg, f"{role}_column") != role]
-
-
-def _check_row_fields(cfg: Any) -> None:
-    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    data = [each.data for each in split_data(cfg.data)]
-    for each in {*data} & {*BUNDLED}:
-        fits = cfg.rows == "auto" or (each == "docstrings") == (cfg.rows != "text")
-        wanted = "prompt or chat" if each == "docstrings" else "text"
-        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
-    differ = cfg.completion_column != cfg.prompt_column
-    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    named = _named_kinds(cfg)
-    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
-    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
 def _check_packing(cfg: Any, kind: str) -> None:
@@ -140,7 +135,14 @@ def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str,
         formats = [each for each in known if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1]} <= {*first}]
         if not fitting:
-            raise _unknown_columns(source.data, first, rows, [names for _, names in formats])
+            there = ", ".join(first)[:100]
+            forms = ", ".join(dict.fromkeys(" + ".join(names) for _, names in formats))
+            fields = "--task.messages_column"
+            if rows == "auto":
+                texts = "--task.text_column, --task.prompt_column and --task.completion_column"
+                fields = f"{texts}, or {fields}"
+            text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
+            raise ValueError(f"task.data: {source.data} has the columns {there}, {text}")
         kind, names = fitting[0]
     columns = dict.fromkeys(names, True)
     if kind == "chat" and "instruction" in names:
@@ -155,31 +157,17 @@ def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str,
     return kind, RowFormat(columns, partial(normalize[kind], cfg=cfg), features, _key_of)
 
 
-def _unknown_columns(data: str, first: dict, rows: str, formats: list[list[str]]) -> ValueError:
-    """An error that shows the columns, the known formats, and the fields that name columns."""
-    there = ", ".join(first)[:100]
-    forms = ", ".join(dict.fromkeys(map(" + ".join, formats)))
-    fields = "--task.messages_column"
-    if rows == "auto":
-        texts = "--task.text_column, --task.prompt_column and --task.completion_column"
-        fields = f"{texts}, or {fields}"
-    text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
-    return ValueError(f"task.data: {data} has the columns {there}, {text}")
-
-
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
     """The text of a row; raises ValueError for what is none."""
-    text = row.get(cfg.text_column)
-    sources.require_text("text", text)
-    return {"text": text}
+    return {"text": sources.require_text("text", row.get(cfg.text_column))}
 
 
 def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     """A prompt, which may be blank, and its completion."""
-    prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
+    prompt = row.get(cfg.prompt_column)
     if not isinstance(prompt, str):
         sources.require_text("prompt", prompt)
-    sources.require_text("completion", completion)
+    completion = sources.require_text("completion", row.get(cfg.completion_column))
     return {"prompt": prompt, "completion": completion}
 
 
@@ -247,22 +235,34 @@ def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
         row = data["validation"][number]
         prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]
-    longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
+    texts = {}
     for name, prompt in prompts.items():
-        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
-        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
-        # Greedy, as sampling would draw random numbers; the penalty prevents loops.
-        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
-        answer = model.generate(input_ids=tokens, **settings)
-        texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+        prompt = prompt[-longest_input(model) // 2 :]
+        # The penalty prevents loops.
+        answer = generate(model, prompt, 100, repetition_penalty=1.2)
+        texts[name] = tokenizer.decode(answer, skip_special_tokens=True).rstrip()
     return texts
+
+
+def longest_input(model: Any) -> int:
+    """Tokens that a model sees at once; 1,024 where there is no limit."""
+    return getattr(model.config, "max_position_embeddings", None) or 1024
+
+
+def generate(model: Any, prompt: Sequence[int], most: int, **settings: Any) -> torch.Tensor:
+    """A prompt with what the model writes after it, at most so many tokens: int64 (T,). The search
+    is greedy, as sampling would draw random numbers."""
+    tokens = torch.tensor([[*prompt]], device=model.device)
+    most = min(max(longest_input(model) - len(prompt), 1), most)
+    settings |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": most}
+    return model.generate(input_ids=tokens, do_sample=False, **settings)[0]
 
 
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """Test inputs of the export: the beginnings of texts, or chats of one and two questions."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
-    texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
     asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from samestep.data import readers
 from samestep.data.files import File, describe_shards, split_shards
 from samestep.data.inputs import Input, RowFormat
-from samestep.data.readers import stored_rows
 from samestep.text import formats, sequences, tokenizing
 from samestep.text.lanes import ShardStream
 
@@ -52,8 +52,12 @@ class RowStream(ShardStream):
         full = _SEQUENCES * self.cfg.context_length * _BYTES_A_TOKEN
         block: Block = {name: [] for name in names}
         size = 0
-        for stored, _, place in stored_rows(source, self.cfg, []):
-            for row in _pieces_of(stored):
+        for stored, _, place in readers.read(source, self.cfg, []):
+            rows = [stored]
+            if text := stored.get("text"):  # a long one is several: a block's are numbered
+                starts = range(0, len(text), _LONGEST)
+                rows = [{"text": text[start : start + _LONGEST]} for start in starts]
+            for row in rows:
                 for name in names:
                     block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
@@ -75,16 +79,7 @@ class RowStream(ShardStream):
         else:
             ids = np.concatenate(tokens["input_ids"])
             found = {"input_ids": [*ids[: len(ids) // length * length].reshape(-1, length)]}
-        rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-        return sequences.training_rows(rows, length) if rows else []
+        return sequences.training_rows(found, length) if found["input_ids"] else []
 
     def digest(self) -> str:
         return self.described
-
-
-def _pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
-    """The row; of a long text several, since the samples of a block are numbered."""
-    if "text" not in row:
-        return [row]
-    text = row["text"]
-    return [{"text": text[start : start + _LONGEST]} for start in range(0, len(text), _LONGEST)]

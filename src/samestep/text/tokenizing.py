@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,9 @@ _SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if 
 # ---- Models to start from ------------------------------------------------------------------------
 
 
-def config_of(cfg: ModelConfig) -> Any:
-    """The config of the model to start from; None: a new model."""
-    if not cfg.model_name_or_path:
-        return None
-    from transformers import AutoConfig
-
-    return pretrained.load(AutoConfig, cfg)
-
-
 def most_tokens(cfg: ModelConfig) -> int:
     """Tokens that the model to start from sees at once; 2**30 where there is no limit."""
-    config = config_of(cfg)
+    config = pretrained.config_of(cfg)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return 2**30
@@ -91,7 +82,7 @@ def _check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
     A mask token and those of other inputs may lack one, as in BART (cnn) and Gemma 3 (1b): no text
     has them.
     """
-    rows = getattr(config_of(cfg).get_text_config(), "vocab_size", None)
+    rows = getattr(pretrained.config_of(cfg).get_text_config(), "vocab_size", None)
     unused = {getattr(tokenizer, f"{name}_token", None) for name in _UNUSED}
     ids = [number for token, number in tokenizer.get_vocab().items() if token not in unused]
     needed = max(ids) + 1
@@ -203,14 +194,25 @@ def load_tokenizer(folder: Path) -> Any:
 
 def texts_of(rows: Any) -> Iterator[str]:
     """Give the texts of rows that are evenly spread over a split, of about _SAMPLE bytes together:
-    what a tokenizer is trained on."""
+    what a tokenizer is trained on. Those of messages are contents, and tool calls and tools as
+    JSON."""
     names = [name for name in (*_TEXTS, *_CHATS) if name in rows.column_names]
     chosen = rows.select_columns(names)
     for row in chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // _SAMPLE))):
-        if chats.is_chat(row):
-            yield from chats.chat_texts(row)
-        else:
+        if not chats.is_chat(row):
             yield from (row[name] for name in names if name in _TEXTS)
+            continue
+        if "chat" in row:
+            chat = json.loads(row["chat"])
+        else:
+            parts = (json.loads(row[name]) for name in ("prompt", "chosen", "rejected"))
+            chat = {"messages": [*chain(*parts)], "tools": json.loads(row["tools"])}
+        for message in chat["messages"]:
+            yield message["content"]
+            for call in message.get("tool_calls", []):
+                yield json.dumps(call["function"], ensure_ascii=False)
+        for tool in chat.get("tools", []):
+            yield json.dumps(tool, ensure_ascii=False)
 
 
 def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
