@@ -372,21 +372,19 @@ def test_one_command_checks_measures_and_compares(tiny, tmp_path):
     assert all(len(each) == 2 and 0 < min(each) and max(each) < 1e6 for each in figures.values())
 
 
-BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
-BEGIN = "    gradients.start_step(run.plan)\n"
-SHARE = "for number, batch in batches"
-FAULTS = [  # a change of train.py, and what is said
-    (BEGIN, f"{BEGIN}    batches[0] = batches[run.ranks.layout.rank]\n", "1: loss on 2 x cpu is "),
-    (f"{SHARE}:", f"{SHARE}[int(run.ranks.layout.rank == 1) :]:", "on 2 x cpu ended: "),
-]
+BATCHES, PARTS = "        for batch in step:", "        step.micro_batches"
+OTHER = f"{PARTS}[0] = step.micro_batches[run.ranks.layout.rank]\n{BATCHES}"
+LESS = f"{PARTS} = step.micro_batches[int(run.ranks.layout.rank == 1) :]\n{BATCHES}"
+FAULTS = [(OTHER, "1: loss on 2 x cpu is "), (LESS, "on 2 x cpu ended: ")]  # and what is said
+CLIP = "        step.clip(cfg"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old, new, said", FAULTS)
-def test_smoke_names_what_is_wrong(tiny, tmp_path, old, new, said):
+@pytest.mark.parametrize("fault, said", FAULTS)
+def test_smoke_names_what_is_wrong(tiny, tmp_path, fault, said):
     """A wrong micro-batch, and a share that is left out."""
     project = with_task(tiny, tmp_path, "")
-    edit(project.path / "train.py", old, new)
+    edit(project.path / "train.py", BATCHES, fault)
     with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
         file.write("timeout: 5\n")  # where a share is left out, the other process waits
     printed = hardware(project, "smoke", code=1)
@@ -397,9 +395,10 @@ def test_smoke_names_what_is_wrong(tiny, tmp_path, old, new, said):
 
 @pytest.mark.slow
 def test_smoke_under_a_launcher_that_shards(tiny, tmp_path):
-    """A doubled loss is named. Only the first process works; it starts train.py with its YAML."""
+    """A doubled gradient is named. Only the first process works; it starts train.py with its YAML."""
     project = with_task(tiny, tmp_path, "")
-    edit(project.path / "train.py", BACKWARD, BACKWARD.replace("(grad", "(2 * grad"))
+    doubled = "        [p.grad.mul_(2) for p in model.parameters()]\n"
+    edit(project.path / "train.py", CLIP, f"{doubled}{CLIP}")
     launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]
     launch += ["--num_processes", "2", "--mixed_precision", "no", ROOT / "tests/sharded_on_cpu.py"]
     result = project.run(*launch, "-m", "samestep", "hardware", "smoke", check=False)

@@ -89,6 +89,8 @@ def replay(args: Namespace) -> int:
         asked = {"SAMESTEP_REPLAY": scratch, "WANDB_MODE": "disabled"}
         if code := again.start(command, [env | asked for env in envs]):
             return code
+        if not (folder / "answer.json").exists():
+            raise UserError(f"the command ended before step {last}, with which it was to end")
         found = json.loads((folder / "answer.json").read_text())
         found["lines"] = [
             each for each in run_folder.read_metrics(folder / "run") if "loss" in each

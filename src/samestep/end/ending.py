@@ -83,6 +83,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     """Export the last model or the best, write how the run ended, and show what the task reports of
     the model; return the exit code. `evaluate(training)` gives the scores of the model."""
     run: Run = training.run
+    training.complete()
     exported = training.load_best() if run.cfg.export == "best" else training.step
     scores = training.scores
     if exported != training.step or run.sums is None:  # it has not just been evaluated

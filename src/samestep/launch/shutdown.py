@@ -119,6 +119,8 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
             others.over.set()
             error = others.explain(error, ranks.timeout) if ranks else error
         code = failures.report(error, program, start and start.output)
+        if isinstance(error, failures.Ended):
+            error = None  # for the others
     stop.training = True  # from here on a signal is only recorded
     if others:
         others.leave(error, stop.requested)

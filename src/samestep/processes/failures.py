@@ -13,11 +13,8 @@ from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.launching import STOPPED
 
 
-class Stopped(SystemExit):
-    """A run was asked to stop, and has saved its newest step: exit code 75."""
-
-    def __init__(self) -> None:
-        super().__init__(STOPPED)
+class Ended(SystemExit):
+    """The end of a run that has told it, with its exit code: 75 where it was asked to stop."""
 
 
 def speaks_for(error: BaseException) -> bool:
@@ -36,8 +33,8 @@ def report(
     file of the run folder; without a folder, or with SAMESTEP_TRACEBACK=1, to the screen. With
     `in_script` each process prints its line, and tracebacks go to the screen.
     """
-    if isinstance(error, Stopped):  # the run has told it
-        return STOPPED
+    if isinstance(error, Ended):
+        return int(error.code or 0)
     code, line = exit_code_of(error)
     speaks = speaks_for(error)
     if speaks and output:

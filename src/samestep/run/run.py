@@ -47,6 +47,7 @@ class Run:
     verb = "continuing from"
     sets_lr = True  # the loop sets the learning rate of each step
     shows_lines = True
+    evaluates_last = True  # in the body of the loop
     trial_mode = torch.no_grad  # where the loop is tried
     loss_name, prefix, label = "task.loss_sum", "task.", ""
     loss_remedy = "give a sum over independent rows, or write rows_depend = True"
@@ -204,8 +205,9 @@ class Run:
         self.stop.training = True
         return self.stop.requested
 
-    def end_stopping(self) -> None:
-        """Leave signals as flags until the process ends."""
+    def end_stopping(self) -> Callable[[], int]:
+        """Leave signals flags until the process ends; return what tells whether there was one."""
+        return self.stop.requested
 
     def end_steps(self, training: Any) -> None:
         """Leave the end after the last step to the export."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from samestep.base.errors import UserError
 from samestep.processes import sharding
+from samestep.processes.failures import Ended
 from samestep.step import trial
 from samestep.step.gradient import StepGradients
 from samestep.step.loader import MicroBatch
@@ -124,7 +125,7 @@ class Replay:
         self.answer["about"] = [run.run.hardware, *changed]
         if run.accelerator.is_main_process:
             (self.folder / "answer.json").write_text(json.dumps(self.answer))
-        raise SystemExit(0)
+        raise Ended(0)
 
 
 def read_question() -> Replay | None:

@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, attempt
 from samestep.processes import alike, exclusions, failures
 from samestep.processes.mesh import layout_of_accelerator
 from samestep.processes.ranks import Ranks
@@ -46,6 +46,7 @@ class Script:
     mixture = None
     verb = "continuing from"
     shows_lines = False  # a script prints what it likes
+    evaluates_last = False  # whether nothing of a step changes after its evaluation
     profile_steps = None
     about = ""
     trial_mode = contextlib.nullcontext  # where the loop is tried: its body may need gradients
@@ -75,7 +76,7 @@ class Script:
         )  # fmt: skip
         check_whole(
             0, seed=seed, keep_checkpoints=training.keep_checkpoints,
-            keep_every=training.keep_every, num_workers=training.num_workers,
+            keep_every=training.keep_every, num_workers=training.num_workers or 0,
             max_skipped_steps=training.max_skipped_steps,
         )  # fmt: skip
         check_rows(rows)
@@ -213,7 +214,7 @@ class Script:
 
     def end_tracking(self, training: Any) -> None:
         """End the trackers of a run that was asked to stop."""
-        training.accelerator.end_training()
+        attempt("the tracker was not closed", training.accelerator.end_training)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
+from samestep.base.errors import attempt
 from samestep.base.launching import STOPPED
-from samestep.processes.failures import Stopped
+from samestep.processes.failures import Ended
 from samestep.report import speed, tracking
 from samestep.state import checkpoints, provenance
 from samestep.state.optimizers import settings_as_text
@@ -46,6 +47,11 @@ from samestep.training import replay, script
 from samestep.training.log import RunLog
 from samestep.training.resume import ResumePoint
 from samestep.training.trial import try_loop
+
+
+def _never() -> int:
+    """Return 0: no signal asks this process to stop."""
+    return 0
 
 
 class Training:
@@ -107,7 +113,7 @@ class Training:
         self.saver: Saver | None = None
         self.loader: StepLoader | None = None
         self.metrics: RunLog | None = None  # while steps are computed
-        self.requested: Callable[[], int] = lambda: 0  # 1: this process was asked to stop
+        self.requested: Callable[[], int] = _never  # 1: this process was asked to stop
         self.lanes: dict[int, int] = {}  # of a stream: see StepLoader.last_of_lanes
         self.evaluated: Evaluation | None = None  # the newest: its workers are kept
         watch_optimizer(self)
@@ -238,8 +244,9 @@ class Training:
             if any(self.ranks.sum_over_ranks(self.requested())):  # in the last step
                 self.end_stopped()
             self.run.end_steps(self)
+            self.current = None  # the optimizer is the script's again
         finally:
-            self.run.end_stopping()
+            self.requested = self.run.end_stopping() or _never
 
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step, whose micro-batches are there."""
@@ -360,15 +367,19 @@ class Training:
     def evaluation(self, rows: Any) -> Evaluation:
         """Return the batches of an evaluation of these rows, each once, over all processes.
 
-        A signal ends it: the newest step is saved, and the process exits with code 75.
+        A signal ends it, and the process exits with code 75, if the newest step is saved. What
+        follows in the body may change more of a step that is not: then it is answered after it.
         """
         self.resume()
-        self.complete()
+        step = self.complete()
         self.write_line()
+        requested = self.requested
+        if not self.run.evaluates_last and self.saver and self.saver.step != step:
+            requested = _never
         if self.evaluated is None or self.evaluated.rows.dataset is not rows:
             given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
             self.evaluated = Evaluation(rows, *given)
-        callbacks = self.requested, self.meter.paused, self.end_stopped
+        callbacks = requested, self.meter.paused, self.end_stopped
         return self.evaluated.start(self.exported, *callbacks)
 
     @torch.no_grad()
@@ -406,11 +417,11 @@ class Training:
         """Save the newest step, and end this process with exit code 75."""
         self.save()
         self.close()
-        self.run.leave(self)
         self.write_status("stopped", exit_code=STOPPED)
         print_on_main(f"stopped after step {self.step}; the same command continues the run")
+        attempt("the processes were not left", self.run.leave, self)
         self.run.end_tracking(self)
-        raise Stopped
+        raise Ended(STOPPED)
 
     def close(self) -> None:
         """Wait for the last save, and close the log."""
