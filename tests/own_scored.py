@@ -20,6 +20,8 @@ x = torch.randn(40, 4)
 rows = [(x[i], x[i].sum().sin()[None]) for i in range(40)]
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
 model, optimizer = accelerator.prepare(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+accelerator.register_for_checkpointing(scheduler)
 training = Training(
     accelerator, model, optimizer, rows[:30], folder=folder, seed=3, global_batch_size=8,
     micro_batch_size=2, keep_checkpoints=1, async_save="async" in words, log_every=2,
@@ -60,10 +62,14 @@ for step in training.steps(9):
     optimizer.step()
     end_at("log")
     training.log(step, half=step.number / 2)
+    if step.due(2) and "late" in words:  # the rate changes after the evaluation
+        training.score(scores())
+    scheduler.step()
     if step.due(2):
         end_at("save")
         training.save()
-        training.score(scores())
+        if "late" not in words:
+            training.score(scores())
         end_at("score")
 best = training.load_best()
 weights = [p.double().sum().item() for p in model.parameters()]

@@ -526,22 +526,25 @@ def logged(folder):
         (2, "SIGTERM evaluate 6", ()),
         (1, "SIGTERM score 6", ("async",)),
         (2, "SIGTERM score 9", ()),
+        (1, "SIGTERM evaluate 6", ("late",)),
     ],
 )
 def test_a_script_has_the_same_log_and_best_after_any_end(tmp_path, processes, moment, words):
     """A signal in an evaluation saves the step, and the evaluation is made up for."""
     whole, half = tmp_path / "whole", tmp_path / "half"
-    best = scored(processes, whole)
+    best = scored(processes, whole, "", *words)
     code = 75 if "SIGTERM" in moment else -signal.SIGKILL
     scored(processes, half, moment, *words, code=code)
+    saved = 0
     if "SIGTERM" in moment:
         about = status(half)
         assert (about["state"], about["exit_code"]) == ("stopped", 75)
         # A step that was fetched before the signal is computed.
-        assert about["saved"] == {"SIGTERM evaluate 6": 6, "SIGTERM score 6": 7}.get(moment, 9)
+        saved = {"SIGTERM evaluate 6": 6, "SIGTERM score 6": 7}.get(moment, 9) + ("late" in words)
+        assert about["saved"] == saved
     assert scored(processes, half, moment, *words) == best != []
     found, expected = logged(half), logged(whole)
-    if moment == "SIGTERM score 6":  # after step 7, of which it writes a line
+    if saved == 7:  # of which it writes a line
         found, expected = ([e for e in log if "eval_loss" in e] for log in (found, expected))
     assert found == expected
     assert [line["half"] for line in logged(whole) if "half" in line] == [1, 2, 3, 4, 4.5]

@@ -395,7 +395,7 @@ def test_smoke_names_what_is_wrong(tiny, tmp_path, fault, said):
 
 @pytest.mark.slow
 def test_smoke_under_a_launcher_that_shards(tiny, tmp_path):
-    """A doubled gradient is named. Only the first process works; it starts train.py with its YAML."""
+    """A doubled gradient is named. Only the first process works; it starts train.py by its YAML."""
     project = with_task(tiny, tmp_path, "")
     doubled = "        [p.grad.mul_(2) for p in model.parameters()]\n"
     edit(project.path / "train.py", CLIP, f"{doubled}{CLIP}")
