@@ -140,7 +140,7 @@ def library_digest() -> str:
     """Hash all .py files of this library, 16 hex digits, as it lies there: one that was ejected and
     edited has another."""
     digest = hashlib.sha256()
-    for path in sorted(LIBRARY.rglob("*.py")):
+    for path in sorted([*LIBRARY.rglob("*.py"), *LIBRARY.rglob("*.jinja")]):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(LIBRARY)} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
