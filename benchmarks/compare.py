@@ -42,7 +42,8 @@ import numpy as np
 import task
 import torch
 from samestep.step.order import sample_ids
-from samestep.run.startup import read_config, read_data
+from samestep.prepared.run_data import read_data
+from samestep.run.startup import read_config
 from train import Config
 cfg = read_config(Config, None, sys.argv[1:])
 _, bound, (rows, _), _ = read_data(cfg, task)

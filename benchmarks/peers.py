@@ -150,10 +150,10 @@ def lightning(todo: Work) -> None:
 def training(todo: Work) -> None:
     """A loop with Accelerate around samestep's Training, which orders the samples by itself."""
     from accelerate import Accelerator
-    from torch.utils._python_dispatch import _disable_current_modes
 
     from samestep import Training
 
+    do_not_count_the_trial()
     accelerator, model = Accelerator(cpu=True), work.build_model(todo)
     model, optimizer = accelerator.prepare(model, work.build_optimizer(model))
     rows = work.build_dataset(todo).dataset
@@ -164,8 +164,7 @@ def training(todo: Work) -> None:
     )  # fmt: skip
     for step in training.steps(1_000_000):
         for batch in step:
-            # clock.py does not count the rows that the loop is tried on.
-            with nullcontext() if training.gradients else _disable_current_modes():
+            with accelerator.accumulate(model):
                 step.backward(model(**batch)["loss"], mean=True)
         norm = step.clip(work.MAX_GRAD_NORM)
         optimizer.step()
@@ -174,8 +173,22 @@ def training(todo: Work) -> None:
             print({"step": step.number, "loss": step.loss, "grad_norm": norm.item()}, flush=True)
 
 
+def do_not_count_the_trial() -> None:
+    """Lets clock.py not count the rows that samestep tries a loop on, before its first step."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from samestep.training import training
+
+    def try_uncounted(*given, old=training.try_loop):
+        with _disable_current_modes():
+            yield from old(*given)
+
+    training.try_loop = try_uncounted
+
+
 def baked(todo: Work, **changes) -> None:
     """train.py of a baked project, unchanged."""
+    do_not_count_the_trial()
     os.chdir(todo.project)
     sys.path[0] = todo.project
     flags = work.flags(todo, micro_batch_size=todo.micro_batch, **changes)

@@ -65,8 +65,8 @@ def main():
 
     for step in training.steps(args.max_steps, save_every=10):
         for batch in step:
-            loss = model(**batch).loss
-            step.backward(loss, mean=True)  # the mean over the batch's rows
+            with accelerator.accumulate(model):
+                step.backward(lambda: model(**batch).loss, mean=True)  # over the batch's rows
         step.clip(1.0)
         optimizer.step()
         scheduler.step()

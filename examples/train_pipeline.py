@@ -29,20 +29,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.end.ending import export, finish, write_evaluation
+from samestep import Ranks, Run, RunStart, Training, finish, prepare_run, write_evaluation
 from samestep.launch import device, shutdown
 from samestep.launch.launched import STAGES, TP
 from samestep.models import next_token
-from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_tensor, local
-from samestep.run.loading import EvalLoader, TrainLoader
-from samestep.run.log import RunLog
-from samestep.run.run import Run
-from samestep.run.saving import Saver
-from samestep.run.startup import RunStart, prepare_run
 from samestep.settings.config import ONE_COMMAND, parse_config
 from samestep.step.model import TaskModule
-from samestep.step.monitor import skip_unless_finite
 
 Batch = dict[str, torch.Tensor]
 
@@ -152,7 +145,7 @@ class Pipeline(TaskModule):
         self.copies, self.replica, parts = (make(each, timeout=limit)[0] for each in lists)
         mesh = DeviceMesh.from_group(parts, self.device.type)
         run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
-        model, batch = run.build_model(), run.task.collate([run.start.views[1][0]])
+        model, batch = run.build_model(run.accelerator), run.task.collate([run.start.views[1][0]])
         with run.ranks.fail_together():
             if hasattr(run.task, "eval_outputs"):
                 raise ValueError("stages do not support task.eval_outputs; use fsdp2.yaml")
@@ -200,18 +193,21 @@ class Pipeline(TaskModule):
         self.losses.append(result.detach())
         return (result * (1 + 0 * result.detach()) / self.num_items)[None]
 
-    def gradients(self, micro_batches: list, num_items: int) -> list[torch.Tensor]:
+    def compute_step(self, micro_batches: list, num_items: int) -> list[torch.Tensor]:
         """Computes the gradient of sum(losses) / num_items for the micro-batches of this replica.
         Returns the losses; zeros before the last stage."""
         self.num_items = max(num_items, 1)
         self.losses = []
-        batches = [each for _, each in micro_batches]
+        batches = [each.batch for each in micro_batches]
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         batch = send_to_device(batch, self.device, non_blocking=True)
         first = [] if self.stage else [batch["input_ids"]]
         self.schedule.step(*first, target=batch["labels"], **batch)
-        self.run.meter.stopwatch.stop()
+        self.meter.stopwatch.stop()
         return self.losses or [torch.zeros((), device=self.device)] * len(batches)
+
+    def reduce(self) -> None:
+        """`clip` adds up the gradients of the replicas."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Adds up the gradients of the replicas, and scales them down to this norm over all stages;
@@ -245,80 +241,41 @@ class Pipeline(TaskModule):
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports: the loop of train.py, which explains it."""
-    cfg, run = start.cfg, Run(start, ranks, stop)
+    run = Run(start, ranks, stop)
+    cfg = run.cfg
     if run.nothing_to_do:
         return run.print_summary()
     options = device.accelerator_options(cfg)
     tracker = None if cfg.tracker == "none" else cfg.tracker
     accelerator = Accelerator(log_with=tracker, project_dir=cfg.output_dir, **options)
     run.set_accelerator(accelerator)
-    if accelerator.is_main_process:
-        run.start_logging()
     pipeline = Pipeline(run)
     optimizer = train.build_optimizer(pipeline.model, cfg)
     with run.preparing(pipeline.model, optimizer):
         optimizer = accelerator.prepare(optimizer)
-    train_loader, eval_loader = TrainLoader(run), EvalLoader(run, start.views[1])
-    saver = Saver(run, pipeline, optimizer)
-    (step, scores), sums, stopped = saver.load(), None, False
+    training = Training(accelerator, pipeline, optimizer, run.rows, **run.options)
+    training.gradients, pipeline.meter = pipeline, training.meter
     if cfg.eval_only:
-        return write_evaluation(run, saver, pipeline, *train.evaluate(run, pipeline, eval_loader))
-    log = RunLog(run, train_loader)
+        return write_evaluation(training, train.evaluate(training))
+    if training.lacks_scores(cfg.eval_every, run.max_steps):
+        training.score(train.evaluate(training))
 
-    stop.training = True
-    pipeline.train()
-    run.meter.start()
-    train_loader.prefetch()
-    while True:
-        last = step == run.last_step
-        to_evaluate = train.due(step, cfg.eval_every, last, run)
-        to_evaluate = to_evaluate and step > 0 and not (scores or stopped)
-        to_save = train.due(step, cfg.save_every, last or stopped, run)
-        if step and (to_save or (to_evaluate and cfg.export == "best")):
-            saver.save(step, log)
-        if to_evaluate:
-            scores, sums = train.evaluate(run, pipeline, eval_loader)
-            stopped = scores is None
-            if stopped:
-                saver.save(step, log)
-            else:
-                log.note(**scores)
-                saver.add_scores(step, scores)
-        if last or stopped:
-            break
-
-        # The gradient of the next step, and the update.
-        step, scores, sums = step + 1, None, None
-        log.start_step(step)
-        micro_batches, num_items = train_loader.next_step()
-        lr = train.lr_at(step, cfg, run.last_step)
+    for step in training.steps(run.max_steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr
-        losses = pipeline.gradients(micro_batches, num_items)
-        train_loader.prefetch()
-        norm = pipeline.clip(cfg.max_grad_norm)
-        skip_unless_finite(optimizer, norm, num_items)
-        train.seed_micro_batch(cfg.seed, step)
+            group["lr"] = train.lr_at(step.number, cfg, run.max_steps)
+        step.losses = pipeline.compute_step(step.micro_batches, step.items)
+        step.reduce()
+        step.clip(cfg.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        log.add(num_items, losses, norm, lr)
-        last, stopped = step == run.last_step, train_loader.should_stop()
-        intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
-        if any(train.due(step, every, last or stopped, run) for every in intervals):
-            log.write_means()
-        saver.log_commits(log)
-    saver.finish(log)
-
-    exported, model = step, None
-    if not stopped:
-        if cfg.export == "best":
-            exported = saver.load_best() or step
-        if exported < step or sums is None:
-            scores, sums = train.evaluate(run, pipeline, eval_loader)
-        if sums:
-            model = export(run, pipeline, exported, scores)
+        training.log(step)
+        to_evaluate = step.due(cfg.eval_every)
+        if step.due(cfg.save_every) or (to_evaluate and cfg.export == "best"):
+            training.save()
+        if to_evaluate:
+            training.score(train.evaluate(training))
     accelerator.wait_for_everyone()
-    return finish(run, log, saver, model, sums, exported)
+    return finish(training, train.evaluate)
 
 
 def prepare() -> RunStart:

@@ -32,8 +32,8 @@ WHEEL = b"Wheel-Version: 1.0\nGenerator: samestep\nRoot-Is-Purelib: true\nTag: p
 def contents() -> dict[str, bytes]:
     """The library's files by their names in the wheel; the template's tasks are examples."""
     source = ROOT / "src"
-    paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py")}
-    paths["samestep/py.typed"] = source / "samestep" / "py.typed"
+    files = [*source.rglob("*.py"), *source.rglob("*.jinja"), *source.rglob("py.typed")]
+    paths = {path.relative_to(source).as_posix(): path for path in files}
     for path in (ROOT / "examples").glob("*.py"):
         paths[f"samestep/examples/{path.name}"] = path
     for path in (ROOT / "templates").glob("*/task.py"):

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +58,7 @@ train.shutdown.run(train.main, train.prepare)
 ASK = """
 import atexit, os, runpy, sys
 from samestep.ask import again
-def start(words, envs):
+def start(command, envs):
     children = []
     for env in envs:
         children.append(os.fork())
@@ -65,8 +66,13 @@ def start(words, envs):
             atexit._clear()  # it would remove the scratch folder
             os.environ.clear()
             os.environ.update(env)
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            sys.argv = command[1:]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            try:
+                runpy.run_path(command[1], run_name="__main__")
+            except SystemExit as end:
+                os._exit(end.code or 0)
+            os._exit(0)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 again.start = start
 exec(sys.argv.pop(1), {})
@@ -94,10 +100,11 @@ def preloader():
     return server
 
 
-def preloaded(folder, envs, arguments, seconds):
+def preloaded(folder, envs, arguments, seconds, stdin=b""):
     """Exit code, stdout and stderr of `python *arguments` in each of these environments."""
     server = preloader()
-    cases = [[str(folder), env, [*map(str, arguments)]] for env in envs]
+    given = stdin.decode("latin-1")
+    cases = [[str(folder), env, [*map(str, arguments)], given] for env in envs]
     server.stdin.write(json.dumps([cases, seconds]) + "\n")
     server.stdin.flush()
     return json.loads(server.stdout.readline())
@@ -148,11 +155,12 @@ class BakedProject:
             env["NO_PICTURE"] = "1"
         return env | {**THREADS, "HF_HUB_OFFLINE": "1"} | extra
 
-    def run(self, *command, check=True, timeout=600, **env):
+    def run(self, *command, check=True, timeout=600, stdin=b"", **env):
         """Run a command in the project; `check` demands exit code 0 and shows what was printed."""
         command = [str(word) for word in command]
         if command[0] == "python" and command[1] in PRELOADED and not env:
-            ((code, *printed),) = preloaded(self.path, [self.env()], command[1:], timeout)
+            given = [self.path, [self.env()], command[1:], timeout, stdin]
+            ((code, *printed),) = preloaded(*given)
             result = subprocess.CompletedProcess(command, code, *printed)
         else:
             options = {"cwd": self.path, "env": self.env(**env), "stdin": subprocess.DEVNULL}
@@ -238,11 +246,12 @@ class BakedProject:
         assert result.returncode == code, f"{words} ended with {result.returncode}:\n{printed}"
         return printed
 
-    def check_asked(self, run, step):
-        """The rows of a run are those computed, and a step is equal to the bit."""
+    def check_asked(self, run, step, command=(), before=""):
+        """The rows of a run are those computed, and a step is equal to the bit. `command`: of a
+        script of one's own."""
         count = len(lines(run, "loss"))
         assert f"{count} of {count} lines of metrics.jsonl" in self.ask("rows", run)
-        printed = self.ask("replay", run, "--step", step)
+        printed = self.ask("replay", run, "--step", step, *command, before=before)
         assert re.search(r"\b(\d+) of \1 lines of metrics.jsonl", printed), printed
         assert "computed twice: equal" in printed, printed
         return printed
@@ -549,8 +558,12 @@ def make_tiny(folder, **answers):
     """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
     baked = bake(folder, pictures=False, tracker="none", **answers)
     shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"
-        "eval_every: 4\nsave_every: 4\nkeep_checkpoints: 0\nlog_every: 1\nlearning_rate: 0.01\n"
-    )
-    return baked
+    return write_recipe(baked, "tiny")
+
+
+def write_recipe(project, name, **fields):
+    """A project, after its recipe was replaced by one of tests/recipes with these fields."""
+    recipe = yaml.safe_load((ROOT / "tests" / "recipes" / f"{name}.yaml").read_text("utf-8"))
+    file = project.path / "configs" / "train" / "default.yaml"
+    file.write_text(yaml.safe_dump({**recipe, **fields}))
+    return project

@@ -53,7 +53,8 @@ training = Training(
 )  # fmt: skip
 for step in training.steps(steps, save_every=2):
     for batch in step:
-        step.backward(model(**batch).loss, mean="sum" not in words)
+        with accelerator.accumulate(model):
+            step.backward(model(**batch).loss, mean="sum" not in words)
     step.clip(1.0)
     optimizer.step()
     scheduler.step()

@@ -91,7 +91,7 @@ if mistake == "late_scheduler":
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_every=2):
     assert part.training == (mistake != "evaluate") and model.training
-    for micro_batch in step.window:
+    for micro_batch in step.micro_batches:
         accelerator.print("ids", *micro_batch.ids)
     for batch in step:
         if mistake == "zero_grad_inside":
@@ -109,12 +109,12 @@ for step in training.steps(int(sys.argv[3]) if len(sys.argv) > 3 else 4, save_ev
             loss = loss * float("nan")
         if mistake == "nan_gradient":
             loss = loss + (part.weight * 0).square().sqrt().sum()
-        gathered = accelerator.accumulate(model) if mistake == "accumulate" else nullcontext()
+        gathered = nullcontext() if mistake == "accumulate" else accelerator.accumulate(model)
         with gathered:
             if mistake != "no_backward":
                 step.backward(loss, mean=mistake == "count")
-        if mistake == "two_backwards":
-            step.backward(F.mse_loss(model(x), y))
+            if mistake == "two_backwards":
+                step.backward(F.mse_loss(model(x), y))
         if mistake == "step_inside":
             optimizer.step()
         if mistake == "break_inside" and step.number == 2:
@@ -165,7 +165,8 @@ if mistake == "again":
     for step in training.steps(6):
         assert json.loads(Path(folder, "status.json").read_text())["state"] == "running"
         for x, y in step:
-            step.backward(F.mse_loss(model(x), y, reduction="sum"))
+            with accelerator.accumulate(model):
+                step.backward(F.mse_loss(model(x), y, reduction="sum"))
         step.clip(1.0)
         optimizer.step()
 accelerator.print("weights", [p.double().sum().item() for p in model.parameters()])

@@ -1,8 +1,8 @@
 """Runs programs in forks of this process, which has imported what takes their time: 3 s less each.
 
-A line of standard input holds the processes to run together, with folder, environment and arguments
-of Python for each, and the seconds that they may take; it is answered with the exit code, stdout
-and stderr of each. The library is imported here, and nothing of a project: any project will do.
+A line of standard input holds the processes to run together, with folder, environment, arguments of
+Python and standard input for each, and the seconds that they may take; it is answered with the exit
+code, stdout and stderr of each. The library is imported here, and nothing of a project.
 """
 
 import atexit
@@ -40,14 +40,16 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import samestep
 
 
-def begin(folder, env, arguments, files):
-    """The process id of a fork that runs `python *arguments`."""
+def begin(folder, env, arguments, given, files):
+    """The process id of a fork that runs `python *arguments`, and reads what is given."""
     if child := os.fork():
         return child
     code = 1
     try:
-        with open(os.devnull) as nothing:
-            for number, file in enumerate((nothing, *files)):
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(given.encode("latin-1"))
+            stdin.seek(0)
+            for number, file in enumerate((stdin, *files)):
                 os.dup2(file.fileno(), number)
         sys.stdin = open(0, closefd=False)
         sys.stdout = open(1, "w", closefd=False)

@@ -11,43 +11,14 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 ADVICE = "apt-get install munge slurmctld slurmd slurm-client"
 
-# cred_expire: a job that is requeued waits for it, 120 s by default.
-CONFIG = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-JobRequeue=1
-SchedulerParameters=batch_sched_delay=1,sched_interval=5
-KillWait=15
-GresTypes=gpu
-NodeName=DEFAULT CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-GPUS = "NodeName=n1 Name=gpu File=/dev/null\nNodeName=n2 Name=gpu File=/dev/null\n"
+HERE = Path(__file__).parent
 
 
 class Slurm:
@@ -87,9 +58,10 @@ def started(folder):
         pytest.skip(f"no {', '.join(missing)}: {ADVICE}")
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)
+    config = (HERE / "slurm.conf").read_text()
     place = {"host": os.uname().nodename, "folder": folder, "user": getpass.getuser()}
-    (folder / "slurm.conf").write_text(CONFIG.format(ports=free_ports(3), **place))
-    (folder / "gres.conf").write_text(GPUS)
+    (folder / "slurm.conf").write_text(config.format(ports=free_ports(3), **place))
+    shutil.copy(HERE / "slurm_gres.conf", folder / "gres.conf")
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
     slurm, daemons = Slurm(folder), []

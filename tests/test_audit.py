@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from conftest import ROOT, BakedProject, edit, lines, make_tiny, reseal
-from samestep.ask import made, receipt
+from samestep.ask import receipt
 from samestep.state import state_hash
 
 EXACT = ("--exact", "true", "--task.dropout", "0.1")
@@ -158,7 +158,7 @@ def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project,
     found = receipt.read(file)
     before = found["hardware"]["torch"]
     found["hardware"] |= {"torch": "1.0", "datasets": "1.0"}
-    file.write_text(json.dumps(found | {"sha256": made.digest_of(found)}))
+    file.write_text(json.dumps(found | {"sha256": receipt.digest_of(found)}))
     assert f"made of: torch: 1.0 -> {before}; --anyway" in refused(clone)
 
 

@@ -19,6 +19,7 @@ from cookiecutter.cli import main as cookiecutter_command
 
 import limits
 from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
+from refusals import table
 
 sys.path.insert(0, str(ROOT))
 import local_extensions
@@ -272,14 +273,6 @@ ACCEPTED = [
     {"project_name": "a: b # c, [d] {e} & *f !g %h @i `j`", "author_name": 'Bob """ \\ Tables'},
     {"project_name": "no", "project_slug": "null"},
 ]
-REFUSED = [
-    ("project_slug", "../x", "Write for example x."),
-    ("project_slug", "torch", "Write for example project_torch."),
-    ("project_slug", "x" * 61, "names no project"),
-    ("licence", "MIT", "'licence' is none of project_name, project_slug, "),
-    ("project_name", "two\nlines", "is no line of 1 to 100 printable characters"),
-    ("author_name", "{{ cycler.__init__.__globals__.os.system('touch pwned') }}", "Jinja code"),
-]
 
 
 def test_hostile_answers_that_are_accepted(tmp_path):
@@ -301,9 +294,10 @@ def test_hostile_answers_that_are_accepted(tmp_path):
     assert not list(tmp_path.rglob("pwned")) and files(template()) == before
 
 
-@pytest.mark.parametrize("question, answer, words", REFUSED)
-def test_hostile_answers_that_are_refused(tmp_path, cook, question, answer, words):
+@pytest.mark.parametrize("answers, words", table("answers"))
+def test_hostile_answers_that_are_refused(tmp_path, cook, answers, words):
     before = files(template())
+    ((question, answer),) = answers.items()
     is_one_line(cook("--no-input", f"{question}={answer}"), words)
     written = {path.name for path in tmp_path.iterdir()}  # a replay, by cookiecutter
     assert written <= {"config.yaml", "replay"} and files(template()) == before

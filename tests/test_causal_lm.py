@@ -12,12 +12,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT, write_table
 from samestep.data import views
-from samestep.text import formats, sequences
+from samestep.text import sequences
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
@@ -36,7 +37,7 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
         assert kit.task.count(batch) == real - len(part)  # the first of a sequence is not
     real = kit.task.count(batch)
     firsts = [kit.tokenizer(prepared).decode(row["input_ids"][:1]) for row in parts[1]]
-    size = sum(len(text.encode()) for text in kit.keys(kit, prepared, parts[1]))
+    size = sum(len(text.encode()) for text in kit.keys(prepared, parts[1]))
     size -= sum(len(each.replace("<|endoftext|>", "").encode()) for each in firsts)
     torch.manual_seed(0)
     sums = kit.task.eval_sums(kit.task.build_model(cfg, prepared).eval(), batch)
@@ -52,7 +53,7 @@ def test_ids_may_be_larger_than_the_number_of_tokens():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[U]")
-    found = formats.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
+    found = text_module.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
     assert found["input_ids"][0].tolist() == [0, 70_000, 1]
 
 
@@ -141,12 +142,14 @@ def segments(batch):
                 yield inputs[first:last], labels[first:last]
 
 
-def texts_and_trained(tokenizer, batch):
-    """For each packed text: itself, and what of it is trained."""
-    decode = tokenizer.decode
-    return [
-        (decode(ids), decode(labels[labels != IGNORE_INDEX])) for ids, labels in segments(batch)
-    ]
+def marked_texts(tokenizer, batch):
+    """Each packed text; what of it is trained stands in «»."""
+    for ids, labels in segments(batch):
+        text, trained = "", labels != IGNORE_INDEX
+        cuts = (trained.int().diff().nonzero()[:, 0] + 1).tolist()
+        for part, mask in zip(ids.tensor_split(cuts), trained.tensor_split(cuts), strict=True):
+            text += f"«{tokenizer.decode(part)}»" if mask[0] else tokenizer.decode(part)
+        yield text
 
 
 def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare):
@@ -170,9 +173,9 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare):
 
 
 def test_completions_alone_are_trained_and_every_one_of_them(pack):
-    found = texts_and_trained(*pack(PROMPTS))
-    answers = {row["completion"] + "<|endoftext|>" for row in PROMPTS}
-    assert len(found) == 53 and {trained for _, trained in found} < answers
+    found = [*marked_texts(*pack(PROMPTS))]
+    wanted = {"{prompt}«{completion}<|endoftext|>»".format(**row) for row in PROMPTS}
+    assert len(found) == 53 and {*found} < wanted
 
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
@@ -181,9 +184,11 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
-    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="")
+    cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="", length=8)
+    rows = [{"text": "a"}]
     for template in ("", "{{ messages }}\n", "{{ tools }}"):
-        made = text_module.save_tokenizer(cfg, tmp_path / "made", [], template)
+        vars(cfg).update(write_template(tmp_path, template) if template else {"chat_template": ""})
+        made = text_module.prepare_tokenizer(cfg, tmp_path / "made", rows, "length")
         assert [made.bos_token, made.eos_token, made.pad_token] == [*marks.values()]
         assert made.chat_template == (template or None)
 
@@ -207,70 +212,13 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("weather", "tides")
-]
+CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text(encoding="utf-8"))
+AGENT, TOOLS = CHATS["tools, once and in parallel"]["row"].values()
 
 
 def numbered(row):
     """Rows of the numbers 0 to 29: each is this one with its number for #."""
     return [json.loads(json.dumps(row).replace("#", str(i))) for i in range(30)]
-
-
-def call(name, **arguments):
-    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-AGENT = [  # calls tools, once and in parallel
-    {"role": "user", "content": "Weather of #?"},
-    {"role": "assistant", "content": None, "tool_calls": [call("weather", city="#")]},
-    {"role": "tool", "tool_call_id": "c", "content": "rain #"},
-    {"role": "assistant", "content": "Rain in #."},
-    {"role": "user", "content": "And the tides, twice?"},
-    {"role": "assistant", "content": "I look.",
-     "tool_calls": [call("tides", days=7, high=True), call("tides")]},
-    {"role": "tool", "tool_call_id": "c", "content": "low"},
-    {"role": "tool", "tool_call_id": "c", "content": "high"},
-    {"role": "assistant", "content": "Low, then high."},
-]  # fmt: skip
-ANSWERS = [
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "#"}}\n</tool_call>',
-    "Rain in #.",
-    'I look.\n<tool_call>\n{"name": "tides", "arguments": {"days": 7, "high": true}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "tides", "arguments": {}}\n</tool_call>',
-    "Low, then high.",
-]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_tool_calls_are_trained_and_what_tools_answer_is_not(pack, kind, capsys):
-    """A struct of Parquet has the keys of all messages and calls, null where one has none."""
-    rows = numbered({"messages": AGENT, "tools": TOOLS})
-    if kind == "csv":
-        rows = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
-    found = texts_and_trained(*pack(rows, kind, context_length=700, vocab_size=400))
-    assert "from messages, tools\n" in capsys.readouterr().out
-    assert len(found) > 20
-    tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
-    for text, trained in found:
-        number = trained.split("Rain in ")[1].split(".")[0]
-        asked = f"User: Weather of {number}?\nAssistant:"
-        assert text.startswith(f"Tools: <tools>\n{tools}</tools>\n{asked}")
-        assert f"\nTool: rain {number}\n" in text and "\nTool: low\nTool: high\n" in text
-        wanted = "".join(f" {answer}<|endoftext|>\n" for answer in ANSWERS)
-        assert trained == wanted.replace("#", number)
-
-
-@pytest.mark.parametrize("file", ["jsonl", "parquet"])
-def test_null_arguments_are_kept_but_where_objects_have_the_keys_of_all_rows(pack, file):
-    for given in ({"city": None, "days": 2}, json.dumps({"city": None, "days": 2})):
-        function = {"type": "function", "function": {"name": "f", "arguments": given}, "id": None}
-        rows = numbered(chat("Rain #?", "", tool_calls=[function]))
-        found = texts_and_trained(*pack(rows, file, context_length=200))
-        kept = '"city": null, ' if file == "jsonl" or isinstance(given, str) else ""
-        wanted = f'{{"name": "f", "arguments": {{{kept}"days": 2}}}}'
-        assert found and all(wanted in trained for _, trained in found)
 
 
 def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
@@ -283,59 +231,25 @@ def test_chats_that_differ_in_ids_and_times_are_equal(prepare, tmp_path):
     assert train and held and not train & held
 
 
-# A row of the number N, settings, and its text up to the answer, which alone is trained.
-# Two answers, of which the first is context alone.
-TWICE = chat("#?", "Bad.", "No?", "#!")["messages"]
-SHOWN = f"Tools: <tools>\n{json.dumps(TOOLS[0])}\n</tools>\n"
-CONTEXT = "User: #?\nAssistant: Bad.<|endoftext|>\nUser: No?"
-FORMS = {  # a row, settings, and its text up to the answer "#!", which alone is trained
-    "ShareGPT": (
-        {"id": 1, "conversations": [{"from": "system", "value": "Brief."},
-                                    {"from": "human", "value": "#?"},
-                                    {"from": "gpt", "value": "#!"}]},
-        {}, "System: Brief.\nUser: #?",
-    ),
-    "other names": (
-        {"talk": [{"from": "human", "content": "#?"}, {"role": "model", "content": "#!"}]},
-        {"messages_column": "talk"}, "User: #?",
-    ),
-    "alpaca": (
-        {"instruction": "Go.", "input": "#?", "output": "#!", "text": "x", "tools": TOOLS[:1]},
-        {}, f"{SHOWN}User: Go.\n\n#?",
-    ),
-    # As TRL has them.
-    "prompt and completion": (
-        {"prompt": TWICE[:3], "completion": TWICE[3:], "given": json.dumps(TOOLS[:1])},
-        {"tools_column": "given"}, f"{SHOWN}{CONTEXT}",
-    ),
-    "prompt by another name": (
-        {"instruction": TWICE[:3], "output": TWICE[3:]},
-        {"prompt_column": "instruction", "completion_column": "output"}, CONTEXT,
-    ),
-    # As OpenAI and axolotl mark an answer that is context alone.
-    "weight": ({"messages": [TWICE[0], {**TWICE[1], "weight": 0}, *TWICE[2:]]}, {}, CONTEXT),
-    "train": ({"messages": [TWICE[0], {**TWICE[1], "train": False}, *TWICE[2:]]}, {}, CONTEXT),
-    "the last": ({"messages": TWICE}, {"train_on": "last"}, CONTEXT),
-}  # fmt: skip
+@pytest.mark.parametrize("form", CHATS)
+def test_what_is_read_and_trained_of_a_chat(pack, form, capsys):
+    row, fields, columns, *texts = CHATS[form].values()
+    for kind in ("jsonl", "csv", "parquet"):
+        text = texts[-1] if kind == "parquet" else texts[0]
+        rows = numbered(row)
+        if kind == "csv":
+            rows = [
+                {name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()}
+                for row in rows
+            ]
+        found = [*marked_texts(*pack(rows, kind, **fields))]
+        assert f"from {columns}\n" in capsys.readouterr().out
+        wanted = {text.strip("\n").replace("#", str(i)) for i in range(30)}
+        assert {*found} <= wanted and len(found) > 20
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_chats_and_answers_that_are_not_trained(pack, form, capsys):
-    row, fields, asked = FORMS[form]
-    found = texts_and_trained(*pack(numbered(row), context_length=128, **fields))
-    assert (", input" in capsys.readouterr().out) == (form == "alpaca")  # columns that are read
-    assert len(found) > 20
-    for text, trained in found:
-        number = trained.strip().split("!")[0]
-        assert trained == f" {number}!<|endoftext|>\n"
-        assert text.startswith(f"{asked}\nAssistant: #!".replace("#", number))
-
-
-PLAIN = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages if OF %}<{{ m['role'] }}>"
-    "{{ m['content'] | trim }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEXTS = Path(__file__).with_name("chat_templates")
+PLAIN = (TEXTS / "plain.jinja").read_text().strip()
 CALLS = "m['tool_calls'] | tojson"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
 WHOLE = [{"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS}]
@@ -377,11 +291,7 @@ def test_a_template_that_is_not_there_is_one_line(kit, config):
     assert said == "task.chat_template: there is no file none.jinja"
 
 
-THINKING = (  # as Qwen3's template, reasoning stays in the last turn alone
-    "{% for m in messages %}<|{{ m['role'] }}|>{% if loop.last %}{{ m['content'] }}{% else %}"
-    "{{ m['content'].split('</think>')[-1] }}{% endif %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+THINKING = (TEXTS / "thinking.jinja").read_text().strip()  # as that of Qwen3
 
 
 def test_a_turn_is_trained_as_inference_renders_it(pack):

@@ -6,7 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import test_sharding
 from conftest import load_task
 from samestep.processes import mesh as layout
-from samestep.processes import ranks, sharding
+from samestep.processes import ranks
+from samestep.step import context_parallel
 from test_exact import with_task
 from test_sharding import agree, curve, make_small, train
 
@@ -83,13 +84,13 @@ def test_models_that_would_be_trained_wrongly_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     mixture = llama()
     mixture.config.output_router_logits = True
-    sharding.check_model_shares_rows(llama(), SHARED)
+    context_parallel.check_model_shares_rows(llama(), SHARED)
     for model, said in (
         (llama("eager"), "LlamaForCausalLM computes attention by eager; it needs sdpa"),
         (llama(attention_dropout=0.1), "LlamaForCausalLM has dropout"),
         (llama(rope_parameters=rope), "the rotary embedding of LlamaForCausalLM depends"),
         (mixture, "the router's loss of LlamaForCausalLM .* needs whole rows; use fsdp2"),
     ):
-        sharding.check_model_shares_rows(model, layout.Layout(2))
+        context_parallel.check_model_shares_rows(model, layout.Layout(2))
         with pytest.raises(ranks.UserError, match=f"^context parallelism: {said}"):
-            sharding.check_model_shares_rows(model, SHARED)
+            context_parallel.check_model_shares_rows(model, SHARED)

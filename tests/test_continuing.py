@@ -153,7 +153,7 @@ def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, whole, tmp_pa
 # Kills the run before a step.
 KILL = """
 import os, signal
-from samestep.run.log import RunLog
+from samestep.training.log import RunLog
 def start_step(self, step, old=RunLog.start_step):
     if step == {}:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -357,7 +357,7 @@ def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
 
 def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, tmp_path):
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
-    remove = KILL.format(3).replace(kill, "__import__('shutil').rmtree(self.run.output)")
+    remove = KILL.format(3).replace(kill, "__import__('shutil').rmtree(self.lines.folder)")
     output = tmp_path / "run"
     for every in (4, 0):  # in the middle, and at the end
         flags = ["--output_dir", output, *BASE, "--save_every", every, "--eval_every", 0]

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
-from conftest import bake, lines, write_table
+from conftest import ROOT, bake, lines, write_table
 from samestep.launch import device
 
 
@@ -67,7 +68,7 @@ import torch
 from torch._dynamo.utils import counters
 from samestep.launch import device
 from accelerate.utils import compile_regions
-from samestep.state import weights
+from samestep.step.model import TaskModule, eager, is_compiled
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
 class Block(torch.nn.Module):
@@ -136,24 +137,12 @@ def test_batch_norm_is_synchronized_over_gpus_with_equal_shares():
             sync_batch_norms(model, gpu, StepPlan(8, 2, shares, 0), wanted)
 
 
-NONE = {"ACCELERATE_MIXED_PRECISION": "no"}
-DEVICES = [  # GPUs that torch sees, processes, what the launcher has set, and what is said
-    (0, 1, {}, ""),
-    (0, 2, NONE | {"CUDA_VISIBLE_DEVICES": "-1,-1"}, ""),  # cpu_multi.yaml
-    (0, 2, NONE | {"ACCELERATE_USE_CPU": "True"}, ""),
-    (0, 2, NONE, "the launcher was told to use a GPU, but there is none: "),
-    (0, 1, NONE | {"ACCELERATE_USE_CPU": "False"}, "was told to use a GPU, but there is none: "),
-    (0, 2, {"ACCELERATE_USE_FSDP": "true"}, "accelerate shards models on GPUs only, here is none"),
-    (2, 2, NONE, ""),
-    (2, 4, NONE, "4 processes on this machine, which has 2 GPUs; start 2"),
-    (2, 4, NONE | {"ACCELERATE_USE_CPU": "True"}, ""),
-]
+CASES = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["devices"]
 
 
-@pytest.mark.parametrize("gpus, processes, variables, said", DEVICES)
-def test_the_devices_are_those_that_the_launcher_asks_for(
-    monkeypatch, gpus, processes, variables, said
-):
+@pytest.mark.parametrize("case", CASES)
+def test_the_devices_are_those_that_the_launcher_asks_for(monkeypatch, case):
+    gpus, processes, variables, said = case.values()
     for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     several = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "RANK": 0}

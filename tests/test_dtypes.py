@@ -8,10 +8,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import make_tiny
 from samestep.contract import dtypes
 from samestep.step.model import TaskModule, build_empty, form_of
-from test_prepared import RECIPE, write_rows
+from test_prepared import make_texts
 from test_probes import train
 
 HALF = torch.bfloat16
@@ -38,9 +37,7 @@ def make(**options):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A project with rows, and a model in bfloat16 that its task starts from."""
-    project = make_tiny(tmp_path_factory.mktemp("dtypes"))
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
-    write_rows(project.path)
+    project = make_texts(tmp_path_factory.mktemp("dtypes"))
     make().save_pretrained(project.path / "half")
     return project
 

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from conftest import ROOT, bake, lines, status
+from conftest import ROOT, bake, lines, status, write_recipe
 
 # Where make test-all installs nbclient.
 ADDED = ROOT / ".venv" / "extra"
@@ -28,8 +28,6 @@ LEARNED = {
     "unet3d": (["--task.samples", 90, "--task.side", 8, "--task.width", 4], 0.8),
     "diffusion": (["--task.width", 16], 0.6),
 }
-RECIPE = "warmup_steps: 5\nlog_every: 1\neval_every: 20\nlr_schedule: constant\n"
-RECIPE += "max_steps: 60\nglobal_batch_size: 32\nmicro_batch_size: 8\nlearning_rate: 0.01\n"
 
 
 @pytest.mark.slow
@@ -60,8 +58,7 @@ def test_examples_are_listed_written_and_short(tmp_path):
 @pytest.mark.slow
 def test_examples_of_plain_modules_learn(tmp_path):
     """What holds for each task is in test_tasks.py."""
-    project = bake(tmp_path, pictures=False, tracker="none")
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
+    project = write_recipe(bake(tmp_path, pictures=False, tracker="none"), "example")
     for name, (flags, left) in LEARNED.items():
         shutil.copy(ROOT / "examples" / f"{name}.py", project.path / "task.py")
         project.train(1, *flags, "--output_dir", tmp_path / name)

@@ -14,6 +14,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import checkpoint, digest, edit, lines, read_checkpoint, read_weights, status
 from samestep.processes import mesh
 from samestep.step import monitor, order
+from samestep.step.plan import StepPlan
+from samestep.step.step import Step
 from test_exact import with_task
 
 # ---- Not finite ----------------------------------------------------------------------------------
@@ -67,10 +69,13 @@ def feed(losses, norm=1.0, scales=None):
     scales = [*scales] if scales else []
     scaler = SimpleNamespace(get_scale=lambda: scales.pop(0)) if scales else None
     ranks = SimpleNamespace(sum_arrays=lambda values: values, layout=mesh.Layout())
-    watch = monitor.StepMonitor(SimpleNamespace(scaler=scaler), ranks, 2, 2)
-    for step, loss in enumerate(losses, 1):
-        parts = [torch.tensor(0.5 * loss), torch.tensor(1.5 * loss)]
-        watch.add(step, 2, range(2), parts, torch.tensor(norm))
+    plan = StepPlan(2, 1, shares=(2,))
+    watch = monitor.StepMonitor(SimpleNamespace(scaler=scaler), ranks, plan, 2)
+    for number, loss in enumerate(losses, 1):
+        step = Step(None, number, [], items=2, last=False)
+        step.losses = [torch.tensor(0.5 * loss), torch.tensor(1.5 * loss)]
+        step.norm = torch.tensor(norm)
+        watch.add(step)
     return watch.read()
 
 

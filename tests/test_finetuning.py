@@ -7,21 +7,14 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from conftest import bake, checkpoint, read_weights, write_table
+from conftest import bake, checkpoint, read_weights, write_recipe, write_table
 from test_tasks import chat
 
 # They train a model first, and then its descendants.
 pytestmark = pytest.mark.slow
-RECIPE = {
-    "max_steps": 6, "global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2,
-    "save_every": 3, "keep_checkpoints": 0, "learning_rate": 0.01,
-    "task": {"data": "chats.jsonl", "model_name_or_path": "runs/base/model",
-             "context_length": 128, "lora_rank": 4, "lora_dropout": 0.1},
-}  # fmt: skip
 CHATS = [chat(f"{i} + 1?", f"{i + 1}.") for i in range(400)]
 
 
@@ -34,8 +27,7 @@ def project(tmp_path_factory):
     flags += ["--micro_batch_size", 4, "--output_dir", "runs/base"]
     flags += ["--task.data", "manual", "--task.num_layers", 2, "--task.hidden_size", 32]
     baked.train(1, *flags, "--task.num_heads", 2, "--task.vocab_size", 300)
-    (baked.path / "configs" / "train" / "default.yaml").write_text(yaml.safe_dump(RECIPE))
-    return baked
+    return write_recipe(baked, "finetuning")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 from conftest import digest, lines, write_table
 from samestep.base.errors import UserError
 from samestep.contract import contract
-from samestep.data import readers
+from samestep.data import inputs
 from samestep.images import image_rows, images
 from samestep.prepared import prepared
 from samestep.step.samples import SampleDataset
@@ -71,7 +71,7 @@ def test_images_lie_in_folders_tables_or_on_the_hub(prepare, tmp_path, monkeypat
         data = tmp_path / "a.parquet"
         hub_rows().to_parquet(data)
     else:
-        monkeypatch.setattr(readers, "load_split", hub_rows)
+        monkeypatch.setattr(inputs, "load_split", hub_rows)
         data, fields = "somebody/colors", {"data_revision": "0" * 40}
     _, prepared, parts = prepare(data, **fields)
     assert names_of(prepared) == sorted(COLORS)

@@ -4,38 +4,13 @@ import ast
 import inspect
 import re
 
+import yaml
+
 import samestep
 from conftest import ROOT, SOURCE
 
-# A word, and what the glossary (docs/glossary.md) and the documentation of PyTorch say instead.
-WORDS = {
-    r"loss terms?": "items in the loss",
-    r"the whole step": "the global batch",
-    r"deals?|dealt": "assign",
-    r"meets?|meeting": "rendezvous",
-    r"exchanges?": "communication, a collective",
-    r"sign of life": "heartbeat",
-    r"(several|all|each|every|other|two) machines?|machines": "node",
-    r"unbroken": "uninterrupted",
-    r"goe?s? on|continues from": "resume",
-    r"(the )?same bytes": "bitwise identical",
-    r"promise[sd]?": "guarantee",
-    r"held out to evaluate": "validation split",
-    r"data sets?": "dataset",
-    r"learnt": "trained",
-    r"model to start from": "base model",
-    r"what a model draws": "randomness in the model",
-    r"refuse[sd]?": "not supported, an error",
-    r"nothing reads": "has no effect",
-    r"rooms?": "subpackage",
-    r"verbs?": "subcommand",
-    r"mended": "fixed",
-    r"pictures?": "figure",
-    r"people|owners?": "user",
-    r"colours?|behaviours?|neighbours?|licence": "American spelling",
-    r"\w+(alis|aris|antis|imis)(e[ds]?|ing|ation)": "American spelling: -ize",
-}
-FORBIDDEN = {re.compile(rf"\b({word})\b", re.I): instead for word, instead in WORDS.items()}
+WORDS = yaml.safe_load((ROOT / "tests" / "words.yaml").read_text(encoding="utf-8")).items()
+FORBIDDEN = {re.compile(rf"\b({word})\b", re.I): instead for word, instead in WORDS}
 
 
 def found(place, text):

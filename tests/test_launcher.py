@@ -1,6 +1,7 @@
 """Any launcher: what samestep env prints for a YAML, and a process that no launcher has started."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, SOURCE, THREADS, digest, status
+from refusals import check_ended, refused, table
 from samestep.base import launching
 from samestep.launch import launched
 from samestep.processes import mesh
@@ -45,8 +47,7 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_lines_are_what_accelerate_launch_sets(machine, restored, name):
     path = FOLDER / f"{name}.yaml"
-    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    expected = launched_env(path, *(machines if name.startswith("multi_node") else []))
+    expected = launched_env(path)
     options = ["--config_file", str(path), "--num_cpu_threads_per_process", "1"]
     found = environment("\n".join(env.shell_lines(options)), **os.environ)
     expected = {n: text for n, text in expected.items() if n not in NOT_OURS}
@@ -90,19 +91,10 @@ def test_another_yaml_leaves_nothing_behind(monkeypatch, capsys, restored):
     assert not [name for name in clean if name.startswith(("SAMESTEP_", *launching.PREFIXES))]
 
 
-# As `accelerate config` writes it.
-FULL = """
-{compute_environment: LOCAL_MACHINE, debug: true, distributed_type: MULTI_GPU, downcast_bf16: 'no',
-dynamo_config: {dynamo_backend: INDUCTOR}, enable_cpu_affinity: false, gpu_ids: '0,1',
-machine_rank: 1, main_process_ip: 10.0.0.1, main_process_port: 7, mixed_precision: bf16,
-num_machines: 2, num_processes: 4, rdzv_backend: c10d, same_network: false, tpu_env: []}
-"""
-
-
 def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
     """Rank, address and port are the launcher's; what the recipe decides is told by train.py."""
     path = tmp_path / "a yaml's $name.yaml"
-    path.write_text(FULL)
+    shutil.copy(ROOT / "tests" / "accelerate_config.yaml", path)
     mine = {"MASTER_ADDR": "mine", "PYTHONPATH": "a b"}
     code, printed, errors = lines_of(monkeypatch, capsys, path, **mine)
     found = environment(printed, **mine)
@@ -119,31 +111,14 @@ def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
     assert environment(lines_of(monkeypatch, capsys, path)[1], **found) == found
 
 
-ONE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
-MANY = "distributed_type: MULTI_GPU\nnum_processes: "
-FSDP = "distributed_type: FSDP\nnum_processes: 2\n"
-WRONG = {  # a YAML, and what is said
-    ONE + "num_process: 2\n": "had unknown keys (['num_process'])",
-    ONE + "num_processes: 2\n": "is given twice",
-    "distributed_type: NO\nnum_processes: 2\n": "starts 1 process for this distributed_type, not 2",
-    ONE + "mixed_precision: no\n": "mixed_precision is False; write it in quotes",
-    MANY + "2\nuse_cpu: true\n": "use_cpu has no effect with this distributed_type; see cpu_multi",
-    MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
-    MANY + "2\nfsdp_config: [a]\n": "fsdp_config is ['a']; give lines of the form 'key: value'",
-    MANY + "2\nfsdp_config: {fsdp_version: 2}\n": "fsdp_config has no effect here: write distribut",
-    FSDP + "fsdp_config: {fsdp_verion: 2}\n": "no key fsdp_verion; did you mean fsdp_version?",
-    "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: a\n"
-    "iam_role_name: b\n": "compute_environment: write LOCAL_MACHINE; others are not supported",
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_yaml_is_one_line_and_eval_fails(tmp_path, monkeypatch, capsys, restored, text):
+@pytest.mark.parametrize("text, said", table("env"))
+def test_a_wrong_yaml_is_one_line_and_eval_fails(
+    tmp_path, monkeypatch, capsys, restored, text, said
+):
     path = tmp_path / "hardware.yaml"
     path.write_text(text)
     code, printed, errors = lines_of(monkeypatch, capsys, path)
-    assert code == 2 and errors.count("\n") == 1 and errors.startswith(f"samestep env: {path}: ")
-    assert WRONG[text] in errors, errors
+    check_ended([code, "", errors], said, f"samestep env: {path}: ")
     command = ["sh", "-c", 'set -e; eval "$1"; echo not reached', "sh", printed]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -157,59 +132,44 @@ def test_a_wrong_yaml_is_one_line_and_eval_fails(tmp_path, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([], "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help\n"),
-        (["none.yaml"], "samestep env: none.yaml: No such file or directory\n"),
+        ([], "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help"),
+        (["none.yaml"], "samestep env: none.yaml: No such file or directory"),
         ([FOLDER / "cpu.yaml", "--num_procesess", 2], "--num_procesess"),
     ],
 )
 def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
     code, _, errors = lines_of(monkeypatch, capsys, *words)
-    assert code == 2 and errors.count("\n") == 1 and said in errors, errors
+    check_ended([code, "", errors], said)
 
 
 # ---- A process that no launcher has started ------------------------------------------------------
 
-SBATCH = {  # of the one task that srun starts on each of two nodes in cluster/slurm.sbatch
-    "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
-    "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1",
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
-}  # fmt: skip
-ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "1", "RANK": "0"}
+STARTED = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["started"]
+SBATCH, ELASTIC = (STARTED[name]["env"] for name in ("srun", "torchelastic"))
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-STARTED = [  # the environment, and what is said
-    ({}, ""),
-    (SBATCH, "SLURM_STEP_NUM_TASKS is 2, and no launcher has set RANK: start"),
-    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and no launcher has set RANK: start train"),
-    ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ""),
-    ({"LOCAL_RANK": "-1", "PET_NNODES": ""}, ""),
-    ({"LOCAL_RANK": "3"}, "to train in one process, unset LOCAL_RANK"),
-    ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4, and no launcher has set RANK"),
-    (ELASTIC, ""),  # torchelastic has started it, and the other nodes are gone
-]
 
 
-@pytest.mark.parametrize("variables, said", STARTED)
-def test_a_process_that_no_launcher_has_started(monkeypatch, variables, said):
+@pytest.mark.parametrize("name", STARTED)
+def test_a_process_that_no_launcher_has_started(monkeypatch, name):
+    variables, said = STARTED[name].values()
     for name in (*launched.OF_SEVERAL, "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     if not said:
         return launched.check_started()
-    with pytest.raises(ValueError, match="torchrun, accelerate launch or samestep launch") as error:
+    with refused(said) as error:
         launched.check_started()
-    assert said in str(error.value)
+    assert "torchrun, accelerate launch or samestep launch" in str(error.value)
 
 
 def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--output_dir", output, "--max_steps", 2]
     several = {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "2"}
-    ((code, printed, errors),) = tiny.ends(1, *flags, env=several)
-    assert (code, printed, errors.count("\n")) == (2, "", 1) and not output.exists()
-    assert errors.startswith("train.py: WORLD_SIZE is 2, and no launcher has set RANK: start ")
+    said = "train.py: WORLD_SIZE is 2, and no launcher has set RANK: start "
+    check_ended(*tiny.ends(1, *flags, env=several), begin=said)
+    assert not output.exists()
     tiny.train(1, *flags, "--check", env=several)
     tiny.train(1, *flags, env=SBATCH | MASTER | ELASTIC)
     assert status(output)["state"] == "finished"
@@ -225,13 +185,12 @@ if __name__ == "__main__":
 SHOWN = ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"]
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_a_single_process_becomes_the_program(tmp_path, threads):
-    """By runpy, or, where torch was imported with another number of threads, by exec."""
+def test_a_single_process_becomes_the_program(tmp_path):
+    """By exec: torch reads the number of threads when it is imported."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "program.py").write_text(f"SHOWN = {SHOWN}\n{ITSELF}")
     words = ["--config_file", str(FOLDER / "cpu.yaml"), "--mixed_precision", "bf16"]
-    words += ["--num_cpu_threads_per_process", threads, "tools/program.py", "--flag", "a b"]
+    words += ["--num_cpu_threads_per_process", "2", "tools/program.py", "--flag", "a b"]
     run = subprocess.Popen(
         [sys.executable, "-m", "samestep", "launch", *words],
         cwd=tmp_path,
@@ -241,7 +200,7 @@ def test_a_single_process_becomes_the_program(tmp_path, threads):
     )
     printed = run.communicate(timeout=100)[0]
     argv = ["tools/program.py", "--flag", "a b"]
-    assert (run.returncode, printed) == (7, f"{run.pid} {argv} True bf16 True {threads}\n")
+    assert (run.returncode, printed) == (7, f"{run.pid} {argv} True bf16 True 2\n")
 
 
 # ---- Two launchers -------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
+from refusals import check_ended
 from samestep.processes import alike, ranks
-from samestep.run import consistency
+from samestep.state import consistency
 from test_exact import SOON
 
 # ---- What all processes must have in common ------------------------------------------------------
@@ -52,7 +53,7 @@ PROGRAM = """
 import helper, json, sys
 from pathlib import Path
 sys.path.insert(0, "elsewhere")
-from samestep.run import consistency
+from samestep.state import consistency
 manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
 manifest["code"] = consistency.hash_project(Path.cwd())
 print(json.dumps(consistency.collect_facts(manifest, False)))
@@ -94,73 +95,43 @@ def test_a_process_that_does_not_begin_is_named(tiny, tmp_path):
     words = ["-c", TRAIN, SOON, "--output_dir", tmp_path / "run", "--timeout", 2]
     ((code, _, errors),) = preloaded(tiny.path, [env], words, seconds=60)
     said = "train.py: waited 2 s for process 0 to begin; all meet at "
-    assert code == 1 and errors.startswith(said) and errors.count("\n") == 1
+    check_ended([code, "", errors], begin=said, code=1)
 
 
 # ---- Two machines --------------------------------------------------------------------------------
 
 
-class Machines:
-    """node0 and node1. Their interface eth0 joins them; what is sent through dead0 is lost."""
+NODES = ROOT / "tests" / "nodes.sh"
+NAMES = [f"node{i}-{os.getpid()}" for i in range(2)]
 
-    def __init__(self):
-        self.names = [f"node{i}-{os.getpid()}" for i in range(2)]
-        for name in self.names:
-            self.ip("netns", "add", name)
-        ends = [["netns", name, "name", "eth0"] for name in self.names]
-        self.ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for i, name in enumerate(self.names):
-            self.ip("-n", name, "link", "add", "dead0", "type", "veth", "peer", "dead1")
-            for network, device in (("77", "eth0"), ("78", "dead0")):
-                self.ip("-n", name, "address", "add", f"10.{network}.0.{i + 1}/24", "dev", device)
-            for device in ("lo", "eth0", "dead0", "dead1"):
-                self.ip("-n", name, "link", "set", device, "up")
 
-    @staticmethod
-    def ip(*words):
-        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-    def train(self, project, *flags, other=None, interface="eth0"):
-        """Trains on both; exit codes and output of each. `other`: the project on node1."""
-        enter = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" "$3" && cd "$3" '
-        enter += '&& shift 3 && exec "$@"'
-        launch = ["python", "-m", "samestep", "launch", "--num_machines", "2"]
-        launch += ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_processes", "2"]
-        launch += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env, runs = project.env(GLOO_SOCKET_IFNAME=interface), []
-        for i, folder in enumerate([project.path, other or project.path]):
-            command = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "--mount"]
-            command += ["sh", "-c", enter, "sh", f"node{i}", folder, project.path, *launch]
-            command += ["--machine_rank", i, "train.py", *latest(flags)]
-            command = [*map(str, command)]
-            runs.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **pipes))
-        try:
-            printed = [run.communicate(timeout=300)[0] for run in runs]
-        finally:
-            for run in runs:
-                run.kill()
-        return [run.returncode for run in runs], printed
-
-    def clean(self):
-        for name in self.names:
-            if pids := self.ip("netns", "pids", name).stdout.split():
-                subprocess.run(["kill", "-9", *pids])
-            self.ip("netns", "delete", name)
+def train(project, *flags, other=None, interface="eth0"):
+    """Trains on both nodes; exit codes and output of each. `other`: the project on node1."""
+    launch = ["python", "-m", "samestep", "launch", "--num_machines", "2"]
+    launch += ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_processes", "2"]
+    launch += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env, runs = project.env(GLOO_SOCKET_IFNAME=interface), []
+    for i, folder in enumerate([project.path, other or project.path]):
+        command = [NODES, "enter", NAMES[i], f"node{i}", folder, project.path, *launch]
+        command = [*map(str, command), "--machine_rank", str(i), "train.py", *latest(flags)]
+        runs.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **pipes))
+    try:
+        printed = [run.communicate(timeout=300)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    return [run.returncode for run in runs], printed
 
 
 @pytest.fixture(scope="module")
-def machines():
-    if not shutil.which("ip") or not shutil.which("unshare"):
-        pytest.skip("no ip or unshare: apt-get install iproute2 util-linux")
-    name = f"try{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+def nodes():
+    made = subprocess.run([NODES, "add", *NAMES], capture_output=True, text=True)
     if made.returncode:
-        pytest.skip(f"no network namespaces: {made.stderr.strip()}")
-    subprocess.run(["ip", "netns", "delete", name], check=True)
-    made = Machines()
-    yield made
-    made.clean()
+        subprocess.run([NODES, "remove", *NAMES], capture_output=True)
+        pytest.skip(f"no network namespaces (of iproute2, util-linux): {made.stderr.strip()}")
+    yield
+    subprocess.run([NODES, "remove", *NAMES], check=True)
 
 
 @pytest.fixture
@@ -170,8 +141,8 @@ def copy(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_is_not_shared_is_a_line(tiny, machines, copy):
-    codes, printed = machines.train(tiny, "--output_dir", "runs/own", other=copy)
+def test_a_run_folder_that_is_not_shared_is_a_line(tiny, nodes, copy):
+    codes, printed = train(tiny, "--output_dir", "runs/own", other=copy)
     (line,) = re.findall("^train.py: .*", "".join(printed), re.MULTILINE)
     assert codes == [2, 2], printed
     assert f"output_dir {tiny.path}/runs/own on node1 is not the folder that node0 writes" in line
@@ -179,10 +150,10 @@ def test_a_run_folder_that_is_not_shared_is_a_line(tiny, machines, copy):
 
 
 @pytest.mark.slow
-def test_a_broken_network_is_a_line(tiny, machines, tmp_path):
+def test_a_broken_network_is_a_line(tiny, nodes, tmp_path):
     """The launchers meet through eth0; gloo is told to take another interface."""
     flags = ["--output_dir", tmp_path / "run", "--timeout", 8]
-    codes, printed = machines.train(tiny, *flags, interface="dead0")
+    codes, printed = train(tiny, *flags, interface="dead0")
     (line,) = re.findall("^train.py: .*", "".join(printed), re.MULTILINE)
     assert codes == [1, 1] and "Traceback" not in "".join(printed), printed
     assert "reach the main process at 10.77.0.1:29500, but not each other" in line
@@ -190,12 +161,12 @@ def test_a_broken_network_is_a_line(tiny, machines, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_two_processes(tiny, machines, copy, tmp_path):
+def test_two_machines_train_as_two_processes(tiny, nodes, copy, tmp_path):
     """Each with a copy of the project, and a run folder that both see. The one that is ready waits
     for the one that prepares."""
     flags = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 14]
     flags += ["--task.prepare_host", "node0"]
-    codes, printed = machines.train(tiny, *flags, other=copy)
+    codes, printed = train(tiny, *flags, other=copy)
     assert codes == [0, 0], printed
     line = "waiting for node0, which prepares data\n"
     assert [text.count(line) for text in printed] == [0, 1]

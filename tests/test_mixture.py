@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import digest, lines
+from conftest import copy_until, digest, lines
 
 FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
 # 60 rows to train on in three sources; 11 rows to evaluate on.
@@ -56,8 +56,7 @@ def test_metrics_tell_the_samples_and_the_loss_of_each_source(whole):
 
 def test_sources_are_continued_in_the_middle_of_a_pass(quick, whole, tmp_path):
     """Step 4 is sample 32: in the fifth pass over a."""
-    output, first = tmp_path / "run", "checkpoints/step-00000004"
-    shutil.copytree(whole / first, output / first)
+    output = copy_until(whole, 4, tmp_path / "run")
     quick("--output_dir", output, *FLAGS, before=BEFORE)
     for mine, theirs in zip(lines(output, "loss"), lines(whole, "loss")[4:], strict=True):
         assert [mine[key] for key in (*KEYS, "loss")] == [theirs[key] for key in (*KEYS, "loss")]

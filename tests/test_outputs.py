@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from sklearn.metrics import roc_auc_score
 
 from conftest import ROOT, lines, make_tiny, train_module
@@ -131,35 +132,13 @@ def test_ranks_without_rows_and_an_evaluation_alone(project, tmp_path):
     assert alone["order"] == pytest.approx(two["order"], rel=1e-6)
 
 
-WRONG = {  # code at the end of task.py, and the line that is said
-    "no rows": (
-        "gather = eval_outputs\n"
-        "def eval_outputs(model, batch):\n"
-        "    found = gather(model, batch)\n"
-        "    return found | {'positive': found['positive'][:4]}\n",
-        "task.eval_outputs: 'positive' is a tensor, bool, of shape (4,); give a tensor whose first "
-        "dimension is that of the rows, here",
-    ),
-    "padding": (
-        "def eval_outputs(model, batch):\n"
-        "    width = int(batch['counted'].sum(1).max())\n"
-        "    return {'values': model(batch['x'])[:, :width]}\n",
-        "task.eval_outputs: 'values' of a row depends on the rows beside it (shape",
-    ),
-    "another type": (
-        "gather = eval_outputs\n"
-        "def eval_outputs(model, batch):\n"
-        "    found = gather(model, batch)\n"
-        "    return found | {'half': found['half'].double()} if len(batch['x']) == 7 else found\n",
-        "task.eval_outputs returns tensors {'half': 'float32, 1D'",
-    ),
-}
+WRONG = yaml.safe_load((ROOT / "tests" / "wrong_tasks.yaml").read_text(encoding="utf-8"))["outputs"]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_outputs_are_one_line(project, tmp_path, name):
     """The batches of a source of 21 rows have 8 and 5; those of 40 have 8, of 39 also 7."""
-    code, said = WRONG[name]
+    said, code = WRONG[name].values()
     flags = ["--task.held_out", 60, "--micro_batch_size", 8]
     printed = train(project, tmp_path / "run", 2, *flags, code=code, codes=[2])
     assert "Traceback" not in printed

@@ -12,12 +12,10 @@ import transformers
 import yaml
 from PIL import EpsImagePlugin, Image
 from tokenizers import Tokenizer, models
-from transformers.pipelines import pipeline  # noqa: F401  imported once, for all forks
 
-import programs
-from programs import refused
+from conftest import BakedProject
+from refusals import check_ended
 from samestep.images import images
-from samestep.programs import predict
 from samestep.report import model_card
 
 HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\udcff\u4e2d"]
@@ -41,11 +39,17 @@ def made(tmp_path_factory):
     return folder
 
 
+def predict(folder, *flags, **options):
+    command = ["python", "-m", "samestep", "predict", *flags]
+    return BakedProject(folder).run(*command, check=False, **options)
+
+
 def test_weights_of_another_model_are_refused(made, tmp_path):
     model = shutil.copytree(made / "texts", tmp_path / "model")
     shutil.copy(made / "images" / "model.safetensors", model)
-    result = programs.run(predict, tmp_path, "--model", "model", "one")
-    assert refused(result, "its files lack ") and "of its weights: bert." in result.stderr
+    result = predict(tmp_path, "--model", "model", "one")
+    check_ended(result, "its files lack ", "samestep predict: ")
+    assert "of its weights: bert." in result.stderr
 
 
 def test_code_that_came_with_a_model_is_not_run(made, tmp_path):
@@ -55,22 +59,22 @@ def test_code_that_came_with_a_model_is_not_run(made, tmp_path):
     config = json.loads((model / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "evil.Config"}
     (model / "config.json").write_text(json.dumps(config))
-    result = programs.run(predict, tmp_path, "--model", "model", "one", stdin=b"y\n")
+    result = predict(tmp_path, "--model", "model", "one", stdin=b"y\n")
     assert result.returncode == 0 and not (tmp_path / "ran").exists()
 
 
 def test_each_line_is_answered_in_its_place(made):
     flags = ["--model", "texts"]
     given = "\ufeffone\n \r\ntwo\u2028lines\nthree\x1b[2J\u202e".encode()
-    result = programs.run(predict, made, *flags, "--top", "99", stdin=given)
+    result = predict(made, *flags, "--top", "99", stdin=given)
     shown = result.stdout.splitlines()
     found = [json.loads(line) for line in shown]
     texts = ["one", " ", "two\u2028lines", "three\x1b[2J\u202e"]
     assert [answer["input"] for answer in found] == texts
     assert all(line.isprintable() for line in shown)  # whatever its classes are called
     assert sorted(each["label"] for each in found[0]["classes"]) == sorted(HOSTILE)
-    refusal = programs.run(predict, made, *flags, stdin=b"caf\xe9\n")
-    assert refused(refusal, "can't decode byte 0xe9")
+    refusal = predict(made, *flags, stdin=b"caf\xe9\n")
+    check_ended(refusal, "can't decode byte 0xe9", "samestep predict: ")
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
@@ -103,7 +107,7 @@ def test_predictions_see_images_as_training_does(made, tmp_path):
     image.save(tmp_path / "turned.png", exif=exif)
     (tmp_path / "text.png").write_text("no image")
     names = ["turned.png", "upright.png", "a.png", "text.png", "a.png"]
-    result = programs.run(predict, tmp_path, "--model", made / "images", "--top", "4", *names)
+    result = predict(tmp_path, "--model", made / "images", "--top", "4", *names)
     found = [json.loads(line)["classes"] for line in result.stdout.splitlines()]
     assert found[0] == found[1] != found[2] and len(found) == 3
     assert result.returncode == 2 and result.stderr.count("\n") == 1

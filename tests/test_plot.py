@@ -1,12 +1,13 @@
 """samestep plot, without training: what it reads, what it draws, what it says of bad input."""
 
+import functools
 import json
 import math
 
 import pytest
 
-import programs
-from samestep.programs import plot
+from conftest import BakedProject
+from refusals import check_ended
 from samestep.report import curves
 
 
@@ -71,11 +72,13 @@ def test_odd_data_are_drawn(tmp_path):
 
 
 def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
+    project = BakedProject(tmp_path, pictures=True)
+    plot = functools.partial(project.run, "python", "-m", "samestep", "plot", check=False)
     for name in "ab":
         write(tmp_path / "runs" / name, curve())
     write(tmp_path / "runs" / "started", [{"note": "no step yet"}])
     for runs, figure in ((["runs/a"], "runs/a/curves.png"), (["runs/a", "runs/b"], "curves.png")):
-        result = programs.run(plot, tmp_path, *runs)
+        result = plot(*runs)
         assert (result.returncode, result.stdout, result.stderr) == (0, figure + "\n", "")
         assert (tmp_path / figure).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     for words, said in [
@@ -84,4 +87,4 @@ def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
         (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported (supported formats: "),
     ]:
-        assert programs.refused(programs.run(plot, tmp_path, *words), said)
+        check_ended(plot(*words), said, "samestep plot: ")

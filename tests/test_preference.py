@@ -4,15 +4,18 @@ import copy
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
+from refusals import refused
 from samestep.base.console import one_line
 from samestep.data.sources import IncompleteRow
 from samestep.models import preferences as references
@@ -20,12 +23,6 @@ from samestep.text import preferences
 from test_exact import check_same
 from test_sharding import train
 from test_tasks import STEPS
-
-USER, SYSTEM = {"role": "user", "content": "1 + 1?"}, {"role": "system", "content": "Add."}
-RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("2", "3"))
-SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
-TURNS = [USER, RIGHT, {"role": "user", "content": "And one?"}]
-
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
@@ -35,39 +32,21 @@ CFG = SimpleNamespace(
     rejected_column="rejected",
     tools_column="tools",
 )
-# The prompt, the answers, and what becomes of them, or what is said.
-FORMS = [
-    (None, "Q: 1 + 1? A: 2", "Q: 1 + 1? A: 3", ("Q: 1 + 1? A:", " 2", " 3")),
-    ("1 + 1?", "1 + 1? 2", "1 + 1? 3", ("1 + 1?", " 2", " 3")),
-    ("a", '[{"sum": 2}]', "[]", ("a", '[{"sum": 2}]', "[]")),
-    ([SYSTEM, USER], "2", "3", ([SYSTEM, USER], [RIGHT], [WRONG])),
-    ("1 + 1?", [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
-    (TURNS, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
-    (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
-    (None, [*TURNS, RIGHT], [USER, RIGHT], ([USER], [RIGHT, TURNS[2], RIGHT], [RIGHT])),
-    (None, [{**USER, "id": 1}, RIGHT], [USER, WRONG], ([{**USER, "id": 1}], [RIGHT], [WRONG])),
-    ("a", [{**RIGHT, "id": 1}], [{**RIGHT, "id": 2}], "both answers are equal"),
-    (None, "a b c", "a b", "the rejected is empty"),
-    (None, " yes", " no", "different words: there is no prompt; name its column with"),
-    ("a", "b", [RIGHT], "one of chosen and rejected is text, and the other has"),
-    (TURNS, [TURNS[2], RIGHT], [TURNS[2], WRONG], "nor with the whole prompt"),
-    (None, [USER, RIGHT], [SYSTEM, USER, RIGHT], "begin with different messages"),
-]
+PAIRS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("prompt, chosen, rejected, expected", FORMS)
-def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, rejected, expected):
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    row = copy.deepcopy({name: value for name, value in row.items() if value is not None})
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected) as error:
-            preferences.normalize(row, CFG)
-        is_incomplete = "equal" in expected or "empty" in expected
+@pytest.mark.parametrize("row", PAIRS)
+def test_a_row_has_texts_or_messages_with_a_prompt_or_without(row):
+    given = {name: row[name] for name in ("prompt", "chosen", "rejected") if row[name] is not None}
+    if "said" in row:
+        with refused(row["said"]) as error:
+            preferences.normalize(given, CFG)
+        is_incomplete = "equal" in row["said"] or "empty" in row["said"]
         assert isinstance(error.value, IncompleteRow) == is_incomplete
         return
-    stored = preferences.normalize(row, CFG)
+    stored = preferences.normalize(copy.deepcopy(given), CFG)
     found = [stored[name] for name in ("prompt", "chosen", "rejected")]
-    assert tuple(map(json.loads, found) if stored["is_chat"] else found) == expected
+    assert (list(map(json.loads, found)) if stored["is_chat"] else found) == row["read"]
 
 
 def test_a_long_pair_loses_its_beginning_and_then_its_end():

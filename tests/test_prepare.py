@@ -59,22 +59,6 @@ def test_prepared_data_that_no_run_names_is_removed(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out == "".join(removed)
 
 
-RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (RAISED, "no prepare_data here"),
-        (["--check"], "only train.py can do --check; leave it out"),
-    ],
-)
-def test_a_mistake_is_a_line(tiny, flags, said):
-    result = tiny.run(*PREPARE, *flags, check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
-
-
 SWALLOWED = """
 import os, signal, sys, time
 sys.path[0] = os.getcwd()

@@ -20,15 +20,10 @@ import pytest
 import torch
 import yaml
 
-from conftest import ROOT, BakedProject, edit, kill_after, lines, make_tiny, preloaded
-from samestep.prepared import prepared_key
-from samestep.run import startup
+from conftest import ROOT, edit, kill_after, lines, make_tiny, preloaded, write_recipe
+from samestep.prepared import prepared_key, run_data
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
-RECIPE = (
-    "max_steps: 4\nglobal_batch_size: 8\nmicro_batch_size: 4\nwarmup_steps: 0\neval_every: 2\n"
-    "save_every: 2\nkeep_checkpoints: 0\nlog_every: 1\nlearning_rate: 0.01\nnum_workers: 0\n"
-)
 HEAD = "def prepare_data(cfg, folder: Path) -> datasets.DatasetDict:\n"
 
 
@@ -41,15 +36,20 @@ def write_rows(folder, first=0, last=60, name="texts.jsonl"):
     return path
 
 
+def make_texts(folder):
+    """A project whose task is tests/tasks/texts.py, and its rows."""
+    project = write_recipe(make_tiny(folder), "texts")
+    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", project.path / "task.py")
+    write_rows(project.path)
+    return project
+
+
 @pytest.fixture
 def texts(tmp_path):
-    """A project whose task is tests/tasks/texts.py, which says when it prepares data."""
-    project = make_tiny(tmp_path)
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
-    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", project.path / "task.py")
+    """Such a project, which says when it prepares data."""
+    project = make_texts(tmp_path)
     change(project, ", num_proc=2", "")
     change(project, HEAD, f'{HEAD}    print("PREPARES", flush=True)\n')
-    write_rows(project.path)
     return project
 
 
@@ -103,60 +103,8 @@ def test_prepared_once_and_found_again(texts):
 
 
 CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
-TASK = """
-import dataclasses, os, string
-from os import environ
-from pathlib import Path
-import jinja2, numpy as np
-TOLD = Path(__file__).with_name("told.txt").read_text()
-
-@dataclasses.dataclass
-class TaskConfig:
-    data: str = ""
-    size: int = 1
-    "Of something."
-
-{}
-
-def loss_sum(model, batch): import model; return TOLD
-def prepare_data(cfg: TaskConfig, folder):
-    count = 0  # early
-    return {}
-"""
-FILES = {  # beside task.py
-    "lib/__init__.py": "from .words import clean\n",
-    "lib/words.py": f"{CLEAN}def loss(): return 1\n",
-    "plots.py": f"raise SystemExit('executed')\n{CLEAN}",
-    "back.py": "def run(): import task; return task.loss_sum\n",
-    "half.py": "def clean(:\n  return text.lower()\n",
-    "model.py": "raise SystemExit('executed')\n",
-    "words.txt": "of",
-    "told.txt": "training alone",
-}
-CASE = ".lower()", ".upper()"
-LOSS = "return TOLD", "return 1"
-# In task.py, what prepare_data returns, and an edit, of all files.
-EDITS = [
-    ("class C: low = 1\nc = C()\nc.n = 1", "c.n", "c.n = 1", "c.n = 2"),
-    ("WORD = Path(__file__).with_name('words.txt').read_text()", "WORD", "of", "by"),
-    ("STOP = {'en': [{'the', 'a', 'of', 'and'}]}", "STOP", "'of'", "'in'"),
-    ("from lib.words import *", "clean(1)", "loss(): return 1", "loss(): return 2"),
-    ("from linked import clean", "clean(1)", *CASE),
-    ("def run(t):\n  import plots\n  return plots.clean(t)", "run(1)", *CASE),
-    ("def run(t):\n  import half\n  return half.clean(t)", "run(1)", *CASE),
-    ("", "loss_sum(1, 2)", *LOSS),
-    ("", "loss_sum(1, 2)", "'executed'", "'other'"),
-    ("from back import run", "run()", *LOSS),
-]  # fmt: skip
-OTHERS = [
-    ("", "cfg.size", "size: int = 1", "size: int = 2"),
-    ("", "cfg.size", "Of something.", "Of another."),
-    ("", "cfg.size", "early", "late"),
-    ("", "cfg.size", "training alone", "all"),
-    ("", "cfg.size", "'executed'", "'other'"),
-    ("", "cfg.size", *LOSS),
-    ("A = np.random.default_rng(), jinja2.Template('a'), object()", "A, environ", "0", "0"),
-]  # fmt: skip
+CODE = yaml.safe_load((ROOT / "tests" / "code.yaml").read_text(encoding="utf-8"))
+TASK, FILES, *CASES = CODE.values()
 
 
 def code(folder, *changes, **files):
@@ -173,13 +121,22 @@ def code(folder, *changes, **files):
     return found
 
 
-@pytest.mark.parametrize("case", [*EDITS, *OTHERS])
+@pytest.mark.parametrize("case", [*CASES[0], *CASES[1]])
 def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, case):
-    own, returned, old, new = case
+    own, returned, old, new = case.values()
     text = TASK.replace("{}", own, 1).replace("{}", returned)
     before = code(tmp_path / "a" / "b", **{"task.py": text})
     assert code(tmp_path / "c" / "d", **{"task.py": text}) == before
-    assert (code(tmp_path / "e" / "f", old, new, **{"task.py": text}) != before) == (case in EDITS)
+    assert (code(tmp_path / "e" / "f", old, new, **{"task.py": text}) != before) == (
+        case in CASES[0]
+    )
+
+
+def test_all_of_a_task_is_in_the_key_if_another_module_imports_it(tmp_path):
+    files = {"task.py": TASK.replace("{}", "", 1).replace("{}", "cfg.size")}
+    files["back.py"] = "def run():\n    import task\n    return task.loss_sum\n"
+    before = code(tmp_path / "a" / "b", **files)
+    assert code(tmp_path / "c" / "d", "return TOLD", "return 1", **files) != before
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*/task.py")), ids=str)
@@ -276,83 +233,69 @@ def test_what_prepare_data_gives_wrongly_is_one_line(texts):
 # ---- Processes that are killed, or start together ------------------------------------------------
 
 
-SMALL = """
-import os, sys, json
-from dataclasses import dataclass
-from types import SimpleNamespace
-import datasets
+PREPARE = """
+import os, signal, sys, threading
+sys.path[0] = os.getcwd()
+import task
 from samestep.prepared import prepared
 prepared.LOCK_SECONDS = 0.5
 
-@dataclass
-class Config:
-    data: str = "texts.jsonl"
-    cache_dir: str = "cache"
-
-def prepare_data(cfg, folder):
-    rows = datasets.Dataset.from_list([{"x": i} for i in range(5000)])
-    rows = rows.map(lambda row: {"x": row["x"] + 1})
-    (folder / "tokenizer.json").write_text("t" * 100_000)
-    return datasets.DatasetDict(train=rows, validation=rows.select(range(9)))
-
-def read(**fields):
-    task = SimpleNamespace(prepare_data=prepare_data, __file__=os.environ["TASK"])
-    return prepared.prepare(task, Config(**fields))
+def read(data="texts.jsonl", **more):
+    for name, value in more.items():
+        setattr(task, name, value)
+    return prepared.prepare(task, task.TaskConfig(data=data, cache_dir="cache"))
 """
+READ = "assert sum(map(len, read().values())) == 60"
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Runs Python after SMALL in a fork with a folder of its own: its exit code and output."""
-    (tmp_path / "small.py").write_text(SMALL)
-    write_rows(tmp_path)
-    monkeypatch.setenv("TASK", str(tmp_path / "small.py"))
-    project = BakedProject(tmp_path)
-
-    def run(code):
-        return project.run("python", "-c", f"{SMALL}\n{code}", check=False)
-
-    run.path = tmp_path
-    return run
+def program(texts):
+    """Runs Python after PREPARE in a fork with the project: its exit code and output."""
+    return lambda code: texts.run("python", "-c", f"{PREPARE}\n{code}", check=False)
 
 
-def test_four_that_start_together_prepare_once(small):
-    slow = "    print('PREPARES', flush=True); import time; time.sleep(2)\n    rows ="
+def rows_file(texts):
+    (file,) = texts.path.glob("cache/*/rows/train/*.arrow")
+    return file
+
+
+def cached(texts):
+    return [path.name for path in (texts.path / "cache").iterdir() if path.is_dir()]
+
+
+def test_four_that_start_together_prepare_once(texts):
+    change(texts, '"PREPARES", flush=True)', '"PREPARES", flush=True); import time; time.sleep(2)')
     count = "hashes = prepared.prepared_key.hash_file\n"
     count += "prepared.prepared_key.hash_file = lambda path: [print('READS'), hashes(path)][1]\n"
-    program = SMALL.replace("    rows =", slow, 1) + count + READ
-    env = BakedProject(small.path).env()
-    ends = preloaded(small.path, [env] * 4, ["-c", program], 60)
+    words = ["-c", f"{PREPARE}\n{count}{READ}"]
+    ends = preloaded(texts.path, [texts.env()] * 4, words, 60)
     assert [code for code, *_ in ends] == [0] * 4, ends
     printed = "".join(printed for _, printed, _ in ends)
     assert printed.count("PREPARES") == 1
-    assert printed.count("READS") == 1 + 4  # one reads the data, each the identity
+    identity = len([*texts.path.glob("cache/*/*token*.json")])
+    assert printed.count("READS") == 1 + 4 * identity  # one reads the data, each the identity
     waits = sorted(printed.count("waiting for another process") for _, printed, _ in ends)
     assert waits == [0, 1, 1, 1]
 
 
 KILL = """
-import signal, threading
-seconds = float({0})
-threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+threading.Timer({0}, os.kill, (os.getpid(), signal.SIGKILL)).start()
 read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-READ = "data = read(); assert data['train'][4999] == {'x': 5000}; assert len(data['train']) == 5000"
 
 
 @pytest.mark.slow
-def test_killed_at_ten_moments_it_prepares_again(small):
+def test_killed_at_ten_moments_it_prepares_again(texts, program):
     start = time.monotonic()
-    assert small(READ).returncode == 0
+    assert program(READ).returncode == 0
     taken = time.monotonic() - start
     for number in range(10):
-        shutil.rmtree(small.path / "cache")
-        assert small(KILL.format(taken * (number + 1) / 10)).returncode == -signal.SIGKILL
-        result = small(READ)
+        shutil.rmtree(texts.path / "cache")
+        assert program(KILL.format(taken * (number + 1) / 10)).returncode == -signal.SIGKILL
+        result = program(READ)
         assert result.returncode == 0, result.stderr
-        left = [path.name for path in (small.path / "cache").iterdir() if path.is_dir()]
-        assert len(left) == 1, left
+        assert len(cached(texts)) == 1
 
 
 DISKS = [  # Python that makes the disk one, and what is said of it
@@ -370,58 +313,57 @@ DISKS = [  # Python that makes the disk one, and what is said of it
 
 
 @pytest.mark.parametrize("code, said", DISKS)
-def test_a_full_disk_or_one_without_locks_is_one_line(small, code, said):
-    result = small(f"{code}\nread()")
+def test_a_full_disk_or_one_without_locks_is_one_line(texts, program, code, said):
+    many = "import datasets; rows = datasets.Dataset.from_dict({'x': [*range(5000)]})\n"
+    given = "prepare_data=lambda cfg, folder: datasets.DatasetDict(train=rows, validation=rows)"
+    result = program(f"{many}{code}\nread({given})")
     assert f"ValueError: task.cache_dir: {said}" in result.stderr
-    assert not [path for path in (small.path / "cache").iterdir() if path.is_dir()]
+    assert not cached(texts)
 
 
 @pytest.mark.parametrize("reads", ["open('words.txt').read()", "(Path('words.txt')).read_text()"])
-def test_a_file_that_nothing_names_is_refused(small, reads):
+def test_a_file_that_nothing_names_is_refused(texts, program, reads):
     """Also in a process of `map`; not one that prepare_data has written itself."""
-    (small.path / "words.txt").write_text("of")
+    (texts.path / "words.txt").write_text("of")
     own = "Path('own.txt').write_text('a'); Path('own.txt').read_text()"
-    code = f"from pathlib import Path\ndef look(row):\n    {own}\n    {reads}\n    return row\n"
-    program = code + SMALL.replace('lambda row: {"x": row["x"] + 1}', "look, num_proc=2")
-    result = BakedProject(small.path).run("python", "-c", f"{program}\nread()", check=False)
-    assert "task.prepare_data reads words.txt, which no field names: " in result.stderr
-    named = program.replace("__file__=", "files=lambda cfg: ['words.txt'], __file__=")
-    result = BakedProject(small.path).run("python", "-c", f"{named}\nread()", check=False)
+    change(texts, "    return text.lower()", f"    {own}; {reads}\n    return text.lower()")
+    change(texts, '"text": clean(row["text"])}', '"text": clean(row["text"])}, num_proc=2')
+    said = "task.prepare_data reads words.txt, which no field names: "
+    assert said in program("read()").stderr
+    result = program("read(files=lambda cfg: ['words.txt'])")
     assert result.returncode == 0, result.stderr
 
 
-def test_a_damaged_file_is_prepared_again(small):
-    assert small(READ).returncode == 0
-    (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
-    content = bytearray(file.read_bytes())
+def test_a_damaged_file_is_prepared_again(texts, program):
+    assert program(READ).returncode == 0
+    content = bytearray(rows_file(texts).read_bytes())
     content[len(content) // 2] ^= 1
     for damaged in (content, content[: len(content) // 2], b""):
-        (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
-        file.write_bytes(damaged)
-        result = small(READ)
+        rows_file(texts).write_bytes(damaged)
+        result = program(READ)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("is damaged: preparing again") == 1
-    os.replace(shutil.copy(file, small.path / "copy"), file)  # with another inode
-    assert small(READ).stdout == ""
+    file = rows_file(texts)
+    os.replace(shutil.copy(file, texts.path / "copy"), file)  # with another inode
+    assert program(READ).stdout == ""
 
 
-def test_a_read_only_disk_with_data_will_do(small):
-    (small.path / "home").mkdir()
-    assert small(READ).returncode == 0
-    os.utime(small.path / "texts.jsonl", (1, 1))
-    (file,) = (small.path / "cache").glob("*/rows/train/*.arrow")
-    os.utime(file, (1, 1))
-    for folder in (small.path / "cache", small.path / "home"):
+def test_a_read_only_disk_with_data_will_do(texts, program):
+    (texts.path / "home").mkdir()
+    assert program(READ).returncode == 0
+    for file in (texts.path / "texts.jsonl", rows_file(texts)):
+        os.utime(file, (1, 1))
+    for folder in (texts.path / "cache", texts.path / "home"):
         for path in [*folder.rglob("*"), folder]:
             path.chmod(0o555 if path.is_dir() else 0o444)
     # Without the capabilities of root, whom permissions do not bind.
     refuse = (
-        "import ctypes, os, struct\nos.environ['HOME'] = 'home'\n"
+        "import ctypes, struct\nos.environ['HOME'] = 'home'\n"
         "ctypes.CDLL(None).capset(struct.pack('Ii', 0x20080522, 0), bytes(24))\n"
     )
-    result = small(refuse + READ)
+    result = program(refuse + READ)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
-    result = small(f"{refuse}open('other.jsonl', 'w').close()\nread(data='other.jsonl')")
+    result = program(f"{refuse}open('other.jsonl', 'w').close()\nread('other.jsonl')")
     assert "task.cache_dir: cannot lock cache: Permission denied" in result.stderr
 
 
@@ -513,11 +455,11 @@ def test_every_row_is_in_the_digest():
     many = np.zeros(160_000, np.uint16)
     one = many.copy()
     one[2 * 70_001] = 1
-    assert startup.digest_view(stored(many)) != startup.digest_view(stored(one))
+    assert run_data.digest_view(stored(many)) != run_data.digest_view(stored(one))
 
     tokens = np.arange(6000, dtype=np.uint16)
     data = stored(tokens)
-    first = startup.digest_view(data)
+    first = run_data.digest_view(data)
     changed = tokens.copy()
     changed[2 * 2001 + 1] += 1
     later = lambda n: [i > 3 for i in n]  # noqa: E731
@@ -526,14 +468,14 @@ def test_every_row_is_in_the_digest():
         data.select(range(2999)), data.sort("n", reverse=True), data.rename_column("n", "m"),
         data.select_columns(["ids"]),
     ]  # fmt: skip
-    digests = [startup.digest_view(view) for view in views]
+    digests = [run_data.digest_view(view) for view in views]
     assert len({first, *digests}) == 1 + len(views) and all(digests)
     parts = [data.select(range(start, start + 600)) for start in range(0, 3000, 600)]
     same = [datasets.concatenate_datasets(parts), data.with_format("torch")]
     same.append(data.shuffle(seed=1).sort("n").flatten_indices())
-    assert {startup.digest_view(view) for view in same} == {first}
+    assert {run_data.digest_view(view) for view in same} == {first}
     for view in (data.with_transform(lambda rows: rows), torch.utils.data.Subset(data, range(9))):
-        assert startup.digest_view(view) == ""
+        assert run_data.digest_view(view) == ""
 
 
 @pytest.mark.slow

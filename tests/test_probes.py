@@ -4,31 +4,22 @@ import re
 import shutil
 
 import pytest
+import yaml
 
-from conftest import ROOT, copy_until, lines, make_tiny
-from test_prepared import RECIPE, write_rows
+from conftest import ROOT, copy_until, lines
+from test_prepared import make_texts
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A project whose task is tests/tasks/texts.py; its data is prepared once."""
-    project = make_tiny(tmp_path_factory.mktemp("probes"))
-    (project.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
-    write_rows(project.path)
-    return project
-
-
-def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
-    """What a run of one step prints, with this code at the end of task.py."""
-    task = project.path / "task.py"
-    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", task)
-    with open(task, "a") as file:
-        file.write(f"\n\nimport torch\n\n\n{code}")
-    flags = ("--output_dir", output, "--max_steps", 1, *flags)
-    return project.train(processes, *flags, codes=codes, **options)
+    return make_texts(tmp_path_factory.mktemp("probes"))
 
 
 LOSS = """
+
+import torch
+
 def logits_of(model, batch):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return model(**inputs, use_cache=False).logits.float()
@@ -36,43 +27,33 @@ def logits_of(model, batch):
 def loss_of(logits, batch, **options):
     labels = batch["labels"][:, 1:].flatten()
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, **options)
+"""
 
+
+def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
+    """What a run of one step prints, with this code at the end of task.py."""
+    task = project.path / "task.py"
+    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", task)
+    with open(task, "a") as file:
+        file.write(f"{LOSS}\n\n{code}")
+    flags = ("--output_dir", output, "--max_steps", 1, *flags)
+    return project.train(processes, *flags, codes=codes, **options)
+
+
+MEAN = "def loss_sum(model, batch):\n    return loss_of(logits_of(model, batch), batch)\n"
+NOISE = """
 def loss_sum(model, batch):
     logits = logits_of(model, batch)
+    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')
 """
-MEAN = LOSS + "    return loss_of(logits, batch)\n"
-NOISE = LOSS + "    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')\n"
 DEPENDENT = "together, but"
-WRONG = {  # code, flags, and what is said
-    "mean": (MEAN, (), f"task.loss_sum is .* {DEPENDENT}"),
-    "mean of the evaluation": (
-        "whole = eval_sums\n\n"
-        "def eval_sums(model, batch):\n    sums = whole(model, batch)\n"
-        "    return {'loss': sums['loss'] / sums['tokens'], 'tokens': sums['tokens']}\n",
-        (), f"task.eval_sums: 'loss' is .* {DEPENDENT}",
-    ),
-    "padding without a mask": (
-        LOSS.replace('("input_ids", "attention_mask")', '("input_ids",)')
-        + "    return loss_of(logits, batch, reduction='sum')\n\n\nbuilt = build_model\n\n"
-        # New weights are so small that attention hardly counts.
-        "def build_model(cfg, data):\n    model = built(cfg, data)\n"
-        "    for weights in model.parameters():\n"
-        "        weights.data.mul_(4 if weights.ndim > 1 else 1)\n    return model\n",
-        ("--task.side", "left"), f"task.loss_sum is .* {DEPENDENT}",
-    ),
-    "copied labels": (
-        LOSS + "    return F.cross_entropy(\n"
-        "        logits.flatten(0, 1), batch['labels'].flatten(), reduction='sum'\n    )\n\n\n"
-        "def count(batch):\n    return int((batch['labels'] != -100).sum())\n",
-        (), "the model sees the token that it is to predict",
-    ),
-}  # fmt: skip
+WRONG = yaml.safe_load((ROOT / "tests" / "wrong_tasks.yaml").read_text(encoding="utf-8"))["probes"]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name):
     """One that takes the mean on two processes."""
-    code, flags, said = WRONG[name]
+    said, flags, code = WRONG[name].values()
     printed = train(project, tmp_path / "run", code, 1 + (name == "mean"), [2], flags)
     assert "Traceback" not in printed
     assert len(re.findall(said, printed)) == 1, printed

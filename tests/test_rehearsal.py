@@ -126,9 +126,10 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 
 
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
-    line = "batch = send_to_device(batch, accelerator.device, non_blocking=True)"
+    line = "lambda: model(task.loss_sum, batch)"
+    wrong = line.replace("batch)", "{n: v.cpu() for n, v in batch.items()})")
     path = shutil.copytree(small.path, tmp_path / "project")
-    edit(path / "train.py", line, "pass")
+    edit(path / "train.py", line, wrong)
     flags = ["--output_dir", tmp_path / "run"]
     printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
     assert "same device" in printed

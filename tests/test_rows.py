@@ -13,7 +13,8 @@ import pytest
 from datasets import Value
 
 from conftest import write_table
-from samestep.data import files, readers, rows, sources
+from refusals import refused, table
+from samestep.data import files, inputs, readers, rows, sources
 from samestep.data.sources import IncompleteRow
 
 ENDINGS = (*files.TEXTS, *files.TABLES)
@@ -46,11 +47,9 @@ def load(data, **fields):
     """(train, validation)"""
     cfg = Config(data=str(data), **fields)
     sources.check_data_config(cfg, ())
-    inputs = rows.find_inputs(cfg, {}, ENDINGS)
-    for each in inputs:
-        each.columns = {cfg.text_column: True}
-    form = rows.RowFormat(normalize, {"text": Value("string")})
-    found = rows.load_rows(inputs, cfg, form)
+    form = inputs.RowFormat({cfg.text_column: True}, normalize, {"text": Value("string")})
+    named = inputs.find_inputs(cfg, {}, ENDINGS)
+    found = rows.load_rows(named, cfg, lambda source, first: form)
     return found["train"], found["validation"]
 
 
@@ -102,35 +101,24 @@ def test_columns_that_are_not_read_may_be_of_any_type(tmp_path):
     assert both(tmp_path / "a.csv") == ["c", "d"]
 
 
-@pytest.mark.parametrize(
-    "name, content, said",
-    [
-        ("a.csv", b"text,kind\nx,1,2\n", "line 2 has 3 fields, the first line 2"),
-        ("a.csv", b'text,kind\nx,1\n"x,1\ny,2\n', "after line 2: unexpected end of data"),
-        ("a.csv", b"text,kind\nx,1\ntext,kind\ny,2\n", "after line 2: line 3 has the column names"),
-        ("a.csv", b"text,text,kind\nx,y,1\n", "more than one column text among text, text, kind"),
-        ("a.tsv", b'text\tn\n"Why\t1\nx\t1\ny"\t2\n', 'a " takes the lines to 4 as one text'),
-        ("a.jsonl.gz", b"no gz", "Not a gzipped file"),
-        ("a.json", b'[{"text": "x"},\n{"b" 1}]', "Expecting ':' delimiter: line 2 column 6"),
-        ("a.json", b'[{"text": "x", "text": "y"}]', "the key 'text' is there twice"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 1, "a": {"b": 1, "b": 1}}', "line 1: the key 'b' is"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text" "y"}', "after line 1: Expecting ':' delimiter"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', "after line 2: not an object: [1]"),
-        ("a.jsonl", b'{"body": "x", "kind": 1}\n', "no column text among body, kind; name the"),
-        ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
-        ("a.parquet", b"PAR1", "cannot read"),
-        ("a.txt", "a line\n".encode("utf-16-le"), "zero bytes: save it as UTF-8"),
-        ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "can't decode byte 0xff"),
-    ],
-)
+FILES = [
+    (name, text.encode("latin-1"), said)
+    for file, said in table("files")
+    for name, text in file.items()
+]
+FILES += [
+    ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+    ("a.txt", b"a line\n" * 90_000 + b"\xff" * 4, "can't decode byte 0xff"),
+]
+
+
+@pytest.mark.parametrize("name, content, said", FILES)
 def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
     """Trap 8."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError) as error:
+    with refused(said, "task.data: cannot read ") as error:
         load(tmp_path / name)
-    text = str(error.value)
-    assert text.startswith("task.data: cannot read ") and said in text and name in text
-    assert text.isprintable() and len(text) < 500
+    assert name in str(error.value)
 
 
 def test_the_first_problem_is_raised_with_its_line(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, train_module
+from refusals import refused, table
 from samestep.programs.schema import recipe_schema
 from samestep.settings import config
 
@@ -77,17 +78,6 @@ task:
   data: a.jsonl:2,b.jsonl
 find_unused_parameters: false
 """
-WRONG = {  # what is written, and the field that train.py names
-    "learning_rat: 1e-3": "learning_rat",
-    "max_steps: 1.5": "max_steps",
-    "beta1: 1": "beta1",
-    "lr_schedule: cosin": "lr_schedule",
-    "eval_every: epochs": "eval_every",
-    "device_shares: [0]": "device_shares",
-    "check: true": "check",
-    "task: {context_length: 1}": "task.context_length",
-    "task: 3": "task",
-}
 
 
 def test_what_the_schema_refuses_train_py_refuses_too(schemas, tmp_path):
@@ -98,10 +88,10 @@ def test_what_the_schema_refuses_train_py_refuses_too(schemas, tmp_path):
             jsonschema.validate(read(right), schema)
             path.write_text(right)
             config.parse_config(train.Config, ["--config", str(path)], "")
-        for wrong, name in WRONG.items():
+        for wrong, name in table("schema"):
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(read(wrong), schema)
             path.write_text(wrong)
-            with pytest.raises(ValueError) as error:
+            with refused() as error:
                 config.parse_config(train.Config, ["--config", str(path)], "")
             assert re.search(rf"\b{name}\b", str(error.value)), error.value

@@ -1,5 +1,6 @@
 """What people see in a log file; which model is evaluated and exported; which settings win."""
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from conftest import (
     trained,
     wait_until,
 )
+from samestep.base import run_folder
 from samestep.report import tracking
 from samestep.state.checkpoints import read_manifest
 
@@ -42,11 +44,10 @@ def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, co
     """As those of containers and jobs, where a bar is empty; others have the loss in the bar."""
     _, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, columns))
-    accelerator = SimpleNamespace(log=lambda *_, **__: None)
+    accelerator = SimpleNamespace(log=lambda *_, **__: None, trackers=[])
     with open(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        config = {"tracker": "none", "output_dir": str(tmp_path)}
-        log = tracking.Log(accelerator, config, 0, 9)
+        log = tracking.Log(accelerator, tmp_path, 0, 9, shows_lines=True)
         log.write({"step": 1, "loss": 0.5, "lr": 0.1, "samples_per_second": 3})
         log.close()
     said = "" if columns else "step 1/9  loss 0.5  lr 0.1  3 samples/s\n"
@@ -173,14 +174,14 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_
 # Ended by a signal when an evaluation begins, after its step was saved.
 ENDED = """
 import os, signal
-from samestep.run.loading import EvalLoader
+from samestep.step.evaluation import Evaluation
 begun = []
-def batches(self, *given, old=EvalLoader.batches):
+def batches(self, old=Evaluation.__iter__):
     begun.append(1)
     if {}:
         os.kill(os.getpid(), signal.{})
-    yield from old(self, *given)
-EvalLoader.batches = batches
+    yield from old(self)
+Evaluation.__iter__ = batches
 """
 KILL = ENDED.format("len(begun) == 2", "SIGKILL")
 # Of two processes one is asked to stop.
@@ -193,6 +194,58 @@ def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, twelve, tmp
         quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILL, codes=[-9])
     quick(*TWELVE, *how, "--output_dir", tmp_path)
     check_same_best(twelve, tmp_path)
+
+
+# Kills the run before, or after, the second call of what is named.
+AT = """
+import os, signal
+from samestep import Training
+from samestep.step.step import Step
+def kill_at(owner, name, after):
+    old, calls = getattr(owner, name), []
+    def function(*given, **named):
+        calls.append(1)
+        if len(calls) == 2 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = old(*given, **named)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+    setattr(owner, name, function)
+"""
+QUICK = [("Training.log", False), ("Training.save", True), ("Training.score", False)]
+LINES_OF_BODY = (
+    "Step.clip",
+    "Training.log",
+    "Training.save",
+    "Training.evaluation",
+    "Training.score",
+)
+
+
+def logged(output):
+    """What the run has logged of losses and scores, without times."""
+    read = run_folder.read_metrics(output)
+    names = ("step", "loss", "grad_norm", "lr", "items", "batch_hash", "samples", "eval_loss")
+    kept = [line for line in read if {"loss", "eval_loss"} & line.keys()]
+    return [{name: line[name] for name in names if name in line} for line in kept]
+
+
+@pytest.mark.parametrize(
+    "moment, after",
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(LINES_OF_BODY, (False, True))
+    ],
+)
+def test_a_kill_at_any_line_of_the_loop_leaves_no_trace(quick, twelve, tmp_path, moment, after):
+    """The same lines of metrics.jsonl, the same best, and the same export."""
+    owner, name = moment.split(".")
+    kill = f"{AT}kill_at({owner}, {name!r}, {after})"
+    quick(*TWELVE, "--output_dir", tmp_path, before=kill, codes=[-9])
+    quick(*TWELVE, "--output_dir", tmp_path)
+    check_same_best(twelve, tmp_path)
+    assert logged(tmp_path) == logged(twelve)
 
 
 def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):

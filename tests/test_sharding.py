@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -27,6 +26,7 @@ from conftest import (
     read_weights,
     status,
     with_ddp,
+    write_recipe,
 )
 from samestep.launch import launcher
 from test_exact import BATCH_NORM, with_task
@@ -88,15 +88,7 @@ def check_same(*outputs):
 def make_small(folder, **fields):
     """A project with a language model of two layers, and a quick recipe with these fields."""
     baked = bake(folder, pictures=False, tracker="none")
-    recipe = {
-        "max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 1,
-        "eval_every": 3, "save_every": 0, "log_every": 1, "learning_rate": 0.01,
-        "task": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "context_length": 32,
-                 "validation_fraction": 0.005},  # 9 rows: evaluations took most of the time
-    }  # fmt: skip
-    file = baked.path / "configs" / "train" / "default.yaml"
-    file.write_text(yaml.safe_dump({**recipe, **fields}))
-    return baked
+    return write_recipe(baked, "small", **fields)
 
 
 @pytest.fixture(scope="module")

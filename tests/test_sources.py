@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -10,9 +11,10 @@ import yaml
 
 import hub
 from conftest import ROOT, bake, load_task
+from refusals import check_ended, refused
 from samestep.base.console import one_line
 from samestep.contract import contract
-from samestep.data import files, rows, sources
+from samestep.data import files, inputs, sources
 from samestep.models import pretrained
 from samestep.prepared import prepared_key
 from samestep.step.plan import StepPlan
@@ -32,11 +34,15 @@ def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     ]
 
 
+def write_files(folder, names):
+    for name in names.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "a"}\n')
+
+
 def test_linked_folders_count_once_and_hidden_copies_do_not(tmp_path, monkeypatch):
     names = "data/a/1.txt elsewhere/2.txt data/.copies/3.txt data/a/._1.txt data/aa.txt"
-    for name in names.split():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+    write_files(tmp_path, names)
     data = tmp_path / "data"
     (data / "b").symlink_to(tmp_path / "elsewhere")
     (data / "a" / "up").symlink_to(data)
@@ -48,26 +54,17 @@ def test_linked_folders_count_once_and_hidden_copies_do_not(tmp_path, monkeypatc
         assert [each.path for each in found] == [os.path.join(root, name) for name in wanted]
 
 
-def refused(function, *arguments):
-    """The one line that a ValueError says."""
-    with pytest.raises(ValueError) as error:
-        function(*arguments)
-    text = str(error.value)
-    assert text.isprintable() and len(text) < 500, text
-    return text
-
-
 def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "1.txt").write_text("a cat")
     cfg = sources.DataConfig(data="own", validation_data=str(tmp_path))
     (tmp_path / "dogs").symlink_to("none")
-    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
-    assert text.startswith("task.validation_data: ") and "dogs is a link to nothing" in text
+    with refused("dogs is a link to nothing", "task.validation_data: "):
+        prepared_key.stamps_of(prepared_key.files_of(cfg))
     (tmp_path / "dogs").unlink()
     os.mkfifo(tmp_path / "dogs")
-    text = refused(prepared_key.stamps_of, prepared_key.files_of(cfg))
-    assert "dogs is no regular file" in text
+    with refused("dogs is no regular file"):
+        prepared_key.stamps_of(prepared_key.files_of(cfg))
     for named in (str(tmp_path / "c*" / "*.txt"), {str(tmp_path / "cats" / "1.txt"): 2}):
         cfg = sources.DataConfig(data="own", validation_data=named)
         assert [*prepared_key.files_of(cfg).values()] == [str(tmp_path / "cats" / "1.txt")]
@@ -83,26 +80,20 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch):
         files.list_files(str(tmp_path), "data", (".txt",))
 
 
-def test_other_files_are_counted_and_said(tmp_path, capsys):
-    for name in "a.jsonl b.JSONL.gz c.jsonl.xz d.jsonl.zst e.JPG.gz LICENSE .hidden".split():
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    [source] = rows.find_inputs(sources.DataConfig(data=str(tmp_path)), {}, files.TABLES)
-    assert len(source.files) == 2
-    assert capsys.readouterr().out.endswith(
-        "2 files to train on, 0 to evaluate on, 4 not read (the first: LICENSE)\n"
-    )
-    said = refused(files.list_files, str(tmp_path), "data", (".txt",))
-    assert "nothing to read at " in said and ", but 6 other files; pass --task.data PATH, a" in said
+def test_a_folder_without_a_file_that_can_be_read_is_refused_as_one_with_a_file_twice(tmp_path):
+    write_files(tmp_path, "a.jsonl b.JSONL.gz c.jsonl.xz d.jsonl.zst e.JPG.gz LICENSE .hidden")
+    with refused(", but 6 other files; pass --task.data PATH, a", "task.data: nothing to read at "):
+        files.list_files(str(tmp_path), "data", (".txt",))
     (tmp_path / "a.jsonl.gz").write_text("")
-    said = refused(files.list_files, str(tmp_path), "data", files.TABLES)
-    assert said.endswith("has a.jsonl.gz and the same without .gz; remove one")
+    with refused("has a.jsonl.gz and the same without .gz; remove one"):
+        files.list_files(str(tmp_path), "data", files.TABLES)
 
 
 def test_a_bundled_dataset_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()
-    text = refused(sources.check_data_config, sources.DataConfig(data="digits"), ["digits"])
-    assert "is a bundled dataset, and a file or folder here: rename it, or give ./digits" in text
+    with refused("is a bundled dataset, and a file or folder here: rename it, or give ./digits"):
+        sources.check_data_config(sources.DataConfig(data="digits"), ["digits"])
     sources.check_data_config(sources.DataConfig(data="./digits"), ["digits"])
 
 
@@ -141,15 +132,14 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(tmp_path):
         assert any(path.startswith(f"{hub.MODEL}/resolve/{hub.COMMIT}/") for path in asked)
         assert (project.path / "runs" / "smoke" / "model" / "model.safetensors").exists()
 
-        def refused(*more):
-            flags = [*more, "--check", "--output_dir", "runs/refused"]
-            [(code, _, said)] = project.ends(1, *flags, **env)
-            assert code == 2 and said.count("\n") == 1, said
-            return said
-
-        floating = refused(*small(data[0]), *data[1:])
-        assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in floating
-        assert "neither here nor on the Hub" in refused(*small("owner/none"))
+        floating = f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows"
+        for given, said in (
+            ([*small(data[0]), *data[1:]], floating),
+            (small("owner/none"), "neither here nor on the Hub"),
+        ):
+            given += ["--check", "--output_dir", "runs/refused"]
+            [(code, _, errors)] = project.ends(1, *given, **env)
+            check_ended([code, "", errors], said)
     # All of it is on this disk now: the same command needs no network.
     flags += ["--task.validation_split", "test", "--output_dir", "runs/again"]
     shutil.rmtree(project.path / ".cache")
@@ -185,75 +175,37 @@ def test_sorting_moves_rows_within_a_step_alone():
 
 def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused():
     for weight in ("0", "0.5"):
-        said = refused(sources.split_data, f"a:{weight},b")
-        assert f"one of its sources is 'a:{weight}'; give each as PATH" in said
+        with refused(f"one of its sources is 'a:{weight}'; give each as PATH"):
+            sources.split_data(f"a:{weight},b")
     for twice in ("a:2,a", "a.jsonl:2,./a.jsonl:1", "x/../b,b"):
-        said = refused(sources.split_data, twice)
-        assert "names a source twice; add its weights" in said
+        with refused("names a source twice; add its weights"):
+            sources.split_data(twice)
     given = [each[:2] for each in sources.split_data("a:2,b.1, c")]
     assert given == [("a", 2), ("b.1", 1), ("c", 1)]
 
 
 # ---- Splits --------------------------------------------------------------------------------------
 
-TREES = [  # files: those to train on, and those to evaluate on
-    (
-        "train.jsonl validation.jsonl test.jsonl extra.jsonl own/Training.csv.gz own/my-dev_2.csv",
-        "own/Training.csv.gz train.jsonl",
-        "own/my-dev_2.csv validation.jsonl",
-    ),
-    (
-        "train/a.txt train/test/b.txt val/train.txt evaluation/c.txt",
-        "train/a.txt train/test/b.txt",
-        "val/train.txt",
-    ),
-    ("contest.txt trainer.txt latest.txt", "contest.txt latest.txt trainer.txt", ""),
-    ("test.txt", "test.txt", ""),  # who names its folder means it
-    (
-        "train/1.png val/2.png rows/3.png rows/train.csv rows/val.csv",
-        "rows/train.csv",
-        "rows/val.csv",
-    ),
-]
+TREES = yaml.safe_load(Path(__file__).with_name("trees.yaml").read_text(encoding="utf-8"))
+ENDINGS = (".txt", *files.TABLES, *files.IMAGES)
 
 
-@pytest.mark.parametrize("names, train, held", TREES)
-def test_splits_are_known_by_their_names_on_a_disk_and_in_a_store(tmp_path, names, train, held):
-    for name in names.split():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("{}")
+@pytest.mark.parametrize("name", TREES)
+def test_files_and_splits_are_known_by_their_names_on_a_disk_and_in_a_store(tmp_path, capsys, name):
+    names, read, said, in_store, *held_out = TREES[name].values()
+    write_files(tmp_path, names)
     fsspec.filesystem("memory").put(f"{tmp_path}/", f"/{tmp_path.name}/", recursive=True)
-    endings = (".txt", *files.TABLES, *files.IMAGES)
-    for data in (str(tmp_path), f"memory://{tmp_path.name}"):
-        found = rows.find_inputs(sources.DataConfig(data=data), {}, endings)
-        read = [" ".join(file.name for file in each.files) for each in found]
-        assert read == ([train, held] if held else [train])
+    for data in [str(tmp_path), f"memory://{tmp_path.name}"][: 1 + in_store]:
+        fields = {"validation_data": f"{data}/{held_out[0]}"} if held_out else {}
+        found = inputs.find_inputs(sources.DataConfig(data=data, **fields), {}, ENDINGS)
+        assert [" ".join(file.name for file in each.files) for each in found] == read
+        printed = capsys.readouterr().out.replace(data, "DATA")
+        assert printed == (f"Preparing data: {said}\n" if said else "")
 
 
-def test_who_names_validation_data_means_it_and_what_it_replaces_is_said(tmp_path, capsys):
-    (tmp_path / "own").mkdir()
-    for name in ("own/train", "own/val", "own/test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
-    given = str(tmp_path / "own" / "test.jsonl")
-    cfg = sources.DataConfig(data=str(tmp_path / "own"), validation_data=given)
-    found = [file.name for each in rows.find_inputs(cfg, {}, files.TABLES) for file in each.files]
-    assert found == ["train.jsonl", "test.jsonl"]
-    assert "1 files to train on, 0 to evaluate on, 2 not read" in capsys.readouterr().out
-
-
-def test_the_files_of_a_run_inside_the_data_are_not_read(tmp_path, capsys):
-    """Its metrics would be rows; what has one of the names alone is data."""
-    for run, names in (("run", ("status.json", "hardware.yaml")), ("own", ("status.json",))):
-        (tmp_path / "data" / run / "model").mkdir(parents=True)
-        for name in (*names, "metrics.jsonl", "model/config.json"):
-            (tmp_path / "data" / run / name).write_text("{}")
-    (tmp_path / "data" / "a.jsonl").write_text("{}")
-    own = {"a.jsonl", "own/metrics.jsonl", "own/model/config.json", "own/status.json"}
-    data = str(tmp_path / "data")
-    assert {file.name for file in files.list_folder(data)} == own
-    printed = capsys.readouterr().out
-    assert printed == f"Preparing data: {data}/run is the folder of a run: not read\n"
-    assert len(files.list_folder(f"{data}/run")) == 4  # it is named itself
+def test_a_run_that_is_named_is_data(tmp_path):
+    write_files(tmp_path, "status.json hardware.yaml metrics.jsonl model/config.json")
+    assert len(files.list_folder(str(tmp_path))) == 4
 
 
 @pytest.mark.parametrize("data", ["{}", "{}:2,{}:0"])

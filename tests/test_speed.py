@@ -152,7 +152,7 @@ def between_steps(step):
         sys.setprofile(count)
 """
 TRAINED = """
-from samestep.run.log import RunLog
+from samestep.training.log import RunLog
 start_step = RunLog.start_step
 RunLog.start_step = lambda log, step: [start_step(log, step), between_steps(step)]
 """

@@ -14,12 +14,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from conftest import bake, digest, lines, load_task, prepare_task, write_table
+from conftest import bake, copy_until, digest, lines, load_task, prepare_task, write_table
 from samestep.data import files
 from samestep.step.loader import make_loader
 from samestep.step.plan import StepPlan
 from samestep.step.samples import SampleDataset, StepBatchSampler
 from samestep.text import lanes, tokenizing
+from test_invariance import SLOW
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
@@ -295,6 +296,11 @@ LAST = "checkpoints/step-00000009"
 SAVED = "checkpoints/step-00000014/manifest.json"
 
 
+def trained(run):
+    """The samples and losses of a run."""
+    return [[line[key] for key in ("samples", "loss", "batch_hash")] for line in lines(run, "loss")]
+
+
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
     """A project with shards, and an uninterrupted run of one process."""
@@ -309,14 +315,11 @@ def streamed(tmp_path_factory):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     """With exact the same bytes, also on another number of processes."""
-    whole, output = streamed.path / "runs" / "whole", tmp_path / "run"
-    (output / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints/step-00000003", output / "checkpoints/step-00000003")
+    whole = streamed.path / "runs" / "whole"
+    output = copy_until(whole, 3, tmp_path / "run")
     flags = [*FLAGS, "--task.data", "texts", "--output_dir", output, "--num_workers", 1]
     streamed.train(processes, *flags)
-    keys = ("samples", "loss", "batch_hash")
-    found, wanted = ([[e[k] for k in keys] for e in lines(run, "loss")] for run in (output, whole))
-    assert found == wanted[3:] and "epoch" not in lines(output, "loss")[0]
+    assert trained(output) == trained(whole)[3:] and "epoch" not in lines(output, "loss")[0]
     assert lines(output, "eval_loss") == lines(whole, "eval_loss")
     weights = "model/model.safetensors"
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
@@ -329,17 +332,6 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     streamed.check_asked(output, 5)
 
 
-SLOW = """
-import os, time, task
-plain = task.loss_sum
-def slow(*given):
-    if os.environ.get("RANK") == "1":
-        time.sleep(0.02)
-    return plain(*given)
-task.loss_sum = slow
-"""
-
-
 @pytest.mark.slow
 def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     flags = [*FLAGS, "--task.data", "texts", "--micro_batch_size", 1, "--max_steps", 16]
@@ -348,9 +340,7 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     streamed.train(1, *flags, one)
     streamed.train(2, *flags, two, "--device_shares", "auto", before=SLOW)
     assert lines(two, "shares")
-    keys = ("samples", "loss", "batch_hash")
-    found, wanted = ([[e[k] for k in keys] for e in lines(run, "loss")] for run in (two, one))
-    assert found == wanted
+    assert trained(two) == trained(one)
     found, wanted = (json.loads((run / SAVED).read_text())["lanes"] for run in (two, one))
     assert found == wanted
 
@@ -363,7 +353,8 @@ def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys)
     fields = {"lanes": 1, "context_length": 64}
     fields["validation_data"] = str(write_table(tmp_path, [row(n) for n in range(30)], name="held"))
     stream, _ = prepared(task, tmp_path, data, **fields)[2]
-    assert "4 shards to train on, 1 to evaluate on, 1 not read\n" in capsys.readouterr().out
+    said = "4 shards to train on, 1 to evaluate on, 1 not read (the first: README.md)"
+    assert said in capsys.readouterr().out
     found = [sum(map(len, map(stream.samples, stream.blocks(each)))) for each in stream.shards]
     assert sorted(found)[0] == 0 < 5 < sorted(found)[1] and len(found) == 4
     fields["validation_data"] = str(data / "part-2.jsonl")

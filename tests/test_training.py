@@ -172,8 +172,12 @@ def test_an_online_run_gets_what_the_server_does_not_have(tmp_path):
     text = "\n".join(map(json.dumps, [*known, started, *lost, {"step": 7, "loss": 0.2}]))
     (tmp_path / "metrics.jsonl").write_text(text)
     sent, run = [], SimpleNamespace(offline=False, summary={"step": 5})
-    log = SimpleNamespace(get_tracker=lambda *_, **__: run, log=lambda v, step: sent.append(v))
-    tracking.Log(log, {"tracker": "wandb", "output_dir": str(tmp_path)}, 6, 9).close()
+    log = SimpleNamespace(
+        get_tracker=lambda *_, **__: run,
+        log=lambda v, step: sent.append(v),
+        trackers=[SimpleNamespace(name="wandb")],
+    )
+    tracking.Log(log, tmp_path, 6, 9, shows_lines=True).close()
     assert sent == lost
 
 

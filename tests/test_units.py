@@ -2,6 +2,7 @@
 
 import pytest
 
+from refusals import table
 from samestep.base.errors import UserError
 from samestep.step.plan import plan_step
 from samestep.step.samples import SampleDataset
@@ -30,18 +31,7 @@ def test_a_step_is_cut_by_one_formula(step, shares, text):
     assert plan.shares == shares and plan.describe().startswith(text)
 
 
-@pytest.mark.parametrize(
-    "step, said",
-    [
-        ({"ranks": 25}, "start at most 24$"),
-        ({"ranks": 2, "device_shares": [1.0]}, "device_shares has 1 numbers, and there are 2"),
-        ({"ranks": 5, "micro": 1, "in_step": 5}, "give a micro_batch_size of 2 or 3 or 4$"),
-        ({"ranks": 2, "exact": True}, "to 2 processes; give a micro_batch_size of 4 or 6 or 3$"),
-        ({"ranks": 4, "exact": True, "micro": 8}, " of 6 or 4 or 3, or start at most 3$"),
-        ({"ranks": 4, "exact": True, "micro": 8, "in_step": 4}, "_batch_size of 6 or 3 or 2$"),
-        ({"ranks": 5, "exact": True, "in_step": 5}, "; give a global_batch_size that 5 divides$"),
-    ],
-)
+@pytest.mark.parametrize("step, said", table("cuts"))
 def test_a_cut_that_is_impossible_is_one_line(step, said):
     step = dict(step)
     with pytest.raises(UserError, match=said):

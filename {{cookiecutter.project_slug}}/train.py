@@ -21,15 +21,13 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 
 import task
 
 from samestep import (  # isort: skip
     NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat,
     NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Ranks, Run, device,
-    split_by_decay, EvalLoader, TrainLoader, Saver, probe_task, RunLog, StepGradients,
-    step_gradients, seed_micro_batch, skip_unless_finite, export, write_evaluation, finish,
+    split_by_decay, Training, write_evaluation, finish,
 )  # fmt: skip
 from task import TaskConfig
 
@@ -144,47 +142,28 @@ def lr_at(step: int, cfg: Config, max_steps: int) -> float:
     return peak * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * left)
 
 
-def due(step: int, every: int | str, last: bool, run: Run) -> bool:
-    """Whether what happens every so many steps, or each epoch (0: only at the end), is due now."""
-    if every == "epoch":
-        return last or run.epochs(step) > run.epochs(step - 1)
-    return last or (every > 0 and step % every == 0)
-
-
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: torch.nn.Module, loader: EvalLoader) -> tuple:
-    """The scores of all rows, each counted once, and their sums; None, None if asked to stop."""
-    for batch in loader.batches(model):  # as many on every rank, as FSDP needs it
-        loader.add_sums(model(run.task.eval_sums, batch))
-        loader.keep_outputs(model, batch)  # if task.py has eval_outputs
-    return loader.score()
+def evaluate(training: Training) -> dict[str, float]:
+    """The scores of all rows of the validation split, each counted once."""
+    run, model = training.run, training.exported
+    evaluation = training.evaluation(run.validation)
+    for batch in evaluation:  # as many on every rank, as FSDP needs it
+        evaluation.add(model(run.task.eval_sums, batch))
+        if hasattr(run.task, "eval_outputs"):
+            evaluation.keep(model(run.task.eval_outputs, batch))
+    return run.score(evaluation)
 
 
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def compute_step(
-    run: Run, model: torch.nn.Module, gradients: StepGradients, step: int, batches: list, items: int
-) -> list[torch.Tensor]:
-    """Adds up the gradients of sum(losses) / items over all processes; the losses of this one."""
-    gradients.start_step(run.plan)
-    accelerator, losses, scale = run.accelerator, [], gradients.divisor / max(items, 1)
-    for number, batch in batches:
-        batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        seed_micro_batch(run.cfg.seed, step, number)  # dropout, by micro-batch, not by process
-        with accelerator.accumulate(model), gradients.micro_batch(number, batch):
-            loss = model(run.task.loss_sum, batch)
-            accelerator.backward(gradients.nan_if_not_finite(loss) * scale)
-        losses.append(loss.detach())
-    return losses
-
-
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
-    cfg, run = start.cfg, Run(start, ranks, stop)
+    run = Run(start, ranks, stop)
+    cfg, task = run.cfg, run.task
     if run.nothing_to_do:
         return run.print_summary()
 
@@ -194,96 +173,41 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         project_dir=cfg.output_dir,
         **device.accelerator_options(cfg),
     )
-    run.set_accelerator(accelerator)
-    if accelerator.is_main_process:
-        run.start_logging()  # writes config.yaml and the status, starts the tracker
 
     # Build the model and its optimizer, and prepare them.
-    model = run.build_model()
+    model = run.build_model(accelerator)
     optimizer = build_optimizer(model, cfg)
-    with run.preparing(model, optimizer) as module:  # calls as model(run.task.loss_sum, batch)
+    with run.preparing(model, optimizer) as module:  # calls as model(task.loss_sum, batch)
         model, optimizer = accelerator.prepare(module, optimizer)
-    gradients = step_gradients(accelerator, ranks, model, cfg.exact)
-
-    # Build the loaders. Their samplers assign the batches to the processes.
-    run.measure_shares(model)  # device_shares auto: by the speed of each device
-    train_loader, eval_loader = TrainLoader(run), EvalLoader(run, start.views[1])
-
-    # Resume from a checkpoint, or start at step 0. A step without scores is yet to be evaluated.
-    saver = Saver(run, model, optimizer)
-    step, scores = saver.load()
+    training = Training(accelerator, model, optimizer, run.rows, **run.options)
     if cfg.eval_only:
-        return write_evaluation(run, saver, model, *evaluate(run, model, eval_loader))
-    sums, stopped = None, False
-    probe_task(run, model)
-    log = RunLog(run, train_loader)
+        return write_evaluation(training, evaluate(training))
 
-    # Train. From here on a signal is answered between two steps. They are counted from 1.
-    stop.training = True
-    model.train()
-    run.meter.start()
-    train_loader.prefetch()
-    last = step == run.last_step
-    while True:
-        to_evaluate = step > 0 and not (scores or stopped) and due(step, cfg.eval_every, last, run)
+    # Resume from a checkpoint. A kill may have come before its evaluation.
+    if training.lacks_scores(cfg.eval_every, run.max_steps):
+        training.score(evaluate(training))
+
+    # Train. A signal ends the loop between two steps: the step is saved, the exit code is 75.
+    for step in training.steps(run.max_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step.number, cfg, run.max_steps)
+        for batch in step:  # on the device, seeded by the number of the micro-batch
+            with accelerator.accumulate(model):
+                step.backward(lambda: model(task.loss_sum, batch))
+        step.clip(cfg.max_grad_norm)  # a step whose norm is not finite changes nothing
+        optimizer.step()
+        training.log(step)
 
         # Save, then evaluate: a stop loses nothing. The best model is one of those that were saved.
-        to_save = due(step, cfg.save_every, last or stopped, run)
-        if step and (to_save or (to_evaluate and cfg.export == "best")):
-            saver.save(step, log)
-
-        # Evaluate. The scores become a part of the checkpoint.
+        to_evaluate = step.due(cfg.eval_every)
+        if step.due(cfg.save_every) or (to_evaluate and cfg.export == "best"):
+            training.save()
         if to_evaluate:
-            scores, sums = evaluate(run, model, eval_loader)
-            stopped = scores is None
-            if stopped:
-                saver.save(step, log)
-            else:
-                log.note(**scores)
-                saver.add_scores(step, scores)
-        if last or stopped:
-            break
+            training.score(evaluate(training))
 
-        # Take the micro-batches of the next step, and its number of items in the loss.
-        step, scores, sums = step + 1, None, None
-        log.start_step(step)
-        micro_batches, num_items = train_loader.next_step()
-        lr = lr_at(step, cfg, run.last_step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-
-        # Add up the gradients, and prefetch the next step while the device computes this one.
-        losses = compute_step(run, model, gradients, step, micro_batches, num_items)
-        train_loader.prefetch()
-
-        # Update the weights, unless the gradient is not finite, or no item was in the loss.
-        gradients.reduce()
-        norm = gradients.clip(cfg.max_grad_norm)
-        skip_unless_finite(optimizer, norm, num_items)
-        seed_micro_batch(cfg.seed, step)  # an optimizer that draws
-        optimizer.step()
-        optimizer.zero_grad()
-
-        # Log. Only a line of metrics waits for the device.
-        log.add(num_items, losses, norm, lr)
-        last, stopped = step == run.last_step, train_loader.should_stop()
-        intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
-        if any(due(step, every, last or stopped, run) for every in intervals):
-            log.write_means()
-        saver.log_commits(log)
-    saver.finish(log)
-
-    # Export the last model or the best, unless the run is to be resumed.
-    exported, full_model = step, None
-    if not stopped:
-        if cfg.export == "best":
-            exported = saver.load_best() or step
-        if exported < step or sums is None:  # it has not just been evaluated
-            scores, sums = evaluate(run, model, eval_loader)
-        if sums:
-            full_model = export(run, model, exported, scores)
+    # Export the last model or the best.
     accelerator.wait_for_everyone()
-    return finish(run, log, saver, full_model, sums, exported)
+    return finish(training, evaluate)
 
 
 def prepare() -> RunStart:

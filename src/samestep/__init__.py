@@ -1,7 +1,7 @@
 """The library under train.py and task.py: the same result on any hardware, after any kill.
 
 Below are the names for you, in the order in which one meets them. Each is imported when it is asked
-for, since nobody needs all of them: `from samestep import Training` loads the core alone.
+for, since nobody needs all of them: `from samestep import Training` loads no task, no recipe.
 """
 
 # ruff: isort: skip_file
@@ -41,17 +41,6 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     from samestep.run.run import Run as Run
     from samestep.launch import device as device
     from samestep.contract.dtypes import split_by_decay as split_by_decay
-    from samestep.run.loading import TrainLoader as TrainLoader
-    from samestep.run.loading import EvalLoader as EvalLoader
-    from samestep.step.sums import EvaluationSums as EvaluationSums
-    from samestep.step.exact import step_gradients as step_gradients
-    from samestep.step.exact import StepGradients as StepGradients
-    from samestep.run.saving import Saver as Saver
-    from samestep.run.probes import probe_task as probe_task
-    from samestep.run.log import RunLog as RunLog
-    from samestep.step.seeds import seed_micro_batch as seed_micro_batch
-    from samestep.step.monitor import skip_unless_finite as skip_unless_finite
-    from samestep.end.ending import export as export
     from samestep.end.ending import write_evaluation as write_evaluation
     from samestep.end.ending import finish as finish
 

@@ -1,6 +1,6 @@
 """The programs of samestep: python -m samestep COMMAND, with --help for each.
 
-launch     trains: becomes train.py, or checks the input and starts accelerate launch
+launch     trains: becomes train.py, or starts accelerate launch
 env        lines for a shell, by which any launcher starts what an accelerate YAML means
 prepare    prepares the data, and no more
 predict    answers from a trained model

@@ -18,7 +18,7 @@ from samestep.data.sources import StreamConfig
 from samestep.models import next_token, pretrained
 from samestep.models.lora import LoraFields, add_adapters, save_model
 from samestep.models.pretrained import ModelConfig
-from samestep.text import formats, sequences
+from samestep.text import formats, sequences, tokenizing
 from samestep.text.row_streams import RowStream
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -100,11 +100,12 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     and `lengths`; and those to evaluate on `bytes` and `unigram_loss`, sums over their tokens.
     `file` and `line` say where the first document of a sequence stands."""
     rows = formats.read_rows(cfg)  # sets cfg.rows, if it is auto
-    tokenizer = formats.prepare_tokenizer(cfg, folder, rows["train"])
+    packed = formats.is_packed(cfg)
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, rows["train"], "context_length", packed)
     size = rows["train"].data.nbytes
     tokens = rows.map(
-        formats.tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "with_masks": formats.is_packed(cfg)},
+        tokenizing.tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "with_masks": packed},
         batched=True,
         batch_size=min(100, 1 + 2 * 10**6 * len(rows["train"]) // size),  # 2 MB at most
         remove_columns=rows["train"].column_names,

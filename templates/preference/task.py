@@ -98,7 +98,7 @@ check_config = preferences.check_config  # fields that do not fit each other
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of each prompt with its chosen and rejected answer, and masks of the answers."""
     pairs = preferences.load_pairs(cfg)
-    tokenizer = preferences.prepare_tokenizer(cfg, folder, pairs["train"])
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, pairs["train"], "max_length")
     tokens = pairs.map(
         preferences.tokenize,
         fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},

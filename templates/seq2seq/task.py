@@ -90,7 +90,9 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the sources, `input_ids`, and of the targets, `labels`. Rows to evaluate on keep
     their texts."""
     rows = pairs.read_rows(cfg)
-    tokenizer = pairs.prepare_tokenizer(cfg, folder, rows["train"])
+    how = {"ends": True, "needs": ["eos_token"]}
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, rows["train"], "max_source_length", **how)
+    tokenizer = pairs.set_languages(tokenizer, cfg, folder)
     tokens = rows.map(
         tokenize,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},

@@ -83,7 +83,9 @@ check_config = labelled.check_config  # fields that do not fit each other
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of the rows, `labels` as numbers, and the `weight` of each row in the loss."""
     rows = labelled.read_rows(cfg, folder)
-    tokenizer = labelled.prepare_tokenizer(cfg, folder, rows["train"])
+    how = {"ends": True, "needs": ["pad_token"]}
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, rows["train"], "max_length", **how)
+    labelled.check_tokenizer(tokenizer, cfg)
     texts = [name for name in ("text", "text_pair") if name in rows["train"].column_names]
     tokens = rows.map(
         tokenize,
@@ -169,8 +171,7 @@ def build_model(cfg: TaskConfig, data: Any) -> torch.nn.Module:
     settings = {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}
     auto: Any = AutoModelForSequenceClassification
     model = pretrained.build_classifier(auto, cfg, config, names, HEAD, **settings)
-    labelled.check_padding(model, tokenizer)
-    labelled.set_marks(model, cfg, data)
+    labelled.finish_model(model, cfg, data)
     return model
 
 
@@ -218,8 +219,9 @@ def metrics(sums: Batch, data: Any) -> dict[str, float]:
 
 
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict:
-    """The scores of each class and a picture of the confusion; or the errors of numbers."""
-    return labelled.report(sums, [*model.config.id2label.values()], output, data)
+    """The scores of each class and a picture of the confusion."""
+    names = [*model.config.id2label.values()]
+    return classification.report_table(sums["table"], names, output) if "table" in sums else {}
 
 
 test_inputs = labelled.test_inputs  # that the check of the export gives to both models

@@ -73,7 +73,7 @@ def test_words_for_nothing_are_texts_and_labels(tmp_path):
     rows = [{"text": words[i % 5] * (1 + i % 4), "label": words[i // 5 % 3]} for i in range(60)]
     kit = BY_NAME["text_classification"]
     cfg, prepared, parts = kit.prepare(tmp_path, kit.write(tmp_path, rows, "csv"))
-    texts = {text for part in parts for text in kit.keys(kit, prepared, part)}
+    texts = {text for part in parts for text in kit.keys(prepared, part)}
     assert {*words} < texts and sum(map(len, parts)) == 60
     assert json.loads((prepared.folder / "labels.json").read_text())["names"] == sorted(words[:3])
 

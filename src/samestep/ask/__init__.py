@@ -1,4 +1,14 @@
-"""What a run can be asked: each verb is a module here. Every step of a run is a function."""
+"""Questions to a run: every step is a function of a checkpoint, the data and the code.
+
+A verb is a module with `answer(args)`; VERBS has the arguments. They share:
+
+    record.Record   what a folder says: settings, lines, checkpoints, history; without torch
+    data.RunData    its rows: ids(step), and backwards steps_of(row, data)
+    again.started   the run's own program, as its processes were started
+
+rows and when compute the order of the rows, diff and receipt compare what runs were made of, replay
+and audit train again.
+"""
 
 import argparse
 import importlib
@@ -66,7 +76,8 @@ def main(verb: str) -> int:
     end = words.index("--") if "--" in words else len(words)
     args, args.flags = parser.parse_known_args(words[:end])
     args.command = words[end + 1 :]
-    if verb != "audit" and (others := args.flags + args.command):
+    known = args.command if verb in ("audit", "replay") else []
+    if verb != "audit" and (others := args.flags + [*args.command[len(known) :]]):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     protect_output()
     try:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,37 +11,25 @@ from typing import Any
 import psutil
 import yaml
 
-from samestep.ask.record import Record
 from samestep.base import launching
-from samestep.base.errors import UserError
-from samestep.base.files import read_text
 
-# Settings that belong to a start, with what they are where a part of a run is trained again.
-QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
+# Settings that leave no trace in the weights, with what they are where steps are trained again.
+_QUIET = {"tracker": "none", "profile_steps": None, "async_save": False, "export": "last"}
+_QUIET |= {"eval_every": 0, "keep_every": 0, "keep_checkpoints": 0, "check_export": False}
 
 
-def write_recipe(record: Record, step: int, folder: Path) -> str:
-    """Writes a recipe with the settings of a step; its path."""
-    settings, path = record.settings(step), folder / "recipe.yaml"
-    quiet = {name: value for name, value in QUIET.items() if name in settings}
+def write_recipe(settings: dict, folder: Path) -> str:
+    """Writes a recipe that trains with these settings in folder/run; its path."""
+    path = folder / "recipe.yaml"
+    quiet = {name: value for name, value in _QUIET.items() if name in settings}
     settings = settings | quiet | {"output_dir": str(folder / "run")}
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return str(path)
 
 
-def environments(record: Record, step: int, processes: int = 0) -> list[dict[str, str]]:
-    """The environment of each process that trains a step again: as many as it had, or so many."""
-    path = record.folder / "hardware.yaml"
-    try:
-        newest = yaml.safe_load(read_text(path))
-        variables = newest["environment"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        raise UserError(f"{path} is gone or damaged: it says how the run was started") from None
-    return environments_of(variables, record.manifest(step).get("hardware", newest), processes)
-
-
-def environments_of(variables: dict, hardware: dict, processes: int) -> list[dict[str, str]]:
-    """The same, by the variables of a hardware.yaml and the hardware of a manifest."""
+def environments(variables: dict, hardware: dict, processes: int) -> list[dict[str, str]]:
+    """The environment of each process that trains steps again, by the variables of a hardware.yaml
+    and the hardware of a manifest: as many as there were, or so many."""
     processes = processes or hardware["processes"]
     env = launching.without_yaml(os.environ)
     env |= {n: text for n, text in variables.items() if n.startswith(launching.PREFIXES)}
@@ -75,9 +62,9 @@ def started(command: list[str], envs: list[dict], **streams: Any) -> Iterator[li
             each.wait()
 
 
-def start(words: list[str], envs: list[dict[str, str]]) -> int:
-    """Runs `python WORDS` once in each of these environments; the exit code of the first that
+def start(command: list[str], envs: list[dict[str, str]]) -> int:
+    """Runs a command once in each of these environments, silently; the exit code of the first that
     failed, or 0."""
-    with started([sys.executable, *words], envs) as processes:
+    with started(command, envs, stdout=subprocess.DEVNULL) as processes:
         codes = [each.wait() for each in processes]
     return next((code for code in codes if code), 0)

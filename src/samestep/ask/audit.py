@@ -22,17 +22,13 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import yaml
-
-from samestep.ask import again, made, receipt
-from samestep.ask.record import Record
+from samestep.ask import again, receipt
+from samestep.ask.record import FREE, LATER, LAYOUT, Record, describe, differing, facts_of
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
 from samestep.state import checkpoints
 
-# Beside those of `again`: settings of a start that leave no trace in the result.
-QUIET = again.QUIET | {"check_export": False, "eval_every": 0, "keep_checkpoints": 0}
 NOT_COPIED = (".git", ".venv", "__pycache__")
 
 
@@ -56,7 +52,7 @@ class _Audit:
             raise UserError(f"to resume after step {self.first} give --run, the folder of the run")
         if self.first:
             record = Record(self.run)
-            made.weights_at(record, self.first)
+            record.weights_at(self.first)
             if record.manifests[self.first]["state"] != self.saves[self.first]["state"]:
                 raise UserError(f"{self.run} has another state after step {self.first}")
             folder = self.run / "checkpoints"
@@ -65,14 +61,14 @@ class _Audit:
     def check(self, manifest: dict) -> None:
         """Compares what both are made of, as far as it is known; raises UserError where other bits
         must be expected."""
-        given, found = made.facts_of(self.receipt), made.facts_of(manifest)
-        free = {*made.FREE, *(made.LAYOUT if self.receipt["config"]["exact"] else ())}
-        for name, pair in made.differing(given, found).items():
-            later = name not in found and name.startswith(made.LATER)
+        given, found = facts_of(self.receipt), facts_of(manifest)
+        free = {*FREE, *(LAYOUT if self.receipt["config"]["exact"] else ())}
+        for name, pair in differing(given, found).items():
+            later = name not in found and name.startswith(LATER)
             hidden = name not in given and name.startswith(("settings ", "data "))
             if later or hidden:
                 continue
-            text = made.describe(name, *pair)
+            text = describe(name, *pair)
             if name not in free and not self.anyway:
                 raise UserError(f"not what the receipt was made of: {text}; --anyway tries it")
             print(f"  differs, and {'may' if name in free else 'must not'}: {text}")
@@ -86,7 +82,7 @@ class _Audit:
         if state != save["state"] and "weights" in save:
             digits = save["weights"]
             given = {n: digits[8 * i : 8 * i + 8] for i, n in enumerate(self.receipt["names"])}
-            changed = checkpoints.differences(given, made.weights_at(record, step))
+            changed = checkpoints.differences(given, record.weights_at(step))
             print(f"    {len(changed)} of {len(given)} weights differ, the first: {min(changed)}")
         return state == save["state"]
 
@@ -116,12 +112,12 @@ def prepare(audit: _Audit, scratch: Path, args: Namespace) -> tuple[list, list]:
     from samestep.run import startup
 
     environment, hardware = audit.receipt["environment"], audit.receipt["hardware"]
-    envs = again.environments_of(environment, hardware, args.processes)
+    envs = again.environments(environment, hardware, args.processes)
     os.environ |= {n: text for n, text in envs[0].items() if n.startswith(PREFIXES)}  # precision
     train, task = startup.find_project()
-    recipe = scratch / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(audit.receipt["config"] | QUIET), encoding="utf-8")
-    words = ["--config", str(recipe), "--output_dir", str(scratch / "run"), *args.flags]
+    settings = {"tracker": "", **audit.receipt["config"]}  # no receipt names a tracker
+    recipe = again.write_recipe(settings, scratch)
+    words = ["--config", recipe, "--output_dir", str(scratch / "run"), *args.flags]
     words += ["--resume", str(audit.checkpoint or "never"), "--accept_changes", "true"]
     manifest = startup.prepare_run(train.Config, task, None, [*words, "--check", "true"]).manifest
     hardware = manifest["hardware"] | {"processes": len(envs)}
@@ -145,8 +141,11 @@ def _copy_folder(audit: _Audit, copied: Path) -> Path:
     return copied / audit.run
 
 
-def _train_again(audit: _Audit, args: Namespace) -> bool:
-    """Trains in a scratch folder; whether all states were equal."""
+def answer(args: Namespace) -> int:
+    """Trains in a scratch folder, and prints whether all states are equal; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
+    began, audit = time.monotonic(), _Audit(args)
+    print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         place, run, envs = Path(), Path(folder, "run"), [dict(os.environ)]
         command = args.command
@@ -159,14 +158,7 @@ def _train_again(audit: _Audit, args: Namespace) -> bool:
         with open(log, "w") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             with again.started(command, envs, cwd=place, **streams) as started:
-                return audit.follow(started, run, log)
-
-
-def answer(args: Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends, too
-    began, audit = time.monotonic(), _Audit(args)
-    print(f"audit of {args.receipt}, steps {audit.first} to {audit.last}", flush=True)
-    equal = _train_again(audit, args)
+                equal = audit.follow(started, run, log)
     verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
     print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
     return int(not equal)

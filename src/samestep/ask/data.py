@@ -94,6 +94,8 @@ class Part:
         found = [i for i in numbers if self.place(i) == word or self.place(i).endswith(ends[1:])]
         if found:  # the row before may hold the beginning
             return sorted({*found, *(max(i - 1, 0) for i in found if is_cut)})
+        if isinstance(self.view, range):
+            raise UserError(f"{one_line(word, 60)}: rows of a script are known by their numbers")
         texts = ["".join(self.text(self.view[i]).split()) for i in numbers]
         whole, wanted = ("" if is_cut else "\n").join(texts), "".join(word.split())
         begins = np.cumsum([0, *(len(text) + (not is_cut) for text in texts)])
@@ -111,7 +113,9 @@ class RunData:
 
     def __init__(self, record: Record):
         self.record = record
-        self.train, self.task = startup.find_project()
+        self.is_script = not record.config  # which a script of one's own does not write
+        if not self.is_script:
+            self.train, self.task = startup.find_project()
         self.parts: dict[int, Part] = {}  # by the first sample
         self.is_stream = self.part(record.last).rows.is_stream
         self.next = 0  # of a stream: the step to which it has been read
@@ -124,8 +128,11 @@ class RunData:
         return self.parts[entry["samples"]]
 
     def read_part(self, entry: dict, step: int) -> Part:
+        if self.is_script:  # its rows are known by their numbers
+            numbers = range(self.record.manifest(step)["data"]["samples"])
+            return Part(SampleDataset(numbers, None, entry["seed"]), None)
         with tempfile.TemporaryDirectory() as folder:
-            recipe = again.write_recipe(self.record, step, Path(folder))
+            recipe = again.write_recipe(self.record.settings(step), Path(folder))
             cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
         data, task, views, samples = startup.read_data(
             cfg, self.task, self.record.folder, entry["prepared"]

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.ask import made
-from samestep.ask.record import Record
+from samestep.ask.record import FREE, Record, describe, differing, facts_of
 from samestep.ask.replay import difference
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
@@ -79,12 +78,12 @@ def _first_lines(records: list[Record]) -> list[int]:
 
 def _first_state(records: list[Record]) -> list[int]:
     """Prints the first step whose saved states differ, and the first weight; the step."""
-    states = [{each["step"]: each["state"] for each in made.saves_of(r)} for r in records]
+    states = [{each["step"]: each["state"] for each in r.saves()} for r in records]
     common = [step for step in states[0] if step in states[1]]
     other = [step for step in common if states[0][step] != states[1][step]][:1]
     text = f"differs first at step {other[0]}" if other else f"equal at {len(common)} steps"
     if other and all(other[0] in record.manifests for record in records):
-        weights = [made.weights_at(record, other[0]) for record in records]
+        weights = [record.weights_at(other[0]) for record in records]
         changed = checkpoints.differences(*weights)
         text += f": {len(changed)} of {len(weights[0])} weights, first {min(changed)}"
     show("state", text)
@@ -98,10 +97,10 @@ def answer(args: Namespace) -> int:
     """Prints what differs; the exit code."""
     records = [Record(folder) for folder in args.runs]
     causes = []
-    changed = made.differing(*(made.facts_of(made.newest(record)) for record in records))
+    changed = differing(*(facts_of(record.newest()) for record in records))
     for name, pair in changed.items():
-        if name not in (*made.FREE, "settings output_dir"):
-            causes.append(made.describe(name, *pair))
+        if name not in (*FREE, "settings output_dir"):
+            causes.append(describe(name, *pair))
             show(name.partition(" ")[0], causes[-1])
     if "data fingerprint" in changed and (row := _first_row(records)):
         causes.append(row)

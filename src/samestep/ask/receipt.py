@@ -13,10 +13,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from samestep.ask import made
-from samestep.ask.record import Record
+from samestep.ask.record import Record, digest_of
 from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
@@ -44,23 +41,21 @@ def public(values: dict) -> dict:
 
 def make(record: Record) -> dict[str, Any]:
     """The receipt of a run; raises UserError for one that cannot have any."""
-    manifest = made.newest(record)
+    manifest = record.newest()
     begins = max((line["step"] for line in record.log if "changes" in line), default=0)
-    chain = [each for each in made.saves_of(record) if each["step"] >= begins]
+    chain = [each for each in record.saves() if each["step"] >= begins]
     sharding = manifest["hardware"]["sharding"]
     if sharding not in ("none", "FSDP2") or not chain:
         raise UserError(f"{record.folder}: receipts support DDP and FSDP2, not {sharding}")
     saves = []
-    names = [*made.weights_at(record, manifest["step"])]
+    names = [*record.weights_at(manifest["step"])]
     for each in chain:
         save = {"step": each["step"], "state": each["state"]}
         if each["step"] in record.manifests:
-            weights = made.weights_at(record, each["step"])
+            weights = record.weights_at(each["step"])
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
         saves.append(save)
-    variables: dict[str, str] = {}
-    if (record.folder / "hardware.yaml").exists():  # which a script of one's own does not write
-        variables = yaml.safe_load(read_text(record.folder / "hardware.yaml"))["environment"]
+    variables = record.hardware()["environment"]
     parts = ("code", "library", "identity", "optimizer", "hardware")
     content = {
         "receipt": 1,
@@ -73,7 +68,7 @@ def make(record: Record) -> dict[str, Any]:
         "saves": saves,
         "chain": state_hash.chain_hash(chain[-1]),
     }
-    return content | {"sha256": made.digest_of(content)}
+    return content | {"sha256": digest_of(content)}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def read(path: Path) -> dict[str, Any]:
         digest = found.pop("sha256")
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         raise UserError(f"{path} is no receipt; samestep receipt RUN writes one") from None
-    if digest != made.digest_of(found):
+    if digest != digest_of(found):
         raise UserError(f"{path} was changed: its digest is another")
     return found
 

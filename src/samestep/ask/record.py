@@ -1,6 +1,8 @@
 """What the folder of a run says of it. Needs neither its data nor torch."""
 
 import contextlib
+import hashlib
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +11,13 @@ import yaml
 from samestep.base import run_folder
 from samestep.base.errors import UserError
 from samestep.base.files import read_text
-from samestep.state import checkpoints
+from samestep.state import checkpoints, state_hash
 
 ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the rows of a step
+# Facts that may differ; with exact LAYOUT, too; LATER are not known before the first checkpoint.
+FREE = ("hardware cpu_name", "hardware devices", "hardware python", "hardware datasets")
+LAYOUT = ("hardware processes", "hardware nodes", "hardware threads")
+LATER = ("settings ", "code optimizer", "hardware sharding", *FREE[:2], *LAYOUT)
 
 
 class Interval(NamedTuple):
@@ -73,6 +79,22 @@ class Record:
         chosen = later[:1] or [*self.manifests][-1:]
         return self.manifests[chosen[0]] if chosen else {}
 
+    def hardware(self) -> dict[str, Any]:
+        """What hardware.yaml says of the newest start; raises UserError without it."""
+        path = self.folder / "hardware.yaml"
+        found = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            found = yaml.safe_load(read_text(path))
+        if not isinstance(found, dict) or "environment" not in found:
+            raise UserError(f"{path} is gone or damaged: it says how the run was started")
+        return found
+
+    def newest(self) -> dict[str, Any]:
+        """The manifest of the newest checkpoint; raises UserError without any."""
+        if not self.manifests:
+            raise UserError(f"{self.folder} has no valid checkpoint; give the folder of a run")
+        return self.manifests[max(self.manifests)]
+
     def settings(self, step: int) -> dict[str, Any]:
         """The settings with which a step was trained."""
         if self.config and step > max(self.manifests, default=0):
@@ -102,3 +124,71 @@ class Record:
         size = entry["global_batch_size"]
         first = entry["samples"] + (step - 1 - entry["step"]) * size
         return range(first, first + size)
+
+    def saves(self) -> list[dict]:
+        """The step, state and previous entry of each save whose chain leads to the newest. One that
+        neither a checkpoint nor metrics.jsonl tells of cuts the chain."""
+        lines = [line for line in self.log if "state" in line]
+        states = {line.get("committed_step", line["step"]): line["state"] for line in lines}
+        states |= {step: each["state"] for step, each in self.manifests.items()}
+        saves: list[dict] = []
+        for step in sorted(each for each in states if states[each]):
+            previous = state_hash.chain_hash(saves[-1]) if saves else ""
+            known = self.manifests.get(step, {}).get("previous", previous)
+            if known != previous:
+                saves = []
+            saves.append({"step": step, "state": states[step], "previous": known})
+        return saves
+
+    def weights_at(self, step: int) -> dict[str, str]:
+        """8 hex digits of each weight of a checkpoint, of its values and its optimizer state.
+
+        Raises ValueError unless they are the state that the manifest names.
+        """
+        path = checkpoints.checkpoint_folder(self.folder / "checkpoints", step)
+        manifest = checkpoints.verify(path)
+        tensors = state_hash.hash_tensors(path, [*manifest["files"]])
+        if state_hash.state_of(tensors) != manifest["state"]:
+            raise UserError(f"{path} does not hold the state that its manifest names")
+        weights: dict[str, list] = {}
+        for name, about in sorted(tensors.items()):
+            kind, _, weight = name.partition(".")
+            if kind != "model":  # state.WEIGHT.exp_avg
+                weight = weight.rpartition(".")[0]
+            weights.setdefault(weight, []).append([name, *about])
+        return {name: digest_of(about)[:8] for name, about in sorted(weights.items())}
+
+
+# ---- What two runs are compared by ---------------------------------------------------------------
+
+
+def facts_of(manifest: dict) -> dict[str, Any]:
+    """What decides the result of a run, by `GROUP NAME`: settings, code, data, hardware."""
+    facts = {f"settings {n}": v for n, v in checkpoints.flatten(manifest["config"]).items()}
+    for number, group in enumerate(manifest.get("optimizer", ())):
+        facts |= {f"code optimizer {number} {name}": value for name, value in group.items()}
+    for file, functions in manifest["code"].items():
+        facts |= {f"code {file} {name}": digest for name, digest in functions.items()}
+    facts["code samestep samestep"] = manifest["library"]
+    facts |= {f"data {name}": value for name, value in manifest["data"].items()}
+    facts["data identity"] = manifest["identity"]
+    return facts | {f"hardware {name}": value for name, value in manifest["hardware"].items()}
+
+
+def differing(before: dict, after: dict) -> dict[str, list]:
+    """The facts that differ, in their order; of code, those of files that both have loaded."""
+    loaded = [{n.split()[1] for n in facts if n.startswith("code ")} for facts in (before, after)]
+    both, changed = loaded[0] & loaded[1], checkpoints.differences(before, after)
+    return {n: v for n, v in changed.items() if not n.startswith("code ") or n.split()[1] in both}
+
+
+def describe(name: str, before: Any, after: Any) -> str:
+    """A few words for a fact that differs: digests say nothing to a reader."""
+    group, _, short = name.partition(" ")
+    if group == "code" and not short.startswith("optimizer"):
+        return f"code of {short.split()[1]}"
+    return f"other data ({short})" if group == "data" else f"{short}: {before} -> {after}"
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

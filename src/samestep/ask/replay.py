@@ -3,17 +3,17 @@
     python -m samestep replay runs/mine                        names steps to look at
     python -m samestep replay runs/mine --step 67
     python -m samestep replay runs/mine --step 67 --without 178 --gradients
+    python -m samestep replay runs/words --step 7 -- python own_script.py
 
 It trains again from the newest checkpoint before, in a scratch folder, with the settings of then
-and the train.py and task.py of now. It prints what is logged beside what it computes, to the bit,
-and draws replay-N.png in the folder of the run. Without --step it names the steps that were
-skipped, and those whose loss or norm has risen most over the line before. Exit codes: 0; 2 the
-input is wrong.
+and the train.py and task.py of now, or by the command of a script after --. It prints what is
+logged beside what it computes, to the bit. Without --step it names the steps that were skipped, and
+those whose loss or norm has risen most over the line before. Exit codes: 0; 2 the input is wrong.
 """
 
 import json
 import math
-import os
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -22,6 +22,7 @@ from typing import Any
 
 from samestep.ask import again
 from samestep.ask.record import Record
+from samestep.base import run_folder
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.state import checkpoints
@@ -59,8 +60,9 @@ def _rises(record: Record, name: str) -> list[tuple[float, int, str]]:
     return sorted(found, reverse=True)
 
 
-def _check(record: Record, step: int) -> None:
-    """Raises UserError for a run that cannot be asked."""
+def replay(args: Namespace) -> int:
+    record, step, began = Record(args.run), args.step, time.perf_counter()
+    entry, (first, last, _) = record.entry(step), record.interval(step)
     sharding = record.manifest(step).get("hardware", {}).get("sharding", "none")
     kinds = {part.split()[0] for part in sharding.split(", ")}
     if kinds - {"none", "FSDP2", "dp_replicate", "dp_shard"}:
@@ -68,36 +70,61 @@ def _check(record: Record, step: int) -> None:
             f"step {step} was trained with {sharding}; DeepSpeed, tensor and context parallelism "
             "and pipelines cannot be replayed"
         )
-
-
-def replay(args: Namespace) -> int:
-    record, step, began = Record(args.run), args.step, time.perf_counter()
-    entry, (first, last, _) = record.entry(step), record.interval(step)
-    _check(record, step)
     checkpoint = record.checkpoint_before(first)
     if not checkpoint and record.history[0]["step"]:
         raise UserError(f"there is no checkpoint before step {step} to begin from")
     begin = checkpoints.step_of(checkpoint) if checkpoint else 0
+    start = str(checkpoint.resolve()) if checkpoint else "never"
     lines = {each.last: each.line for each in record.intervals if begin < each.last <= last}
     question = {"step": step, "last": last, "lines": [*lines], "without": args.without or []}
-    question["gradients"] = args.gradients
+    question |= {"gradients": args.gradients, "checkpoint": start}
     question |= {"data": entry["data"], "prepared": entry["prepared"]}
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         folder = Path(scratch)
         (folder / "question.json").write_text(json.dumps(question))
-        words = ["-m", "samestep.ask.compute", "--config", again.write_recipe(record, step, folder)]
-        words += ["--resume", str(checkpoint.resolve()) if checkpoint else "never"]
-        words += ["--accept_changes"]  # data are compared there
-        envs = again.environments(record, step, args.processes)
-        if code := again.start(words, [env | {"SAMESTEP_REPLAY": scratch} for env in envs]):
+        command = args.command or _train_again(record, step, folder, start)
+        newest = record.hardware()
+        hardware = record.manifest(step).get("hardware", newest)
+        envs = again.environments(newest["environment"], hardware, args.processes)
+        asked = {"SAMESTEP_REPLAY": scratch, "WANDB_MODE": "disabled"}
+        if code := again.start(command, [env | asked for env in envs]):
             return code
+        if not (folder / "answer.json").exists():
+            raise UserError(f"the command ended before step {last}, with which it was to end")
         found = json.loads((folder / "answer.json").read_text())
+        found["lines"] = [
+            each for each in run_folder.read_metrics(folder / "run") if "loss" in each
+        ]
+    _describe_rows(record, step, found["rows"], known=not args.command)
     origin = f"the checkpoint of step {begin}" if begin else "the beginning"
     print(f"{record.folder}, step {step}, from {origin}, {time.perf_counter() - began:.0f} s")
     show(found, [*lines.values()], args)
-    if "NO_PICTURE" not in os.environ:
-        print(draw(found, record.folder / f"replay-{step}.png", step))
     return 0
+
+
+def _train_again(record: Record, step: int, folder: Path, start: str) -> list[str]:
+    """The command that trains a project again up to a step."""
+    if not record.config:
+        raise UserError(
+            f"{record.folder} was trained by a script: give its command, as in samestep replay "
+            f"{record.folder} --step {step} -- python script.py"
+        )
+    recipe = again.write_recipe(record.settings(step) | {"save_every": 0}, folder)
+    words = [sys.executable, "train.py", "--config", recipe, "--resume", start]
+    return [*words, "--accept_changes"]  # data are compared there
+
+
+def _describe_rows(record: Record, step: int, rows: list[dict], known: bool) -> None:
+    """Adds what a person sees of each row; of a script's rows their numbers are known."""
+    samples: dict[int, Any] = {}
+    if known and rows:
+        from samestep.ask.data import RunData  # torch: 4 s
+
+        data = RunData(record)
+        part, samples = data.part(step), dict(data.samples(step))
+    for each in rows:
+        number = each["row"]
+        each["line"] = part.line(number, samples[number]) if number in samples else f"row {number}"
 
 
 def difference(before: Any, now: Any) -> str:
@@ -137,32 +164,8 @@ def show(found: dict, lines: list[dict], args: Namespace) -> None:
         print("\n  rows_depend: the rows of this task mean nothing alone")
         return
     print("\n  rows by the loss of each alone, without dropout: loss, items, row")
-    for each in _by_loss(found["rows"])[: args.top]:
+    # The largest first, and before that what is not finite.
+    rows = sorted(found["rows"], key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
+    for each in rows[: args.top]:
         norm = f" norm {each['norm']:.4g}" if args.gradients else ""
         print(f"    {each['loss']:10.4g}{norm} {each['items']:6} {each['line']}")
-
-
-def _by_loss(rows: list[dict]) -> list[dict]:
-    """The largest first, and before that what is not finite."""
-    return sorted(rows, key=lambda each: (math.isfinite(each["loss"]), -each["loss"]))
-
-
-def draw(found: dict, output: Path, step: int) -> Path:
-    """Draws the losses of the rows, and the norms by layer."""
-    from matplotlib.figure import Figure
-
-    from samestep.base.pictures import save_figure
-
-    figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
-    rows, layers = figure.subplots(1, 2)
-    shown = _by_loss(found["rows"])
-    rows.bar([str(each["row"]) for each in shown], [each["loss"] for each in shown])
-    rows.set(title=f"step {step}: loss of each row alone")
-    layers.plot([*found["layers"]], [*found["layers"].values()], "o-", label="the step")
-    if "without" in found:
-        layers.plot([*found["without"]["layers"].values()], "o-", label="without the rows")
-    layers.set(title="norm of the gradient by layer", yscale="log")
-    layers.legend()
-    for axes in (rows, layers):
-        axes.tick_params(axis="x", rotation=90, labelsize=6)
-    return save_figure(figure, output)

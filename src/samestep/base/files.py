@@ -7,8 +7,13 @@ import os
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # matplotlib takes 1 s to import
+    from matplotlib.figure import Figure
 
 UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
@@ -21,12 +26,6 @@ _WRONG_PATH = (
 def comes_again(error: OSError) -> bool:
     """Whether the path is wrong, or the disk is full; all other errors may pass."""
     return isinstance(error, _WRONG_PATH) or error.errno in DISK_FULL
-
-
-def _apply_umask(path: Path) -> None:
-    """Gives a file the permissions of a new file; safetensors creates files for the owner alone."""
-    with contextlib.suppress(OSError):  # some network disks have no permissions
-        path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
 
 
 def fsync(path: Path) -> None:
@@ -97,11 +96,13 @@ def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
 def replace_folder(fresh: Path, folder: Path) -> None:
     """Replaces a folder, or what else has its name, by the fresh one.
 
-    The files are flushed first, so that a power cut leaves no folder of empty files.
+    The files are flushed first, so that a power cut leaves no folder of empty files. They get the
+    permissions of new files: safetensors creates files for the owner alone.
     """
     for path in [*fresh.rglob("*"), fresh]:
         if path.is_file():
-            _apply_umask(path)
+            with contextlib.suppress(OSError):  # some network disks have no permissions
+                path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
         fsync(path)
     old = folder.with_name(f".{folder.name}.old")
     remove(old)
@@ -110,3 +111,16 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     fresh.rename(folder)
     fsync(folder.parent)
     remove(old)
+
+
+def save_figure(figure: "Figure", output: Path) -> Path:
+    """Writes a figure. Readers see the old one or the new one, never half of it."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+            figure.savefig(partial, format=output.suffix[1:] or "png")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return output

@@ -7,13 +7,12 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.base.files import comes_again, read_json_object, replace_text
 
-# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
-# times that, since a network disk takes a while to notice that a process has died. In a run that
-# goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
+# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is 30
+# times that: NFS keeps the locks of one that is lost for 90 seconds.
 LOCK_WAIT = 40
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # of a disk that has no file locks
 REMOVED = "the run folder was removed while the run was writing to it"
@@ -23,11 +22,16 @@ class RunLock:
     """Creates a run folder if it is missing, and locks it until this process ends, however it ends.
 
     A process whose launcher was killed may still be saving, so a start waits for the lock a little.
-    Raises ValueError that names the holder, or what is wrong with the folder.
+    Raises ValueError that names the holder, or what is wrong with the folder. Another run of this
+    process in the folder, as of a cell of a notebook that runs again, takes it over.
     """
+
+    held: ClassVar[dict[Path, "RunLock"]] = {}  # by folder, in this process
 
     def __init__(self, output: Path):
         self.output, self.path = output, output / "lock"
+        if before := RunLock.held.pop(output.resolve(), None):
+            before.file.close()
         try:
             self.open_file()
             self.acquire()
@@ -35,6 +39,7 @@ class RunLock:
             if not comes_again(error) and error.errno not in _NO_LOCKS:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
+        RunLock.held[output.resolve()] = self
 
     def open_file(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -43,8 +48,7 @@ class RunLock:
 
     def acquire(self) -> None:
         waited, here = 0, socket.gethostname()
-        elsewhere = 10 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" else 30
-        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else 30):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -71,6 +75,8 @@ class RunLock:
 
     def check_folder(self) -> None:
         """Raises FileNotFoundError if the run folder was removed or replaced."""
+        if self.file.closed:
+            raise ValueError(f"{self.output} was taken over by another run of this process")
         if not self.is_intact():
             raise FileNotFoundError(errno.ENOENT, REMOVED, str(self.output))
 

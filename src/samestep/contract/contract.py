@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -186,18 +186,9 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
             given = inspect.signature(function).parameters
             named = {n: v for n, v in zip(GIVEN, (cfg, data), strict=True) if n in given}
             setattr(found, name, functools.partial(function, **named) if named else function)
-    if hasattr(found, "collate"):
-        found.collate = functools.partial(_collate_mapping, found.collate)
     if hasattr(found, "build_model"):
         found.build_model = dtypes.building(found.build_model, getattr(task, "WEIGHTS", None))
     return found
-
-
-def _collate_mapping(collate: Callable, rows: list) -> Mapping:
-    """What the task's collate returns; raises ValueError unless it is a mapping."""
-    batch = collate(rows)
-    expect(isinstance(batch, Mapping), "task.collate returns", batch, "a dict of tensors")
-    return batch
 
 
 def read_views(task: Any, data: Any) -> tuple[Any, Any]:
@@ -270,13 +261,13 @@ def score(
     eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
     """
 
-    def own_rows(values: torch.Tensor) -> torch.Tensor:
-        return values.clone() if len(sums) > 1 else values  # metrics may change them in place
-
     def scores_of(own: Batch, first: int, end: int | None) -> dict[str, float]:
         given = [own]
         if outputs is not None:
-            given.append({name: own_rows(each[first:end]) for name, each in outputs.items()})
+            rows = {name: each[first:end] for name, each in outputs.items()}
+            if len(sums) > 1:  # metrics may change them in place
+                rows = {name: each.clone() for name, each in rows.items()}
+            given.append(rows)
         scores = check_metrics(task.metrics(*given))
         return {"eval_loss": scores.pop("loss"), **scores}
 

@@ -1,9 +1,10 @@
 """Rows of data from files, the Hub and bundled datasets. A row passes these modules, in this order:
 
     sources   the fields of a task that say where its rows come from
-    files     the files below a folder or a URL, by their endings and splits
-    readers   files, rows as they stand in them, each with its place
-    rows      load_rows: what a task stores of a row, in Arrow files; held out or not
+    inputs    the rows of each source: a dataset of the Hub, or the files that `files` lists
+    readers   rows as they stand in the files, each with its place; the first chooses the format,
+              which says what is stored of each
+    rows      load_rows: what is stored, in Arrow files, held out or not
     labels    classes and numbers, of tasks that have them
     views     rows of a step as numpy arrays, when the model trains
 

@@ -44,23 +44,25 @@ def file_ending(path: str) -> str:
     return os.path.splitext(stem)[1] if ending == PACKED else ending
 
 
-def files_below(root: str) -> Iterator[tuple[str, str]]:
+def files_below(root: str, is_data: bool = True) -> Iterator[tuple[str, str]]:
     """A file itself, or all files below a folder, each with its path there; no hidden ones, and
-    none of a run whose folder lies there.
+    none of a run whose folder lies there, which is said of data.
 
-    Raises OSError for a folder that cannot be read: its rows would be missing unnoticed.
+    Raises OSError for a folder of data that cannot be read: its rows would be missing unnoticed.
     """
     if not os.path.isdir(root):
         yield "", root
         return
     seen = set()  # links may lead back
-    for folder, names, files in os.walk(root, onerror=_raise_error, followlinks=True):
+    refuse = _raise_error if is_data else None
+    for folder, names, files in os.walk(root, onerror=refuse, followlinks=True):
         status = os.stat(folder)
         new = (status.st_dev, status.st_ino) not in seen
         seen.add((status.st_dev, status.st_ino))
         if folder != root and {"status.json", "hardware.yaml"} <= {*files}:
-            _skip_run(folder)
             new = False
+            if is_data:
+                _skip_run(folder)
         names[:] = sorted(name for name in names if new and not name.startswith("."))
         for name in sorted(files) if new else ():
             if not name.startswith("."):
@@ -164,23 +166,32 @@ def _split_in(part: str, is_exact: bool) -> str:
     return ""
 
 
-def choose(
-    files: list[File], split: str, in_classes: bool = False, others: str = "train"
-) -> list[File]:
-    """The files to train or to evaluate on. Names count if they divide the files: where none says
-    train, those that say nothing are trained on. Else all are of the split `others`.
+def split_files(
+    data: str, field: str, wanted: tuple[str, ...], endings: tuple[str, ...], in_classes: bool
+) -> tuple[list[File], list[File], list[File]]:
+    """The files of a path to train on, those to evaluate on, and all that are not read.
 
-    "train" beside names that say nothing is no split: it may be the title of a text.
+    Of the splits that are `wanted` names count if they divide the files: where none says train,
+    those that say nothing are trained on. Else all are of the first of `wanted`: "train" beside
+    names that say nothing is no split, it may be the title of a text.
     """
-    splits = {each: _split_of(each.name, in_classes) for each in files}
+    found, others = list_files(data, field, endings)
+    if in_classes:
+        _check_class_folders(found, field)
+    splits = {each: _split_of(each.name, in_classes) for each in found}
     named = {*splits.values()}
+    chosen: dict[str, list[File]] = {"train": [], "validation": []}
+    for split in wanted:
+        name = "" if split == "train" and "train" not in named else split
+        chosen[split] = [each for each in found if splits[each] == name]
     if len(named) == 1 or named == {"train", ""}:
-        return files if split == others else []
-    wanted = "" if split == "train" and "train" not in named else split
-    return [each for each in files if splits[each] == wanted]
+        chosen = {split: found if split == wanted[0] else [] for split in chosen}
+    read = {*chosen["train"], *chosen["validation"]}
+    others = others + [each for each in found if each not in read]
+    return chosen["train"], chosen["validation"], others
 
 
-def check_class_folders(files: list[File], field: str) -> None:
+def _check_class_folders(files: list[File], field: str) -> None:
     """Raises ValueError for a file that is not in the folder of its class: CLASS/x or
     SPLIT/CLASS/x, where SPLIT says train, validation or test. Tables have their labels inside."""
     for each in files:
@@ -196,48 +207,44 @@ def check_class_folders(files: list[File], field: str) -> None:
 
 
 @functools.cache  # a start lists them for the key, to prepare and to train: it sees one list
-def _list_shards(data: str, field: str) -> tuple[list[File], list[File]]:
-    return list_files(data, field, SHARDS)
+def _split_shards(data: str, field: str) -> tuple[list[File], list[File], list[File]]:
+    wanted = ("train", "validation") if field == "data" else ("validation",)
+    return split_files(data, field, wanted, SHARDS, False)
 
 
-def split_shards(cfg: Any) -> tuple[list[File], list[File], int]:
-    """The shards of a stream to train on, those to evaluate on, and the number of other files.
+def _hash_name(shard: File) -> bytes:
+    """A digest of a shard's name, the same in each format."""
+    stem = os.path.splitext(shard.name.removesuffix(PACKED))[0]
+    return hashlib.sha256(stem.encode()).digest()
+
+
+def split_shards(cfg: Any) -> tuple[list[File], list[File], list[File]]:
+    """The shards of a stream to train on, those to evaluate on, and the other files.
 
     To evaluate on are those of cfg.validation_data, or those that are named so; or one is held
     out, that with the smallest hash of its name without the endings.
     """
-    files, others = _list_shards(cfg.data, "data")
-    train, held = choose(files, "train"), choose(files, "validation")
+    train, held, others = _split_shards(cfg.data, "data")
     if cfg.validation_data:
-        given, _ = _list_shards(cfg.validation_data, "validation_data")
-        held = choose(given, "validation", others="validation")
-    held = held or [min(train, key=lambda each: _hash_name(each.name))]
+        held = _split_shards(cfg.validation_data, "validation_data")[1]
+    held = held or [min(train, key=_hash_name)]
     paths = {each.path for each in held}
     train = [each for each in train if each.path not in paths]
     if not train:
         hint = "cut it, or give --task.validation_data PATH"
         raise ValueError(f"task.data: {cfg.data} is one shard, which is evaluated on; {hint}")
-    return train, held, len(others)
-
-
-def _hash_name(name: str) -> str:
-    """A digest of a shard's name, the same in each format."""
-    stem = os.path.splitext(name.removesuffix(PACKED))[0]
-    return hashlib.sha256(stem.encode()).hexdigest()
+    return train, held, others
 
 
 def describe_shards(shards: list[File]) -> str:
     """A digest of names, sizes and tags; that of a local shard is a digest of both ends."""
     lines = ""
     for each in shards:
-        tag = each.tag if "://" in each.path else _digest_ends(each.path)
+        tag = each.tag
+        if "://" not in each.path:
+            with open(each.path, "rb") as file:
+                content = file.read(_ENDS)
+                file.seek(max(os.stat(each.path).st_size - _ENDS, 0))
+                tag = hashlib.sha256(content + file.read()).hexdigest()[:16]
         lines += f"{each.name} {each.size} {tag}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _digest_ends(path: str) -> str:
-    """A digest of the first and the last bytes of a file."""
-    with open(path, "rb") as file:
-        content = file.read(_ENDS)
-        file.seek(max(os.stat(path).st_size - _ENDS, 0))
-        return hashlib.sha256(content + file.read()).hexdigest()[:16]

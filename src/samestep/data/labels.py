@@ -36,13 +36,8 @@ def read_label(row: dict, cfg: Any) -> Any:
     value = row[cfg.label_column]
     if not (value == "" and cfg.problem_type == MULTI):  # a row may have none of the labels
         require_value("label", value)
-    return _parse_label(value, cfg.problem_type)
-
-
-def _parse_label(value: Any, problem_type: str) -> Any:
-    """A class's name, a list of names, or a number; raises ValueError for anything else."""
     shown = f"{value!r:.60}"
-    if problem_type == NUMBER:
+    if cfg.problem_type == NUMBER:
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
@@ -50,9 +45,12 @@ def _parse_label(value: Any, problem_type: str) -> Any:
         if not abs(number) <= _LARGEST_NUMBER:
             raise ValueError(f"the label is {shown}, not a finite number of at most 1e18")
         return number
+    parts = value if isinstance(value, list) else None
     bracketed = isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] == "[]"
-    parts = _parse_list(value.strip()) if bracketed else value if isinstance(value, list) else None
-    if problem_type == SINGLE:
+    if bracketed:
+        with contextlib.suppress(ValueError, RecursionError):
+            parts = json.loads(value.strip())
+    if cfg.problem_type == SINGLE:
         if parts is not None:
             raise ValueError(f"the label {shown} is a list: --task.problem_type {MULTI} reads it")
         return parse_class(value)
@@ -72,13 +70,6 @@ def parse_class(value: Any) -> str:
     if whole or isinstance(value, str | int):
         return str(int(value) if whole else value).strip()
     raise ValueError(f"the label is {value!r:.60}, not text or a whole number")
-
-
-def _parse_list(text: str) -> list | None:
-    """A list as JSON; None: the text is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return None
 
 
 # ---- Labels of prepared rows ---------------------------------------------------------------------

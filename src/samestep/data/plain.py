@@ -1,10 +1,12 @@
 """Rows for a task that is written with plain `datasets`: see examples/."""
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
+import numpy as np
+
+from samestep.data.rows import hash_of, hold_out
 
 _HELD_OUT = 0.1  # fraction of the rows for validation, where there is no such split
 
@@ -35,9 +37,16 @@ def load_splits(
                 f"task.data has no column {', '.join(missing)} in its split {name}; rename one of "
                 f"{', '.join(found)}"
             )
-        splits[name] = splits[name].select_columns(columns)
+        rows = splits[name].select_columns(columns)
         for column in images:
-            splits[name] = _read_images(splits[name].cast_column(column, datasets.Image()), column)
+            rows = rows.cast_column(column, datasets.Image())
+            for i in range(len(rows)):
+                try:
+                    rows[i][column].load()
+                except (OSError, SyntaxError, ValueError, AttributeError) as error:  # None: no load
+                    text = f"row {i} has an unreadable {column}: {error}"
+                    raise ValueError(f"task.data: {text}") from error
+        splits[name] = rows
     if "train" not in splits:
         raise ValueError(f"task.data {data} has no split train; it has {', '.join(splits)}")
     if "validation" not in splits:
@@ -45,22 +54,10 @@ def load_splits(
     return datasets.DatasetDict({name: splits[name] for name in ("train", "validation")})
 
 
-def _read_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """The rows, if their images can be decoded; raises ValueError for the first that cannot."""
-    for i in range(len(rows)):
-        try:
-            rows[i][column].load()
-        except (OSError, SyntaxError, ValueError, AttributeError) as error:  # None has no load
-            raise ValueError(f"task.data: row {i} has an unreadable {column}: {error}") from error
-    return rows
-
-
 def _hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """The rows to train on and those held out, at least one: equal rows are on one side."""
     tables = rows.with_format("arrow").iter(1000)  # images count by their bytes, or their paths
     plain = (row for table in tables for row in table.to_pylist())
-    digests = [hashlib.sha256(repr(row).encode()).digest() for row in plain]
-    limit = max(min(digests), int(_HELD_OUT * 2**64).to_bytes(8, "big"))
-    held = [i for i, each in enumerate(digests) if each <= limit]
-    others = [i for i, each in enumerate(digests) if each > limit]
-    return rows.select(others), rows.select(held)
+    hashes = np.array([hash_of(repr(row)) for row in plain], np.uint64)
+    is_held = np.isin(hashes, hold_out(hashes, _HELD_OUT, len(hashes)))
+    return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))

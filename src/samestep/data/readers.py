@@ -4,28 +4,29 @@ The loaders of `datasets` change values: dates become timestamps, NA becomes nul
 field too many shifts its columns. So these files are read here, one after the other, each from its
 start to its end; `datasets` does all else.
 
-A reader gets the columns that are wanted, {name: whether it must be there}, and yields a row with
-these as they stand in the file, and the number of its line (of .json and .parquet: of the row).
+A reader shows `_columns_of` the first row of a file, with all its columns, and gets those to read.
+Then it yields all rows with these as they stand in the file, each with the number of its line (of
+.json and .parquet: of the row).
 """
 
 import csv
 import gzip
 import json
+import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import pyarrow
-from datasets import Dataset, Features, Image
+from datasets import Features, Image
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
-from samestep.data.files import IMAGES, PACKED, File, file_ending
+from samestep.data.files import IMAGES, PACKED, TABLES, File, file_ending
+from samestep.data.inputs import Columns, Input
+from samestep.data.sources import DataConfig, IncompleteRow, require_value
 
-Columns = dict[str, bool]  # whether each column that is read must be there
 _Numbered = Iterator[tuple[int, Any]]
 
 DOCUMENT = 64_000  # characters of a document, of which a larger .txt or .md file has several
@@ -44,55 +45,113 @@ class Place(NamedTuple):
         return f"{self.path}, {self.unit} {self.line}" if self.line else self.path
 
 
-Row = tuple[dict[str, Any], Place]
+# ---- Rows ----------------------------------------------------------------------------------------
 
 
-# ---- Files ---------------------------------------------------------------------------------------
+def read(
+    source: Input, cfg: DataConfig, left_out: list[str]
+) -> Iterator[tuple[dict, str | None, Place]]:
+    """Yield what is stored of each row of an input, its group, and its place. Notes files without
+    rows. `left_out` gets an entry for each row that is skipped: the first says its place, later
+    ones are empty.
+
+    Raises ValueError for the first row that cannot be used.
+    """
+    source.group = cfg.group_column
+    for file in source.files or [File(source.data, "", 0)]:
+        place, size = None, 0
+        for row, place in _read_file(file.path, source):
+            if source.most < math.inf:
+                size += sum(len(str(value)) for value in row.values())
+            try:
+                group = _group_of(row[cfg.group_column]) if cfg.group_column else None
+                stored = source.form.normalize(row)
+            except IncompleteRow as error:
+                if cfg.incomplete_rows == "refuse":
+                    hint = "--task.incomplete_rows skip leaves such rows out"
+                    raise ValueError(f"task.{source.field}: {place}: {error}; {hint}") from None
+                left_out.append("" if left_out else f"{place}: {error}")
+            except ValueError as error:
+                raise ValueError(f"task.{source.field}: {place}: {error}") from None
+            else:
+                yield stored, group, place
+            if size >= source.most:
+                break
+        if place is None:
+            source.empty.add(file)
 
 
-def read_file(file: File, columns: Columns | None, field: str = "data") -> Iterator[Row]:
-    """The rows of a file, each with its place. What a row lacks is None; without `columns` all are
-    read. A file that is no table has the columns `text` or `image`, and `label`, its folder's name.
+def _group_of(value: Any) -> str:
+    """A group as text. Tables with nulls have 1.0 for 1."""
+    require_value("group", value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _relative_to(table: str, value: Any) -> Any:
+    """The path in a cell of a table, seen from here; any other value as it is."""
+    if isinstance(value, dict) and not value.get("bytes"):  # as `datasets` writes images
+        value = value.get("path")
+    if isinstance(value, str) and value.strip():
+        return os.path.join(os.path.dirname(table), value)
+    return value
+
+
+def _read_file(path: str, source: Input) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield the rows of a file, or of a dataset of the Hub, each with its place. What a row lacks
+    is None. A file that is no table has the columns `text` or `image`, and `label`, its folder's
+    name.
 
     Raises ValueError, which names the last line that was read, for what cannot be read, and for a
     missing column; ConnectionError for a store out of reach.
     """
-    path, ending, number = file.path, file_ending(file.path), 0
-    unit = "row" if ending in (".json", ".parquet") else "line"
-    shown = one_line(path, 200)
-    read = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
+    number, shown = 0, one_line(path, 200)
+    ending = "hub" if source.dataset is not None else file_ending(path)
+    unit = "row" if ending in (".json", ".parquet", "hub") else "line"
+    read_rows = _READERS.get(ending, _read_image if ending in IMAGES else _read_text)
+    columns: Columns = {}
     try:
-        is_first = True
-        for number, row in read(path, columns):
+        for number, row in read_rows(path, source):
             if not isinstance(row, dict):
                 raise ValueError(f"not an object: {row!r:.60}")
-            if columns is not None:
-                if is_first:  # what a later row lacks is null
-                    _check_columns(row, columns)
-                    is_first = False
-                row = {name: row.get(name) for name in columns}
-                row = replace_surrogates(row) if ending in _READERS else row
+            if not columns:  # what a later row lacks is null
+                columns = _columns_of(source, row, [*row])
+            row = {name: row.get(name) for name in columns}
+            if ending in _READERS:
+                row = replace_surrogates(row)
+            if source.paths and ending in TABLES:
+                row[source.paths] = _relative_to(path, row.get(source.paths))
             yield row, Place(shown, number, unit)
-    except MemoryError:
-        raise
     except Exception as error:  # each library has its own errors for what a file holds
+        if isinstance(error, MemoryError) or str(error).startswith("task."):  # it has its field
+            raise
         after = f" after {unit} {number}" if number else ""
-        text = f"task.{field}: cannot read {shown}{after}: {one_line(error)}"
+        text = f"task.{source.field}: cannot read {shown}{after}: {one_line(error)}"
         if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
         raise ValueError(text) from None
 
 
-def _check_columns(existing: Iterable[str], columns: Columns | None) -> None:
-    """Raises ValueError for a column that is missing, or there twice; names the existing ones."""
-    names = list(existing)
-    for name, must in (columns or {}).items():
+def _columns_of(source: Input, first: dict, names: list[str]) -> Columns:
+    """Return the columns to read of a file with columns of these names. The first row of all files
+    chooses the format.
+
+    Raises ValueError for a column that is missing, or there twice.
+    """
+    if not source.columns:
+        source.form = source.form or source.choose(source, first)
+        source.names, source.columns = [*first], {**source.form.columns}
+        if source.group:
+            source.columns[source.group] = True
+    for name, must in source.columns.items():
         number = names.count(name)
         if number > 1 or must and not number:
             problem = "more than one column" if number else "no column"
             shown = one_line(", ".join(names[:20]), 100)
             hint = "name the right one with --task.*_column"
             raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
+    return source.columns
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,11 +197,11 @@ def _open_text(path: str) -> Any:
 # ---- Readers -------------------------------------------------------------------------------------
 
 
-def _read_image(path: str, columns: Columns | None) -> _Numbered:
+def _read_image(path: str, source: Input) -> _Numbered:
     yield 0, {"image": path, "label": _folder_of(path)}
 
 
-def _read_text(path: str, columns: Columns | None) -> _Numbered:
+def _read_text(path: str, source: Input) -> _Numbered:
     """Documents of about DOCUMENT characters, cut at the ends of lines."""
     number = 1
     with _open_text(path) as file:
@@ -160,14 +219,14 @@ def _folder_of(path: str) -> str:
     return os.fsencode(Path(path).absolute().parent.name).decode(errors="backslashreplace")
 
 
-def _read_jsonl(path: str, columns: Columns | None) -> _Numbered:
+def _read_jsonl(path: str, source: Input) -> _Numbered:
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, parse_json(line)
 
 
-def _read_json(path: str, columns: Columns | None) -> _Numbered:
+def _read_json(path: str, source: Input) -> _Numbered:
     """The objects of a list, one object, or lines of them, since many programs name .jsonl so."""
     with _open_text(path) as file:
         text = file.read()
@@ -176,19 +235,18 @@ def _read_json(path: str, columns: Columns | None) -> _Numbered:
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return _read_jsonl(path, columns)
+        return _read_jsonl(path, source)
     return enumerate([rows] if isinstance(rows, dict) else rows, 1)
 
 
-def _read_csv(path: str, columns: Columns | None) -> _Numbered:
+def _read_csv(path: str, source: Input) -> _Numbered:
     mark = "\t" if file_ending(path) == ".tsv" else ","
     with _open_text(path) as file:
         rows = csv.reader(file, delimiter=mark, strict=True)
         names = next(filter(None, rows), [])
         if not names:
             raise ValueError("it is empty: it has no column names")
-        _check_columns(names, columns)
-        last = rows.line_num
+        is_first, last = True, rows.line_num
         for row in rows:
             number = rows.line_num
             if mark == "\t" and number > last + 1 and any(mark in each for each in row):
@@ -202,10 +260,14 @@ def _read_csv(path: str, columns: Columns | None) -> _Numbered:
             if row[1:] and row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
                 raise ValueError(f"line {number} has the column names again: remove it")
             if row:
-                yield number, dict(zip(names, row, strict=True))
+                cells = dict(zip(names, row, strict=True))
+                if is_first:
+                    _columns_of(source, cells, names)
+                    is_first = False
+                yield number, cells
 
 
-def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
+def _read_parquet(path: str, source: Input) -> _Numbered:
     content: Any = path
     if "://" in path:
         import fsspec
@@ -213,88 +275,34 @@ def _read_parquet(path: str, columns: Columns | None) -> _Numbered:
         content = fsspec.open(path, "rb").open()
     # Otherwise memory grows with the file, or with its largest group of rows.
     with ParquetFile(content, pre_buffer=False, buffer_size=2**20) as table:
-        names = table.schema_arrow.names
-        _check_columns(names, columns)
+        if not table.metadata.num_rows:
+            return
+        [first] = next(table.iter_batches(1)).to_pylist()
+        columns = _columns_of(source, _read_cells(first, {}), table.schema_arrow.names)
         # datasets does not know the types of some columns, such as maps.
-        fields = [each for each in table.schema_arrow if each.name in (columns or ())]
+        fields = [each for each in table.schema_arrow if each.name in columns]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
         classes = _class_names(Features.from_arrow_schema(schema))
-        read = names if columns is None else schema.names
         number = 0
-        for batch in table.iter_batches(256, columns=read):
+        for batch in table.iter_batches(256, columns=schema.names):
             for row in batch.to_pylist():
                 number += 1
                 yield number, _read_cells(row, classes)
 
 
-_READERS: dict[str, Callable[[str, Columns | None], _Numbered]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-# ---- The Hub -------------------------------------------------------------------------------------
-
-# What is downloaded stays there, since offline it is all there is: a preparation has a cache of its
-# own, which is removed.
-_CACHE = os.environ.get("HF_DATASETS_CACHE")
-
-
-def load_split(name: str, config: str, split: str, revision: str, field: str) -> Any:
-    """A split of a dataset on the Hub, downloaded once: a `datasets.Dataset`.
-
-    Raises ValueError unless `revision` is a commit; the message gives the newest one.
-    """
-    if not re.fullmatch("[0-9a-f]{40}", revision):
-        raise _unknown_commit(name, revision or "main")
-    datasets.disable_progress_bars()
-    cache_dir = _CACHE or os.path.join(datasets.config.HF_CACHE_HOME, "datasets")
-    how = {"split": split, "revision": revision, "cache_dir": cache_dir}
-    try:
-        found = datasets.load_dataset(name, config or None, **how)
-        if not any(revision in each["filename"] for each in found.cache_files):
-            raise ValueError("the Hub cannot be reached, and this disk has another commit of it")
-    except Exception as error:  # each library underneath has its own
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):  # says nothing itself
-            error = error.__cause__ or error
-        where = f"{name}, config {config or 'default'}, split {split}"
-        text = f"cannot load {where} from the Hub: {one_line(error)}"
-        raise ValueError(f"task.{field}: {text}") from None
-    return found
-
-
-def _unknown_commit(name: str, revision: str) -> ValueError:
-    """An error that gives the newest commit of a branch."""
-    from huggingface_hub import HfApi
-
-    try:
-        commit = HfApi().dataset_info(name, revision=revision).sha
-    except Exception as error:
-        text = "is neither here nor on the Hub, or the Hub cannot be reached"
-        return ValueError(f"task.data: {name} {text}: {one_line(error)}")
-    text = f"write --task.data_revision {commit}, which is {revision} of {name} now"
-    return ValueError(f"task.data_revision: datasets on the Hub change; {text}")
-
-
-def read_dataset(dataset: Dataset, columns: Columns | None, data: str, field: str) -> Iterator[Row]:
-    """The rows of a dataset of the Hub, each with its place: with names in place of the numbers of
-    classes. Without `columns` all are read. Raises ValueError for a missing column."""
-    try:
-        _check_columns(dataset.column_names, columns)
-    except ValueError as error:
-        raise ValueError(f"task.{field}: {data}: {error}") from None
-    columns = columns or dict.fromkeys(dataset.column_names, True)
+def _read_dataset(path: str, source: Input) -> _Numbered:
+    """Rows of the Hub, with names in place of the numbers of classes."""
+    dataset = source.dataset
+    for name in dataset.column_names:  # decoded images would not fit into memory
+        if isinstance(dataset.features[name], Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+    if not len(dataset):
+        return
+    columns = _columns_of(source, _read_cells(dataset[0], {}), dataset.column_names)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
-    for name in part.column_names:  # decoded images would not fit into memory
-        if isinstance(part.features[name], Image):
-            part = part.cast_column(name, Image(decode=False))
     classes = _class_names(part.features)
     for number, row in enumerate(part, 1):
-        row = dict.fromkeys(columns) | _read_cells(row, classes)
-        yield replace_surrogates(row), Place(one_line(data, 200), number, "row")
+        yield number, _read_cells(row, classes)
 
 
 def _class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
@@ -313,3 +321,13 @@ def _read_cells(row: dict[str, Any], classes: dict[str, list[str] | None]) -> di
         elif names and isinstance(value, int):
             row[column] = names[value] if value >= 0 else None
     return row
+
+
+_READERS: dict[str, Callable[[str, Input], _Numbered]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    "hub": _read_dataset,
+}

@@ -21,6 +21,7 @@ from samestep.base.fields import (
     is_local_name,
 )
 from samestep.base.workers import count_cores
+from samestep.data.files import describe_shards, split_shards
 
 _OF_DATA = HUB, HELD_OUT, OWN = "a dataset of the Hub", "rows that are held out", "your own data"
 # Fields, and what reads them: one of these, or another field with this value. A line counts for the
@@ -86,6 +87,14 @@ class DataConfig:
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Folder for prepared data; each combination of data and settings has a subfolder."""
 
+    def key_values(self) -> dict[str, Any]:
+        """Leave weights out of the key of prepared data: they change the order alone."""
+        return {"data": [source.data for source in split_data(self.data)]}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name the files and folders of the sources."""
+        return {"data": [source.data for source in split_data(self.data)]}
+
     def num_proc(self, parts: int) -> int | None:
         """Processes for `map` of a dataset: one for each part, at most the number of cores; None:
         this process alone."""
@@ -104,6 +113,17 @@ class StreamConfig(DataConfig):
     lanes: Lanes = 4
     """streaming: parts of a step, each of which reads shards of its own. At most as many as shards;
     they divide global_batch_size. Best at least as many as there are micro-batches in a step."""
+
+    def key_values(self) -> dict[str, Any]:
+        """Add the list of shards to the key of prepared data."""
+        if not self.streaming:
+            return {}
+        train, held, _ = split_shards(self)
+        return {"shards": [describe_shards(train), describe_shards(held)]}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name no file of a stream, whose shards are not read for the key."""
+        return {"data": [], "validation_data": []} if self.streaming else {}
 
 
 def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
@@ -125,7 +145,17 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             hint = "" if streaming is None else "; --task.streaming true reads shards there"
             raise ValueError(f"task.{name}: {given} is a URL: download the data first{hint}")
     if streaming:
-        _check_streaming(cfg, shipped)
+        held = "empty while task.streaming is true: whole shards are held out"
+        rules = [
+            ("data", "," not in cfg.data, "one folder or URL of shards"),
+            ("group_column", not cfg.group_column, held),
+        ]
+        check_fields(cfg, rules)
+        if cfg.data in shipped or is_hub_name(cfg.data):
+            example = f"hf://datasets/{cfg.data if '/' in cfg.data else 'OWNER/NAME'}"
+            hint = f"of a dataset on the Hub give the URL of its files, {example}"
+            text = f"{cfg.data} is not a folder or URL of shards; {hint}"
+            raise ValueError(f"task.streaming: {text}")
     both = cfg.validation_split and cfg.validation_data
     check_fields(cfg, [("validation_split", not both, "empty beside task.validation_data")])
     check_read(cfg, shipped)
@@ -143,38 +173,16 @@ def check_read(cfg: DataConfig, shipped: Iterable[str], rows: str = "auto") -> N
     if not (cfg.validation_data or cfg.validation_split):
         facts.add(HELD_OUT)
     own = {each.name for each in fields(cfg)}
+    named = {each.split()[0] for _, *readers in _READ_BY for each in readers}
+    facts |= {f"{name} {getattr(cfg, name)}" for name in named & own}
+    if "rows auto" in facts:
+        kinds = ("text", "prompt", "chat") if rows == "auto" else (rows,)
+        facts |= {f"rows {kind}" for kind in kinds}
     for names, *readers in _READ_BY:
-        known = " ".join(each for each in names.split() if each in own)
-        if readers[0] in _OF_DATA:
-            is_read = readers[0] in facts
-        elif readers[0].split()[0] in own:
-            is_read = any(_has_value(cfg, each, rows) for each in readers)
-        else:
-            continue
-        check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
-
-
-def _has_value(cfg: DataConfig, reader: str, rows: str) -> bool:
-    """Whether a field has the value that _READ_BY names."""
-    name, wanted = reader.split()
-    value = str(getattr(cfg, name))
-    if name == "rows" and value == "auto":
-        return rows in (wanted, "auto")
-    return value == wanted
-
-
-def _check_streaming(cfg: Any, bundled: Any) -> None:
-    """Raises ValueError for data that cannot be streamed, and fields that do not go with it."""
-    held = "empty while task.streaming is true: whole shards are held out"
-    rules = [
-        ("data", "," not in cfg.data, "one folder or URL of shards"),
-        ("group_column", not cfg.group_column, held),
-    ]
-    check_fields(cfg, rules)
-    if cfg.data in bundled or is_hub_name(cfg.data):
-        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
-        hint = f"of a dataset on the Hub give the URL of its files, {example}"
-        raise ValueError(f"task.streaming: {cfg.data} is not a folder or URL of shards; {hint}")
+        if readers[0] in _OF_DATA or readers[0].split()[0] in own:
+            known = " ".join(each for each in names.split() if each in own)
+            is_read = not facts.isdisjoint(readers)
+            check_ignored_fields(cfg, [(known, is_read, f"without {' or '.join(readers)}")])
 
 
 # ---- Sources -------------------------------------------------------------------------------------
@@ -233,8 +241,9 @@ def require_value(name: str, value: Any) -> None:
         raise IncompleteRow(f"the {name} is {'NaN' if value != value else 'empty'}")
 
 
-def require_text(name: str, value: Any) -> None:
-    """Raises ValueError for what is no text, or blank."""
+def require_text(name: str, value: Any) -> str:
+    """The text; raises ValueError for what is none, or blank."""
     require_value(name, value)
     if not isinstance(value, str):
         raise ValueError(f"the {name} is {value!r:.60} but must be text")
+    return value

@@ -11,21 +11,25 @@ import itertools
 import json
 import os
 import platform
-from collections import Counter
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.files import read_json_object, replace_text
 from samestep.data.sources import split_data
 from samestep.step.inputs import Source
 
 _BLOCK = 1000  # rows that are read at once: documents may have a megabyte
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _DIGESTS = "digests.json"  # beside the files of a saved split: the digests of its columns
 
 
@@ -59,21 +63,23 @@ def cells_of(column: pa.ChunkedArray) -> list[Any]:
     return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]
 
 
+def write_tables(tables: Iterable[pa.Table], features: Any) -> Any:
+    """A dataset of these tables, in an Arrow file in the cache of `datasets`."""
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ArrowWriter(features=features, path=str(path)) as writer:
+        for table in tables:
+            writer.write_table(table)
+        writer.finalize()
+    return datasets.Dataset.from_file(str(path))
+
+
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def _count_sources(dataset: Any, data: str) -> list[Source]:
-    """The sources of rows that load_rows has read, with the weights in `data`.
-
-    Raises ValueError where rows of several are mixed: their weights could not be kept.
-    """
-    numbers = values_of(dataset, "source")
-    if (np.diff(numbers) < 0).any():
-        raise ValueError("task.views: rows of several sources are mixed; sort them by source")
-    weights = {each.name: each.weight for each in split_data(data)}
-    names = getattr(dataset.features["source"], "names", None) or ["data"]
-    found = zip(names, np.bincount(numbers).tolist(), strict=False)  # the last may have none here
-    return [Source(name, rows, weights.get(name, 1)) for name, rows in found if rows]
+def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows as dicts, of columns of equal length."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 class Rows(torch.utils.data.Dataset):
@@ -88,7 +94,14 @@ class Rows(torch.utils.data.Dataset):
         self.dataset, self.names, self.sized = dataset, names, sized
         self.table = dataset.select_columns(names).with_format("arrow")
         if "source" in dataset.column_names:
-            self.sources = _count_sources(dataset, cfg.data)
+            numbers = values_of(dataset, "source")
+            if (np.diff(numbers) < 0).any():  # their weights could not be kept
+                text = "rows of several sources are mixed; sort them by source"
+                raise ValueError(f"task.views: {text}")
+            weights = {each.name: each.weight for each in split_data(cfg.data)}
+            names = getattr(dataset.features["source"], "names", None) or ["data"]
+            counts = zip(names, np.bincount(numbers).tolist(), strict=False)  # the last may lack
+            self.sources = [Source(n, rows, weights.get(n, 1)) for n, rows in counts if rows]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -97,9 +110,12 @@ class Rows(torch.utils.data.Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
+        return rows_of(self.columns(places))
+
+    def columns(self, places: list[int]) -> dict[str, list]:
+        """The values of these rows in each column, as numpy has them."""
         table = self.table[places]
-        cells = [cells_of(column) for column in table.columns]
-        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*cells, strict=True)]
+        return {name: cells_of(table.column(name)) for name in table.column_names}
 
     def sizes(self) -> np.ndarray:
         """The size of each row, int (N,)."""
@@ -120,7 +136,11 @@ def digest(dataset: Any, names: Iterable[str] = ()) -> str:
     files are the same.
     """
     names = sorted(names or dataset.column_names)
-    stored = _stored_digests(dataset)
+    stored = {}
+    if dataset.cache_files:
+        facts = read_json_object(_folder_of(dataset) / _DIGESTS)
+        if facts.get("fingerprint") == dataset._fingerprint:  # no rows are chosen or moved
+            stored = facts["columns"] if facts["files"] == _stamps_of(dataset) else {}
     total = hashlib.sha256(str(len(dataset)).encode())
     for name in names:
         total.update(f"{name} {stored.get(name) or _digest_column(dataset, name)}\n".encode())
@@ -153,15 +173,6 @@ def is_intact(dataset: Any, verify: bool = False) -> bool:
     return True
 
 
-def _stored_digests(dataset: Any) -> dict[str, str]:
-    """The digest of each column that `store_digests` wrote; empty for a changed dataset or file."""
-    if not dataset.cache_files:
-        return {}
-    facts = read_json_object(_folder_of(dataset) / _DIGESTS)
-    same = facts.get("fingerprint") == dataset._fingerprint
-    return facts["columns"] if same and facts["files"] == _stamps_of(dataset) else {}
-
-
 def _folder_of(dataset: Any) -> Path:
     return Path(dataset.cache_files[0]["filename"]).parent
 
@@ -177,66 +188,46 @@ def _stamps_of(dataset: Any) -> dict[str, list[int]]:
 
 
 def _digest_column(dataset: Any, name: str) -> str:
-    """64 hex digits for the type and the values of a column, in the order of the rows."""
-    values = _ValueDigest()
-    for chunk in chunks_of(dataset, name):
-        values.add(chunk)
-    return values.finish(repr(dataset.features[name]))
+    """64 hex digits for the type and the values of a column, in the order of the rows, the same
+    however Arrow has cut them: missing values, the lengths of lists and texts, and the values have
+    a hash each."""
+    hashes: dict[str, Any] = defaultdict(hashlib.sha256)
+    sizes: Counter = Counter()  # of what was added, by the same names
 
-
-class _ValueDigest:
-    """A digest of arrays that follow each other, the same however they are cut.
-
-    Missing values, the lengths of lists and texts, and the values have a hash each.
-    """
-
-    def __init__(self) -> None:
-        self.hashes: dict[str, Any] = {}
-        self.sizes: Counter = Counter()  # of what was added, by the same names
-
-    def update(self, place: str, content: Any) -> None:
-        self.hashes.setdefault(place, hashlib.sha256()).update(content)
-
-    def add(self, array: pa.Array, place: str = "") -> None:
+    def add(array: pa.Array, place: str) -> None:
         """Adds the values of a column, or of what lies inside it at a place."""
         kind = array.type
         if isinstance(kind, pa.ExtensionType):
-            return self.add(array.storage, place)
+            return add(array.storage, place)
         if pa.types.is_dictionary(kind):
-            return self.add(array.dictionary_decode(), place)
+            return add(array.dictionary_decode(), place)
         if array.null_count:
             missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-            self.update(f"{place} missing", (missing + self.sizes[place]).astype("<i8"))
-        self.sizes[place] += len(array)
+            hashes[f"{place} missing"].update((missing + sizes[place]).astype("<i8"))
+        sizes[place] += len(array)
         if pa.types.is_fixed_size_list(kind) or is_list(kind):
             lengths = pc.list_value_length(array).fill_null(0)
-            self.update(f"{place} lengths", lengths.to_numpy().astype("<i8"))
-            self.add(array.flatten(), f"{place}[]")
+            hashes[f"{place} lengths"].update(lengths.to_numpy().astype("<i8"))
+            add(array.flatten(), f"{place}[]")
         elif pa.types.is_struct(kind):
             for field, values in zip(kind, array.flatten(), strict=True):
-                self.add(values, f"{place}.{field.name}")
-        elif _is_text(kind):
+                add(values, f"{place}.{field.name}")
+        elif kind in _TEXTS:
             texts = array.cast(pa.large_binary()).fill_null(b"")
-            self.update(f"{place} lengths", pc.binary_length(texts).to_numpy().astype("<i8"))
-            self.update(place, b"".join(texts.to_pylist()))
+            hashes[f"{place} lengths"].update(pc.binary_length(texts).to_numpy().astype("<i8"))
+            hashes[place].update(b"".join(texts.to_pylist()))
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
             values = array.fill_null(0).to_numpy()
-            self.update(place, np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
+            hashes[place].update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
         else:  # truth values, times, decimals
-            self.update(place, "".join(f"{each!r}\n" for each in array.to_pylist()).encode())
+            hashes[place].update("".join(f"{each!r}\n" for each in array.to_pylist()).encode())
 
-    def finish(self, kind: str) -> str:
-        """64 hex digits for a type and all that was added."""
-        digests = {place: each.hexdigest() for place, each in self.hashes.items()}
-        facts = json.dumps([kind, self.sizes, digests], sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()
+    for chunk in chunks_of(dataset, name):
+        add(chunk, "")
+    digests = {place: each.hexdigest() for place, each in hashes.items()}
+    facts = json.dumps([repr(dataset.features[name]), sizes, digests], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts or bytes."""
-    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

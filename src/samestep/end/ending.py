@@ -5,6 +5,7 @@ export_check.py. The task may give what to compare them with: its function `test
 """
 
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
 from samestep.base.workers import count_cores
 from samestep.contract import dtypes
 from samestep.end import export_check
-from samestep.launch.shutdown import STOPPED
 from samestep.report import model_card, tracking
-from samestep.run.log import RunLog
 from samestep.run.run import Run
-from samestep.run.saving import Saver
 from samestep.state import checkpoints
 from samestep.step.model import gather_model
+from samestep.training.training import Training
 
 _TESTED = 4  # rows of the validation data that the task makes test inputs of
 
 
-def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
-    """Saves the model of this step with its card.
+def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
+    """Save the model of this step with its card.
 
     Returns the model with all its weights, on the main process. All processes must call it.
     """
@@ -44,11 +42,11 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             if run.cfg.check_export and hasattr(run.task, "test_inputs"):
                 # The export may change the model: LoRA's adapters are merged then.
                 run.tested = catch(ask_trained, run, full_model)
-            about = {"step": step, "steps": run.last_step, "scores": scores}
-            about |= {**run.start.manifest, "devices": run.hardware}
+            about = {"step": step, "steps": run.max_steps, "scores": scores}
+            about |= {**run.manifest, "devices": run.hardware}
             with checkpoints.replaced_folder(folder) as fresh:
                 trained = dtypes.trained_weights(full_model).values()
-                in_float32 = any(each.dtype == torch.float32 for each in trained)
+                in_float32 = any(weight.dtype == torch.float32 for weight in trained)
                 run.task.export(full_model.eval(), fresh)
                 if in_float32:
                     dtypes.name_dtype(fresh)
@@ -56,83 +54,78 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     return full_model
 
 
-def write_evaluation(
-    run: Run, saver: Saver, model: torch.nn.Module, scores: dict | None, sums: dict | None
-) -> int:
-    """The end of `eval_only`: the scores of a checkpoint, and what the task reports of it; the exit
-    code. Without scores the evaluation was stopped."""
-    if scores is None or sums is None:
-        return STOPPED
+def write_evaluation(training: Training, scores: dict) -> int:
+    """End `eval_only`: write the scores of a checkpoint, and what the task reports of it; return
+    the exit code."""
+    run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-    full_model = gather_model(run.accelerator, run.ranks, model, run.new_model)
+    full_model = gather_model(run.accelerator, run.ranks, training.exported, run.new_model)
     folder = run.output / "evaluation"
     with run.ranks.fail_together():
         if run.accelerator.is_main_process:
-            checkpoint = str(run.resume_point.checkpoint)
-            line = {"step": run.first_step, "checkpoint": checkpoint, **scores}
+            line = {"step": training.step, "checkpoint": str(run.point.checkpoint), **scores}
             folder.mkdir(exist_ok=True)
             replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
-    if _leave_others(run):
-        attempt("no report", report, run, saver, full_model, sums, folder)
+    if _leave_others(training):
+        attempt("no report", report, training, full_model, folder)
     return 0
 
 
-def _leave_others(run: Run) -> bool:
-    """Ends the communication of the processes; whether this is the main one, which works on: what
-    it does may take longer than the timeout."""
-    run.accelerator.state.destroy_process_group()
+def _leave_others(training: Training) -> bool:
+    """End the communication of the processes; return whether this is the main one, which works on:
+    what it does may take longer than the timeout."""
+    training.run.leave(training)
     torch.set_num_threads(count_cores())  # the other processes have left their cores
-    return run.accelerator.is_main_process
+    return training.accelerator.is_main_process
 
 
-def finish(
-    run: Run,
-    log: RunLog,
-    saver: Saver,
-    full_model: torch.nn.Module | None,
-    sums: dict | None,
-    step: int,
-) -> int:
-    """Writes how the run ended, and shows what the task reports of the model; the exit code.
+def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
+    """Export the last model or the best, write how the run ended, and show what the task reports of
+    the model; return the exit code. `evaluate(training)` gives the scores of the model."""
+    run: Run = training.run
+    training.complete()
+    exported = training.load_best() if run.cfg.export == "best" else training.step
+    scores = training.scores
+    if exported != training.step or run.sums is None:  # it has not just been evaluated
+        scores = evaluate(training)
+    assert scores is not None
+    training.close()
+    full_model = _export(run, training.exported, exported, scores)
+    if not _leave_others(training):
+        return 0
+    assert full_model is not None
+    training.write_status("finished", exit_code=0, exported=exported)
+    shown = attempt("no report", report, training, full_model, run.output)
+    texts = {name: value for name, value in (shown or {}).items() if isinstance(value, str)}
+    lines = tracking.Tracker(training.accelerator)
+    attempt("the tracker has no report", lines.track, {**texts, "step": exported}, exported)
+    if run.cfg.check_export:
+        result = attempt("the export was not checked", check_export, run, full_model)
+        training.write_status("finished", exit_code=0, exported=exported, export_check=result)
+    from samestep.report import curves  # matplotlib, which other processes and checks need not
 
-    `sums`: of the evaluation of the exported model, that of this step; None: the run was stopped.
-    """
-    code, state = (0, "finished") if sums else (STOPPED, "stopped")
-    if not _leave_others(run):
-        return code
-    exported = {"exported": step} if sums else {}
-    run_folder.write_status(run.output, state, exit_code=code, **exported)
-    if sums:
-        shown = attempt("no report", report, run, saver, full_model, sums, run.output)
-        texts = {name: value for name, value in (shown or {}).items() if isinstance(value, str)}
-        attempt("the tracker has no report", log.lines.track, {**texts, "step": step}, step)
-        if run.cfg.check_export:
-            attempt("the export was not checked", check_export, run, full_model, step)
-        from samestep.report import curves  # matplotlib, which other processes and checks need not
-
-        picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
-        picture = picture or f"no picture: {one_line(problem)}"
-        print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
-    else:
-        print_on_main(f"stopped after step {saver.step}; the same command continues the run")
-    attempt("the tracker was not closed", run.accelerator.end_training)
-    return code
+    picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
+    picture = picture or f"no picture: {one_line(problem)}"
+    print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
+    run.end_tracking(training)
+    return 0
 
 
-def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, output: Path) -> dict:
-    """Prints what the task shows of an evaluation, texts and pictures; returns it."""
+def report(training: Training, full_model: torch.nn.Module, output: Path) -> dict:
+    """Print what the task shows of the newest evaluation, texts and pictures; return it."""
+    run: Run = training.run
     if not hasattr(run.task, "report"):
         return {}
     output.mkdir(exist_ok=True)
     device = run.accelerator.device
     if run.ranks.layout.sharded and device.type == "cuda":  # gathered on the CPU
-        saver.state.optimizer.state.clear()  # training is over
+        training.optimizer.state.clear()  # training is over
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
+        size = sum(tensor.nbytes for tensor in [*full_model.parameters(), *full_model.buffers()])
         if size + total // 10 < free:  # the tenth is for what the report computes
             full_model.to(device)
-    shown = run.task.report(full_model.eval(), sums, output) or {}
+    shown = run.task.report(full_model.eval(), run.sums, output) or {}
     shown = {name: value for name, value in shown.items() if value is not None}  # it failed
     for name, value in shown.items():
         print_on_main(f"{name}: {value}")
@@ -143,12 +136,12 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
 
 
 def ask_trained(run: Run, model: Any) -> list[dict]:
-    """What the trained model makes of the task's test inputs; raises ValueError if there are none.
+    """Ask the trained model the task's test inputs; raise ValueError if there are none.
 
     In the vocabulary of export_check.compare_outputs.
     """
-    rows = [run.start.views[1][i] for i in range(min(_TESTED, len(run.start.views[1])))]
-    asked: list[dict[str, Any]] = []
+    rows = [run.validation[i] for i in range(min(_TESTED, len(run.validation)))]
+    expected: list[dict[str, Any]] = []
     model.eval()
     for given, tensors in run.task.test_inputs(rows):
         inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
@@ -156,15 +149,15 @@ def ask_trained(run: Run, model: Any) -> list[dict]:
             inputs = {name: values.long() for name, values in inputs.items()}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         there = {name: values.to(model.device) for name, values in inputs.items()}
-        found = export_check.ask(model, there)
-        asked.append({"given": given, "inputs": inputs, **found})
-    if not asked:
+        outputs = export_check.ask(model, there)
+        expected.append({"given": given, "inputs": inputs, **outputs})
+    if not expected:
         raise ValueError("task.test_inputs gives no input")
-    return asked
+    return expected
 
 
-def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
-    """Compares the exported model with the trained one; the card and the status say the result."""
+def check_export(run: Run, model: torch.nn.Module) -> str:
+    """Compare the exported model with the trained one; write the result to the card; return it."""
     folder = run.output / "model"
     line, problem = catch(_verify_export, run, model, folder)
     result = "passed"
@@ -183,28 +176,27 @@ def check_export(run: Run, model: torch.nn.Module, step: int) -> None:
     card = folder / "README.md"
     section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
-    facts = {"exit_code": 0, "exported": step, "export_check": result}
-    run_folder.write_status(run.output, "finished", **facts)
+    return result
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
-    """What is the same in the exported model, for a line; empty: there is nothing to compare.
+    """Say what is the same in the exported model, for a line; empty: nothing to compare.
 
     Raises what is wrong with it.
     """
-    asked, problem = run.tested
+    expected, problem = run.tested
     if problem:
         raise problem
-    if not asked:
+    if not expected:
         return export_check.compare_tensors(str(folder), model)
-    rounding = "float16" if run.cfg.tf32 else asked[0]["dtype"]
+    rounding = "float16" if run.cfg.tf32 else expected[0]["dtype"]
     if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
-        for each in asked:
-            del each["dtype"]
-    trusted = getattr(run.cfg.task, "trust_remote_code", False)
-    found = export_check.compare_outputs(str(folder), asked, rounding, trust_remote_code=trusted)
+        for outputs in expected:
+            del outputs["dtype"]
+    trusted = {"trust_remote_code": getattr(run.cfg.task, "trust_remote_code", False)}
+    result = export_check.compare_outputs(str(folder), expected, rounding, **trusted)
     line = (
-        f"loads it in {found['dtype']}, and gives the same logits for {len(asked)} inputs (largest "
-        f"difference {found['difference']:.1g} of the largest one)"
+        f"loads it in {result['dtype']}, and gives the same logits for {len(expected)} inputs "
+        f"(largest difference {result['difference']:.1g} of the largest one)"
     )
-    return line + (f"; it stops after {one_line(found['stop'], 40)}" if found["stop"] else "")
+    return line + (f"; it stops after {one_line(result['stop'], 40)}" if result["stop"] else "")

@@ -25,7 +25,7 @@ CLASSES = {
 
 @torch.no_grad()
 def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a model makes of one row of inputs, (1, ...): about a thousand of its logits."""
+    """Return about a thousand logits of a model for one row of inputs, (1, ...), and more."""
     about: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
     if "input_ids" in inputs:
         about["tokens"] = inputs["input_ids"][0].tolist()
@@ -41,7 +41,7 @@ def ask(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _read_inputs(reader: Any, given: Any) -> Any:
-    """What the exported tokenizer or image processor makes of what is given."""
+    """Let the exported tokenizer or image processor read what is given."""
     if not hasattr(reader, "apply_chat_template"):
         return reader(given, return_tensors="pt")
     if isinstance(given, list):
@@ -52,8 +52,8 @@ def _read_inputs(reader: Any, given: Any) -> Any:
 
 
 def load(folder: str, task: str | None, **options: Any) -> Any:
-    """What from_pretrained gives for a folder with its own generation config: adapters would get
-    that of their base model, which may stop at other tokens."""
+    """Load a folder by from_pretrained with its own generation config: adapters would get that of
+    their base model, which may stop at other tokens."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -65,13 +65,13 @@ def load(folder: str, task: str | None, **options: Any) -> Any:
 
 
 def architecture(folder: str | Path) -> str:
-    """The class that the config of an exported model names; empty: there is none."""
+    """Return the class that the config of an exported model names; empty: there is none."""
     names = read_json_object(Path(folder) / "config.json").get("architectures")
     return str(names[0]) if names and isinstance(names, list) else ""
 
 
 def _check_stop(model: Any, reader: Any) -> str:
-    """The special token that a chat template writes after an answer; empty: there is none.
+    """Return the special token that a chat template writes after an answer; empty: none.
 
     Raises ValueError if the model, made to generate that token alone, does not stop.
     """
@@ -80,7 +80,7 @@ def _check_stop(model: Any, reader: Any) -> str:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "90000009"}]
     text = reader.apply_chat_template(chat, tokenize=False).rpartition("90000009")[2]
     ids = reader(text, add_special_tokens=False).input_ids
-    ends = [each for each in ids if each in reader.added_tokens_decoder][:1]
+    ends = [token for token in ids if token in reader.added_tokens_decoder][:1]
     end, options = reader.decode(ends), {"max_new_tokens": 4, "do_sample": False}
     options["prefix_allowed_tokens_fn"] = lambda *_: ends
     if ends and model.generate(torch.tensor([ends]), **options).shape[1] != 2:
@@ -90,46 +90,47 @@ def _check_stop(model: Any, reader: Any) -> str:
     return end
 
 
-def compare_outputs(folder: str, asked: list[dict], rounding: str, **options: Any) -> dict:
-    """Loads an exported model on the CPU, and compares its outputs; raises ValueError.
+def compare_outputs(folder: str, expected: list[dict], rounding: str, **options: Any) -> dict:
+    """Load an exported model on the CPU, and compare its outputs; raise ValueError.
 
-    Each of `asked` has what `ask` gave for the trained model, its `inputs`, and what was `given`: a
-    text, two texts, a chat, an image. If that is None, the loaded model gets the same inputs: there
-    is no tokenizer or image processor to read anything. Gives the dtype, the largest difference as
-    a part of the largest logit, and the token at which the model stops.
+    expected: what `ask` gave for the trained model, its `inputs`, and what was `given`: a text, two
+        texts, a chat, an image. If that is None, the loaded model gets the same inputs: there is no
+        tokenizer or image processor to read anything.
+    rounding: the dtype of its products. Returns the dtype, the largest difference as a part of the
+    largest logit, and the token at which the model stops.
     """
     import transformers
 
     options["local_files_only"] = True
-    reader, given = None, asked[0]["given"]
+    reader, given = None, expected[0]["given"]
     if given is not None:
         is_text = isinstance(given, str | list | dict)
         kind = transformers.AutoTokenizer if is_text else transformers.AutoImageProcessor
         reader = kind.from_pretrained(folder, **options)
     model = load(folder, pipeline_task(Path(folder)), **options).eval()
     largest = 0.0
-    for each in asked:
-        given, inputs = each["given"], each["inputs"]
+    for trained in expected:
+        given, inputs = trained["given"], trained["inputs"]
         if given is not None:
             inputs = _read_inputs(reader, given).to(model.dtype)
-        answer = ask(model, inputs)
-        for name in {"dtype", "tokens", "labels"} & each.keys():
-            if answer[name] != each[name]:
-                found, trained = f"{answer[name]!s:.80}", f"{each[name]!s:.80}"
-                raise ValueError(f"its {name} of {given!r:.60} are {found}, not {trained}")
-        pairs = zip(answer["logits"], each["logits"], strict=True)
-        difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, answer["logits"]))
-        if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[answer["dtype"]]):
+        outputs = ask(model, inputs)
+        for name in {"dtype", "tokens", "labels"} & trained.keys():
+            if outputs[name] != trained[name]:
+                shown, wanted = f"{outputs[name]!s:.80}", f"{trained[name]!s:.80}"
+                raise ValueError(f"its {name} of {given!r:.60} are {shown}, not {wanted}")
+        pairs = zip(outputs["logits"], trained["logits"], strict=True)
+        difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, outputs["logits"]))
+        if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[outputs["dtype"]]):
             problem = f"its logits differ by {difference:.2g}"
             raise ValueError(f"{problem} of the largest one after {given!r:.60}")
         largest = max(largest, difference)
     stop = _check_stop(model, reader)
-    return {"dtype": answer["dtype"], "difference": largest, "stop": stop}
+    return {"dtype": outputs["dtype"], "difference": largest, "stop": stop}
 
 
 def compare_tensors(folder: str, model: torch.nn.Module) -> str:
-    """Loads an exported model by the class that its config names, on the CPU, and compares names,
-    shapes and values of all its tensors with those of the trained one. Gives a line; an empty one
+    """Load an exported model by the class that its config names, on the CPU, and compare names,
+    shapes and values of all its tensors with those of the trained one. Return a line; an empty one
     if that is no class of transformers, or none in the trained model.
 
     Raises ValueError unless one of the parts with this class, such as a student and its teacher, is
@@ -138,27 +139,27 @@ def compare_tensors(folder: str, model: torch.nn.Module) -> str:
     import transformers
 
     name = architecture(folder)
-    parts = [each for each in model.modules() if type(each).__name__ == name]
+    parts = [part for part in model.modules() if type(part).__name__ == name]
     if not parts or not hasattr(transformers, name):
         return ""
     after = load(folder, None, local_files_only=True).state_dict()
-    problems = [_find_difference(each.state_dict(), after) for each in parts]
+    problems = [_find_difference(part.state_dict(), after) for part in parts]
     if all(problems):
         raise ValueError(problems[0])
     return f"loads it as {name}, with the {len(after)} tensors of the trained model"
 
 
 def _find_difference(trained: dict, loaded: dict) -> str:
-    """The first difference of two dicts of tensors; a dtype with more digits is none."""
+    """Return the first difference of two dicts of tensors; a dtype with more digits is none."""
     for name in [*trained, *loaded]:
         if name not in loaded:
             return f"it has no {name}, which the trained model has"
         if name not in trained:
             return f"it has {name}, which the trained model has not"
-        was, found = trained[name].cpu(), loaded[name]
-        if was.shape != found.shape:
-            return f"its {name} has the shape {[*found.shape]}, not {[*was.shape]}"
-        dtype = torch.promote_types(was.dtype, found.dtype)
-        if not torch.equal(was.to(dtype), found.to(dtype)):
+        before, after = trained[name].cpu(), loaded[name]
+        if before.shape != after.shape:
+            return f"its {name} has the shape {[*after.shape]}, not {[*before.shape]}"
+        dtype = torch.promote_types(before.dtype, after.dtype)
+        if not torch.equal(before.to(dtype), after.to(dtype)):
             return f"its {name} has other values than that of the trained model"
     return ""

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.data import views
+from samestep.data.views import Rows
 from samestep.images import images
 from samestep.images.images import resize
 from samestep.models import classification, pretrained
@@ -98,25 +98,19 @@ def read_processor(folder: Path) -> tuple[int, list[float], list[float]]:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-class Images(torch.utils.data.Dataset):
-    """Rows of a split: image, uint8 (S, S, 3), decoded when it is used, and label."""
+class Images(Rows):
+    """Rows of a split: image, uint8 (S, S, 3), decoded when it is used, and label. The digest is
+    that of the files of the images, and the labels."""
+
+    sizes = None  # type: ignore[assignment]  # all have one size
 
     def __init__(self, dataset: Any, folder: Path):
-        self.dataset, self.side = dataset, read_processor(folder)[0]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> Row:
-        return self.__getitems__([i])[0]
+        super().__init__(dataset, ["digest", "label"], [], None)
+        self.side = read_processor(folder)[0]
 
     def __getitems__(self, places: list[int]) -> list[Row]:
         rows = self.dataset.__getitems__(places)
         return [{"image": decode(row, self.side), "label": row["label"]} for row in rows]
-
-    def digest(self) -> str:
-        """That of the files of the images, and the labels."""
-        return views.digest(self.dataset, ["digest", "label"])
 
 
 def decode(row: Row, side: int) -> np.ndarray:

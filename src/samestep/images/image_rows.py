@@ -4,10 +4,8 @@ held out by the content of their files, and decoded once to see that they can be
 
 import contextlib
 import hashlib
-import json
 import os
-import platform
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
-from samestep.base.files import read_json_object, replace_text
-from samestep.data import demo_data, labels, sources
+from samestep.data import demo_data, labels, readers, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
-from samestep.data.rows import Input, RowFormat, find_inputs, load_rows
+from samestep.data.inputs import Input, RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.images import image_data, images
 from samestep.models import pretrained
 
@@ -63,44 +61,28 @@ def check_config(cfg: Any) -> None:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _local_data(cfg: Any) -> dict[str, str]:
-    """The absolute paths of local files or folders that fields name."""
-    found = {"data": cfg.data, "validation_data": cfg.validation_data}
-    if cfg.data == BUNDLED or sources.is_hub_name(cfg.data):
-        del found["data"]
-    found = {field: str(local_path(data).absolute()) for field, data in found.items() if data}
-    return {field: path for field, path in found.items() if os.path.exists(path)}
-
-
 def named_files(cfg: Any) -> list[str]:
     """The images that tables name: data is prepared again where one has changed."""
     found: dict[str, None] = {}
-    for field, root in _local_data(cfg).items():
+    for field in ("data", "validation_data"):
+        root = os.path.abspath(local_path(getattr(cfg, field)))
+        if not getattr(cfg, field) or not os.path.exists(root):
+            continue  # bundled, or of the Hub
         for each in list_files(root, field, ENDINGS)[0]:
             if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
-                found |= dict.fromkeys(_images_of(each, field, cfg))
+                status = os.stat(each.path)
+                stamps = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                found |= dict.fromkeys(_images_of(each, field, cfg.image_column, stamps))
     return [*filter(os.path.isfile, found)]
 
 
-def _images_of(table: File, field: str, cfg: Any) -> list[str]:
-    """The paths in a table. A file in the cache remembers them until the table changes, so that
-    the processes of a start do not read it."""
-    status = os.stat(table.path)
-    facts = [table.path, cfg.image_column, status.st_size, status.st_ino]
-    facts += [status.st_mtime_ns, status.st_ctime_ns]
-    name = hashlib.sha256(table.path.encode(errors="surrogateescape")).hexdigest()[:16]
-    memo = local_path(cfg.cache_dir) / f"images-{name}.json"
-    known = read_json_object(memo)
-    if known.get("table") == facts:
-        return known["images"]
-    columns = {cfg.image_column: True}
-    rows = Input(field, table.path, "", [table], columns=columns, paths=cfg.image_column).rows()
-    cells = (row[cfg.image_column] for row, _ in rows)
-    images = [cell for cell in cells if isinstance(cell, str)]
-    with contextlib.suppress(OSError):  # no folder yet, or a read-only disk
-        own = memo.with_name(f".{memo.name}-{platform.node()[:60]}-{os.getpid()}")
-        replace_text(memo, json.dumps({"table": facts, "images": images}), own)
-    return images
+@cache  # a start asks several times
+def _images_of(table: File, field: str, column: str, stamps: tuple) -> list[str]:
+    """Read the paths in a table, once while its stamps stay the same."""
+    form = RowFormat({column: True}, dict, {})
+    source = Input(field, table.path, "", [table], paths=column, form=form)
+    cells = [row[column] for row, _, _ in readers.read(source, sources.DataConfig(), [])]
+    return [cell for cell in cells if isinstance(cell, str)]
 
 
 def _holds_images(table: str, column: str) -> bool:
@@ -147,9 +129,9 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     bundled = {BUNDLED: demo_data.digit_rows}
     inputs = find_inputs(cfg, bundled, ENDINGS, in_classes=True)
     for each in inputs:
-        each.columns = {cfg.image_column: True, cfg.label_column: True}
         each.paths = cfg.image_column
-    form = RowFormat(partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
+    columns = {cfg.image_column: True, cfg.label_column: True}
+    form = RowFormat(columns, partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
     rows = load_rows(inputs, cfg, form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])

@@ -1,7 +1,4 @@
-"""What cannot be combined: one table and one function, before the data and the model.
-
-Each pair would change the numbers, hang, or fail in a library's code: docs/hardware.md says why.
-"""
+"""What recipe, YAML and device have of what cannot be combined: see processes/exclusions.py."""
 
 import os
 from typing import Any
@@ -10,24 +7,12 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from samestep.launch.device import use_cpu
+from samestep.processes import exclusions
 from samestep.processes.mesh import Layout
-
-# Of the first and any of the others one is left out.
-_EXCLUDED = {
-    "exact": (
-        *("compile", "offload", "fp8", "DeepSpeed"),
-        *("tensor parallelism", "context parallelism", "stages", "an Apple GPU"),
-    ),
-    "compile": ("DeepSpeed", "context parallelism", "stages"),
-    "device_shares": ("sharded weights",),
-    "async_save": ("DeepSpeed",),
-    "fp16": ("sharded weights", "a CPU"),
-    "fp8": ("DeepSpeed", "tensor parallelism", "context parallelism", "stages"),
-}
 
 
 def check_combinations(cfg: Any, layout: Layout) -> None:
-    """Raises ValueError for two things of recipe, YAML and device that cannot be combined."""
+    """Raises UserError for two things of recipe, YAML and device that cannot be combined."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     on_cpu = use_cpu() or not torch.accelerator.is_available()
     trains = not cfg.check  # a check may run on another machine
@@ -47,7 +32,4 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
         "a CPU": trains and on_cpu,
         "an Apple GPU": trains and not on_cpu and torch.backends.mps.is_available(),
     }
-    for name, others in _EXCLUDED.items():
-        for other in others:
-            if there[name] and there[other]:
-                raise ValueError(f"{name} cannot be combined with {other}; leave one of them out")
+    exclusions.check(there)

@@ -108,17 +108,11 @@ def check_launched(layout: Layout) -> None:
         raise ValueError("parallelism_config shards nothing without FSDP; use hsdp.yaml")
     if layout.cp > 1 and not torch.cuda.is_available():
         raise ValueError("context parallelism needs CUDA's attention kernels")
-    if layout.deepspeed:
-        _check_zero()
-
-
-def _check_zero() -> None:
-    """Raises ValueError for settings of DeepSpeed that train.py does not know."""
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    if stage not in ("2", "3"):
+    if layout.deepspeed and stage not in ("2", "3"):
         raise ValueError(f"deepspeed_config: zero_stage is {one_line(stage, 60)}; give 2 or 3")
     offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
-    if offload == "cpu" and stage != "3":
+    if layout.deepspeed and offload == "cpu" and stage != "3":
         raise ValueError("deepspeed_config: offload_param_device needs zero_stage 3")
 
 

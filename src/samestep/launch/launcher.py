@@ -6,7 +6,6 @@ accelerate reads the YAML. Here is checked what it takes without a word and trai
 import argparse
 import os
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 from samestep.settings import config
@@ -70,13 +69,6 @@ def read_yaml(path: str) -> Any:
     return hardware
 
 
-def _check_sections(hardware: Any, env: Mapping[str, str]) -> None:
-    """Raises ValueError for a section of the YAML that has no effect in this environment."""
-    for name, (wanted, variable, value) in _SECTIONS.items():
-        if getattr(hardware, name) and env.get(variable, "") != value:
-            raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
-
-
 def find_yaml(arguments: argparse.Namespace) -> str:
     """The YAML that accelerate's launcher reads: that of its words, or of `accelerate config`."""
     from accelerate.commands.config.config_args import default_config_file
@@ -104,8 +96,9 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
             fields += ["mixed_precision"] if from_yaml else []
             arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
             env = environment(arguments)
-            if hardware:
-                _check_sections(hardware, env)
+            for name, (wanted, variable, value) in _SECTIONS.items():
+                if getattr(hardware, name, None) and env.get(variable, "") != value:
+                    raise ValueError(f"{name} has no effect here: write {wanted}, or remove {name}")
         except (ValueError, OSError):
             raise
         except Exception as error:  # of accelerate, for a value that it does not expect

@@ -36,7 +36,7 @@ _OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
 LIMITS = {"gloo": 60, "NCCL": 180}
 
 
-def join(end: Callable[[BaseException], Any] | None = None) -> "Rendezvous | None":
+def join(end: Callable[[BaseException], Any]) -> "Rendezvous | None":
     """Joins the other processes of the run; None if there are none.
 
     `end` ends this process for an error of another one, from a thread.
@@ -55,7 +55,7 @@ class Rendezvous:
     """A process among several. Their store has `preparing/RANK` and `ready/RANK`, one `error`, and
     `done/RANK` of a process that will not ask again: only then may the store end."""
 
-    def __init__(self, rank: int, processes: int, end: Callable | None = None):
+    def __init__(self, rank: int, processes: int, end: Callable[[BaseException], Any]):
         self.rank, self.end_process = rank, end
         self.all, self.host = range(processes), socket.gethostname()
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -89,8 +89,7 @@ class Rendezvous:
         for thread in threading.enumerate():
             if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
                 thread.join()
-        if self.end_process:
-            self.end_process(self.error_of_others())
+        self.end_process(self.error_of_others())
 
     def connect(self, timeout: datetime.timedelta) -> dist.Store:
         """A connection of its own: one that waits lets no other thread call it."""
@@ -173,8 +172,7 @@ class Rendezvous:
         """
         limit = min(LIMITS[library] * max(timeout / 1800, 1), timeout)
         problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
-        end = self.end_process or (lambda error: None)
-        timer = threading.Timer(limit, lambda: end(self.unreachable(library, problem)))
+        timer = threading.Timer(limit, lambda: self.end_process(self.unreachable(library, problem)))
         timer.daemon = True
         timer.start()
         try:

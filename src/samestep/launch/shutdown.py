@@ -6,34 +6,24 @@ agree on it between two steps, save a checkpoint, and exit.
 
 import atexit
 import contextlib
-import errno
 import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
-from samestep.base import run_folder
-from samestep.base.console import is_main, one_line, protect_output, read_place, without_credentials
-from samestep.base.errors import (
-    Failed,
-    UserError,
-    as_user_error,
-    catch,
-    describe_os_error,
-    is_out_of_memory,
-)
-from samestep.base.files import DISK_FULL, replace_text
+from samestep.base.console import one_line, protect_output
+from samestep.base.errors import as_user_error, catch
 from samestep.base.launching import STOPPED, write_exit_code
 from samestep.base.signals import ignore_signals
 from samestep.launch import rendezvous
+from samestep.processes import failures
 from samestep.processes.ranks import SAVE_THREAD
 from samestep.processes.stop import StopRequest as SignalFlags
 from samestep.processes.stop import find_launcher
@@ -63,22 +53,17 @@ class StopRequest(SignalFlags):
         super().handle(number, _)
         if not self.training and not self.leaving:
             self.leaving = True
-            error = self.tell_others()
-            code, line = _exit_code_for(error)
-            leave(code, f"{self.program}: {one_line(line, 1000)}" if _speaks_for(error) else "")
+            error: BaseException = SystemExit(STOPPED)
+            if self.others:  # they learn of it, unless one of them has failed
+                if catch(self.others.look)[0]:
+                    error = self.others.error_of_others()
+                self.others.leave(error, lambda: 1)
+            code, line = failures.exit_code_of(error)
+            speaks = failures.speaks_for(error)
+            leave(code, f"{self.program}: {one_line(line, 1000)}" if speaks else "")
 
     def interrupt(self) -> None:
         os._exit(128 + signal.SIGINT)
-
-    def tell_others(self) -> BaseException:
-        """Why this process ends before training: it was asked to stop, or another one has failed.
-        The others learn of a stop."""
-        error: BaseException = SystemExit(STOPPED)
-        if self.others:
-            if catch(self.others.look)[0]:
-                error = self.others.error_of_others()
-            self.others.leave(error, lambda: 1)
-        return error
 
     def obey(self) -> None:
         """In a process that is forked, as by a Pool: SIGTERM ends it. A handler in Python would not
@@ -106,12 +91,6 @@ def leave(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-def _speaks_for(error: BaseException) -> bool:
-    """Whether this process prints the line about an error: the main one, unless that is gone."""
-    rank, processes = read_place()
-    return processes == 1 or rank == getattr(error, "speaker", 0)
-
-
 def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
@@ -127,7 +106,7 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
 
         def end(error: BaseException) -> NoReturn:
             stop.leaving = True
-            leave(report(error, program, start and start.output))
+            leave(failures.report(error, program, start and start.output))
 
         stop.others = others = rendezvous.join(end)
         start = prepare()
@@ -139,7 +118,9 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
         if others:
             others.over.set()
             error = others.explain(error, ranks.timeout) if ranks else error
-        code = report(error, program, start and start.output)
+        code = failures.report(error, program, start and start.output)
+        if isinstance(error, failures.Ended):
+            error = None  # for the others
     stop.training = True  # from here on a signal is only recorded
     if others:
         others.leave(error, stop.requested)
@@ -162,7 +143,7 @@ def run_alone(main: Callable) -> None:
         stop.training = True
     except BaseException as error:
         stop.training = True
-        code = report(_of_the_user(error), stop.program)
+        code = failures.report(_of_the_user(error), stop.program)
     exit_process(code)
 
 
@@ -173,60 +154,6 @@ def _of_the_user(error: BaseException) -> BaseException:
             raise error
     except BaseException as meant:
         return meant
-
-
-def report(error: BaseException, program: str, output: Path | None = None) -> int:
-    """Prints a line about an error, and writes it to status.json in `output`; the exit code.
-
-    One process does so: the main one, unless that is gone. Of an error that nobody has foreseen,
-    each process that has it tells what it is and where it was raised. The traceback then goes to a
-    file of the run folder; without a folder, or with SAMESTEP_TRACEBACK=1, to the screen.
-    """
-    code, line = _exit_code_for(error)
-    speaks = _speaks_for(error)
-    if speaks and output:
-        state = "stopped" if code == STOPPED else "failed"
-        reason = one_line(line or repr(error), 1000)
-        written, _ = catch(run_folder.write_final_status, output, state, reason, code)
-        speaks = written is not False
-    if not line and not isinstance(error, SystemExit):
-        text = without_credentials("".join(traceback.format_exception(error)))
-        folder = None if os.environ.get("SAMESTEP_TRACEBACK") == "1" else output
-        file = (folder or Path()) / f"error{'' if is_main() else '-' + os.environ['RANK']}.txt"
-        if not folder or catch(replace_text, file, text)[1]:  # the disk is full, or it is gone
-            sys.stderr.write(text)
-            return code
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [each for each in frames if "site-packages" not in each.filename] or frames
-        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
-        words = one_line(error, 300)
-        line, speaks = f"{type(error).__name__}: {words} ({place}); traceback: {file}", True
-    if isinstance(error, Failed) and program == "train.py":
-        line = f"{error}; the same command continues from the newest checkpoint"
-    if line and speaks:
-        print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
-    return code
-
-
-def _exit_code_for(error: BaseException) -> tuple[int, str | None]:
-    """The exit code for an error, and one line about it; None instead asks for a traceback."""
-    if isinstance(error, UserError):
-        return 2, str(error)
-    if isinstance(error, Failed):
-        return 1, str(error)
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return 2, f"{describe_os_error(error)}: free some space; saved checkpoints are kept"
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return 2, f"{describe_os_error(error)}: allow more open files, with ulimit -n"
-    if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:
-        return 1, describe_os_error(error)
-    if is_out_of_memory(error):
-        return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
-    if isinstance(error, SystemExit) and error.code == STOPPED:
-        return STOPPED, "stopped before the first step; the same command starts again"
-    if isinstance(error, SystemExit):
-        return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
-    return 1, None
 
 
 def _raise_open_files_limit() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.base.errors import attempt
+from samestep.base.files import save_figure
 
 # scikit-learn and matplotlib take 1 s to import: they wait for the functions that need them.
 
@@ -84,8 +85,6 @@ def _draw_confusion(table: np.ndarray, names: list[str], path: Path) -> Path:
     """The counts of true (down) and predicted (across) classes."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
-
-    from samestep.base.pictures import save_figure
 
     side = max(2.2 + 0.45 * len(names), 4)
     figure = Figure(figsize=(side + 1.5, side), dpi=150, layout="constrained")

@@ -167,7 +167,8 @@ class States(NamedTuple):
 
 
 def states_of(model: Any, batch: Batch, decisions: dict[str, Any]) -> States:
-    """The decoder's output for a batch; the logits where they are those of a plain call."""
+    """The decoder's output for a batch; the logits where they are those of a plain call, as without
+    `decisions`, which `prepare` makes."""
     inputs = model_inputs(model, batch, decisions)
     labels = shift_labels(batch).flatten()
     chunk = decisions.get("loss_chunk", 0)
@@ -185,20 +186,16 @@ def states_of(model: Any, batch: Batch, decisions: dict[str, Any]) -> States:
 
 def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     """Sum the losses of the counted tokens, in nats; in training with the router's: float32 ()."""
-    states = states_of(bare(model), batch, decisions_of(model))
+    states = states_of(bare(model), batch, getattr(model, "decisions", {}))
     loss = torch.stack(losses_of(states, "sum")).sum()
     if torch.is_tensor(states.router_loss):  # a dense model counts no tokens here
         loss = loss + states.router_loss * counted(batch).sum()
     return loss
 
 
-def token_losses(states: States) -> torch.Tensor:
-    """Compute the loss of what each token predicts, 0 where it is not counted: float32 (N,)."""
-    return torch.cat(losses_of(states, "none"))
-
-
 def losses_of(states: States, reduction: str) -> list[torch.Tensor]:
-    """Compute the losses of each chunk, whose logits the backward pass computes again."""
+    """Compute the losses of each chunk, whose logits the backward pass computes again: the sum of
+    each, or with "none" that of what each token predicts, 0 where it is not counted."""
 
     def losses(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy(states.head(hidden), labels, reduction)
@@ -207,11 +204,6 @@ def losses_of(states: States, reduction: str) -> list[torch.Tensor]:
         return [losses(states.hidden, states.labels)]
     chunks = zip(states.hidden.split(states.chunk), states.labels.split(states.chunk), strict=True)
     return [checkpoint(losses, *each, use_reentrant=False) for each in chunks]
-
-
-def decisions_of(model: Any) -> dict[str, Any]:
-    """What `prepare` has found out; without it the loss is that of a plain call."""
-    return getattr(model, "decisions", {})
 
 
 def model_inputs(
@@ -224,7 +216,7 @@ def model_inputs(
     packed, transformers finds the texts in the positions if there is no mask.
     """
     ids, positions = batch["input_ids"], batch.get("position_ids")
-    decisions = decisions_of(model) if decisions is None else decisions
+    decisions = getattr(model, "decisions", {}) if decisions is None else decisions
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     mask = batch.get("attention_mask")
     if positions is not None and decisions.get("packed"):

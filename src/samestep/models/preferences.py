@@ -81,10 +81,10 @@ def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> t
     attention_mask. Both are float32 (B, 2), or None. Third, () or 0: the router's loss in training.
     """
     rows, theirs = flatten_pairs(batch), None
-    decisions = next_token.decisions_of(model)
+    decisions = getattr(model, "decisions", {})
 
     def sums(states: next_token.States) -> torch.Tensor:
-        losses = next_token.token_losses(states)
+        losses = torch.cat(next_token.losses_of(states, "none"))
         return -losses.view(rows["labels"].shape).sum(1).view(-1, 2)
 
     if has_reference:  # first, while the model's activations need no memory

@@ -15,6 +15,8 @@ from samestep.models import weight_files
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 _NUMBERS = (int, float)
+# Endings of the files of a tokenizer or an image processor.
+_SHAPING = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".tiktoken", ".py")
 
 
 @dataclass
@@ -34,6 +36,19 @@ class ModelConfig:
     )
     """How attention is computed, by transformers' names; flash_attention_2 needs its package, or
     kernels, which loads it from the Hub, a GPU, and bf16 or fp16."""
+
+    def key_values(self) -> dict[str, str]:
+        """Replace a branch by its commit in the key of prepared data."""
+        is_hub = self.model_name_or_path and not folder_of(self)
+        return {"revision": _snapshot_of(self).name if is_hub else ""}
+
+    def named_files(self) -> dict[str, list[str]]:
+        """Name the files of a local model folder that shape its tokenizer or image processor."""
+        if not (folder := folder_of(self)):
+            return {"model_name_or_path": []}
+        files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+        names = sorted(str(file.relative_to(folder)) for file in files if file.suffix in _SHAPING)
+        return {"model_name_or_path": [f"{self.model_name_or_path}/{name}" for name in names]}
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
@@ -65,20 +80,6 @@ def width_rule(cfg: Any, pair: int = 2) -> tuple[str, bool, str]:
     unit = pair * cfg.num_heads
     fits = bool(cfg.model_name_or_path) or cfg.hidden_size % unit == 0
     return "hidden_size", fits, f"a multiple of {pair} x num_heads, {unit}"
-
-
-def used_files(cfg: ModelConfig) -> list[Path]:
-    """Files of a local model folder that shape its tokenizer or image processor, sorted."""
-    folder, endings = folder_of(cfg), ".json .jinja .txt .model .spm .bpe .tiktoken .py".split()
-    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
-    return sorted(file for file in files if file.suffix in endings)
-
-
-def commit_of(cfg: ModelConfig) -> str:
-    """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
-    if not cfg.model_name_or_path or folder_of(cfg):
-        return ""
-    return _snapshot_of(cfg).name
 
 
 def _snapshot_of(cfg: ModelConfig, **options: Any) -> Path:
@@ -113,6 +114,15 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     options |= {} if folder else {"revision": cfg.revision}
     with _loading(cfg), quiet():
         return auto.from_pretrained(str(folder or name), **options)
+
+
+def config_of(cfg: ModelConfig) -> Any:
+    """The config of the model to start from; None: a new model."""
+    if not cfg.model_name_or_path:
+        return None
+    from transformers import AutoConfig
+
+    return load(AutoConfig, cfg)
 
 
 def _attention_option(cfg: ModelConfig) -> dict[str, str]:
@@ -208,11 +218,8 @@ def answer_ends(tokenizer: Any) -> list[int]:
 def without_dropout(cfg: ModelConfig) -> dict[str, float]:
     """Settings by which the model is the same function in training: each number of its config with
     `drop` in its name is 0."""
-    from transformers import AutoConfig
-
-    if not cfg.model_name_or_path:
-        return {}
-    known = load(AutoConfig, cfg).to_dict().items()
+    config = config_of(cfg)
+    known = config.to_dict().items() if config else ()
     # No switch: `token_dropout`, which rescales, is True.
     return {name: 0.0 for name, value in known if "drop" in name and type(value) in _NUMBERS}
 
@@ -222,11 +229,9 @@ def build_generator(
 ) -> Any:
     """The pretrained model, or a new one of this config, which generates with this tokenizer.
     `settings` replace those of the pretrained model's config, which `save_model` puts back."""
-    from transformers import AutoConfig
-
     if cfg.model_name_or_path:
         model = load_model(auto, cfg, **settings)
-        known = load(AutoConfig, cfg)
+        known = config_of(cfg)
         model.own_settings = {name: getattr(known, name) for name in settings}
     else:
         model = new_model(auto, config, cfg)

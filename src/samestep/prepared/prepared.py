@@ -55,31 +55,25 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None, stored: str = "") -> 
     of a folder that is taken if it is there. Safe for processes that start together. Raises
     ValueError for a disk that is full, cannot be written, or has no locks.
     """
-    folder = prepared_key.cache_of(cfg) / stored
+    cache = prepared_key.cache_of(cfg)
+    folder = cache / stored
     if not (stored and is_intact(folder)):
-        folder = _find_or_build(task, cfg, kept)
+        files = prepared_key.files_of(cfg, task)
+        stamps = prepared_key.stamps_of(files)
+        digests = _digests_of(cache, files, stamps)
+        folder = cache / prepared_key.key_of(cfg, task, digests)
+        wanted = identity_of(kept) if kept else ""
+        if wanted and not (is_intact(folder) and _read_index(folder)["identity"] == wanted):
+            print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
+            folder = cache / prepared_key.key_of(cfg, task, digests, wanted)
+        if not is_intact(folder):
+            with lock(cache, folder.name):
+                if not is_intact(folder):
+                    build(task, cfg, folder, stamps, kept if wanted else None)
     kinds = fields_of(type(cfg))
     for name, value in _read_index(folder)["changed"].items():
         object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
     return load(folder)
-
-
-def _find_or_build(task: Any, cfg: Any, kept: Path | None) -> Path:
-    """The folder of the data of today, which is complete."""
-    cache = prepared_key.cache_of(cfg)
-    files = prepared_key.files_of(cfg, task)
-    stamps = prepared_key.stamps_of(files)
-    digests = _digests_of(cache, files, stamps)
-    folder = cache / prepared_key.key_of(cfg, task, digests)
-    wanted = identity_of(kept) if kept else ""
-    if wanted and not (is_intact(folder) and _read_index(folder)["identity"] == wanted):
-        print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
-        folder = cache / prepared_key.key_of(cfg, task, digests, wanted)
-    if not is_intact(folder):
-        with lock(cache, folder.name):
-            if not is_intact(folder):
-                build(task, cfg, folder, stamps, kept if wanted else None)
-    return folder
 
 
 def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
@@ -213,7 +207,7 @@ def _only_fields_of_data(cfg: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _only_named_files(task: Any, cfg: Any) -> Iterator[None]:
     """A file of the project that Python opens to read must be named by a field or files(cfg), or be
-    written by prepare_data itself; .py files are in the key by their imports."""
+    written by prepare_data itself; .py files are in the key."""
     root = Path(task.__file__).absolute().parent
     places = [str(prepared_key.cache_of(cfg)), huggingface_hub.constants.HF_HOME]
     places += [huggingface_hub.constants.HF_HUB_CACHE, *prepared_key.files_of(cfg, task).values()]

@@ -1,19 +1,17 @@
 """The key of prepared data: fields of the task, the project's code, and the files of rows.
 
-An edit of prepare_data, and of what its code imports, prepares data anew; one of loss_sum does not.
+An edit of prepare_data, or of another module of the project, prepares data anew; one of loss_sum
+does not.
 """
 
 import ast
 import dataclasses
-import dis
 import glob
 import hashlib
 import json
 import os
 import re
 import stat
-import sys
-import types
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePath
@@ -23,19 +21,14 @@ from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
-from samestep.data.files import describe_shards, files_below, split_shards
-from samestep.data.sources import DataConfig, split_data
-from samestep.models import pretrained
-from samestep.run.consistency import hash_functions, statements_of
+from samestep.data.files import files_below
+from samestep.state.provenance import LIBRARY, short_hash, statements_of
 
-LIBRARY = Path(__file__).parents[1]
 # The code of the library that shapes rows.
-_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "models/pretrained.py")
+_SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
 # Functions of task.py that only training calls.
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
 _NAMES = ("_column", "_split")  # ends of fields that name no file
-# Instructions that read a name of a module, or an attribute.
-READS = "LOAD_NAME LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_FROM_DICT_OR_GLOBALS IMPORT_FROM".split()
 
 
 def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> str:
@@ -43,20 +36,22 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
 
     `identity`: of the files of a run that resumes, which lie in the folder beforehand.
     """
-    fields = read_fields(cfg)
-    if isinstance(cfg, DataConfig):  # weights change the order alone
-        fields["data"] = [each.data for each in split_data(fields["data"])]
-    if isinstance(cfg, pretrained.ModelConfig):
-        fields["revision"] = pretrained.commit_of(cfg)
-    if getattr(cfg, "streaming", False):
-        train, held, _ = split_shards(cfg)
-        fields["shards"] = [describe_shards(train), describe_shards(held)]
-    code = [code_of(task), _library_code()]
-    return short_hash([to_jsonable_python(fields), *code, digests, identity])
+    fields = to_jsonable_python(read_fields(cfg) | _call_all(cfg, "key_values"))
+    facts = [fields, code_of(task), _library_code(), digests, identity]
+    return short_hash(json.dumps(facts, sort_keys=True).encode())
 
 
-def short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def _call_all(cfg: Any, method: str) -> dict[str, Any]:
+    """Call this method of each class of a config, a subclass last, and join what they return.
+
+    key_values    {name: value} that counts in the key in place of a field, or beside the fields.
+    named_files   {field: paths} of fields whose value is no path: the files that they name.
+    """
+    values = {}
+    for kind in reversed(type(cfg).__mro__):
+        if method in vars(kind):
+            values |= vars(kind)[method](cfg)
+    return values
 
 
 def hidden_fields(cfg: Any) -> set[str]:
@@ -80,65 +75,39 @@ def _library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any, left_out: set[str] = _TRAINING) -> dict[str, Any]:
-    """Digests of the project's code that shapes rows, and the constants of task.py that it names.
+def code_of(task: Any) -> dict[str, str]:
+    """Digests of the project's code that shapes rows, and the constants of task.py that it reads.
 
-    This is task.py without the functions that only training calls, and every file of the project
-    that what is left imports, directly or through others. If one of these files names a function
-    that only training calls, as a name or an attribute, all of task.py counts.
+    This is task.py without the functions that only training calls, and every other .py file of the
+    project but train.py and tests. All of task.py counts where its other code reads one of these
+    functions, or another file imports task.py.
     """
     own = Path(task.__file__).absolute()
-    found: dict[str, Any] = {}
-    names: set[str] = set()
-    files = [own]
-    for path in files:
-        file = os.path.relpath(path, own.parent)
-        without = left_out if path == own else set()
-        try:
-            nodes = [node for name, node in statements_of(path) if name not in without]
-            names |= names_in(nodes)
-            digests = hash_functions(path, file)
-        except (SyntaxError, ValueError):  # a file that somebody edits now, or a template
-            found[file] = hash_file(str(path))
+    found = {}
+    imports = re.compile(rf"^\s*(import|from) .*\b{own.stem}\b", re.MULTILINE)
+    is_imported = False
+    for file, path in files_below(str(own.parent), is_data=False):
+        if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
-        kept = [name for name in digests if name.rpartition(".")[2] not in without]
-        found[file] = {name: digests[name] for name in kept}
-        for each in _imported_files(nodes, path, own.parent):
-            if each not in files:
-                files.append(each)
-    if left_out & names:
-        return code_of(task, set())
+        if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
+            found[file] = hash_file(path)
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            is_imported |= bool(imports.search(text))
+    statements = statements_of(own)
+    kept = [node for name, node in statements if name not in _TRAINING]
+    names = _names_in(kept)
+    if is_imported or _TRAINING & names:
+        kept = [node for _, node in statements]
+    found[own.name] = short_hash(ast.unparse(ast.Module(kept, [])).encode())
     constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
     return found | {name: value for name, value in constants.items() if value}
 
 
-def names_in(nodes: list[ast.stmt]) -> set[str]:
-    """The names that statements and their functions read, but for local variables."""
-    codes = [compile(ast.Module(nodes, []), "", "exec")]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    found = (each for code in codes for each in dis.get_instructions(code))
-    return {each.argval for each in found if each.opname in READS}
-
-
-def _imported_files(nodes: list[ast.stmt], path: Path, root: Path) -> Iterator[Path]:
-    """The files of the project that a file imports, and those of the packages that they are in."""
-    inside = [Path(each) for each in sys.path if is_own(Path(each), root)]
-    for node in ast.walk(ast.Module(nodes, [])):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        folders, base = [root, *inside], []
-        if isinstance(node, ast.ImportFrom):
-            base = node.module.split(".") if node.module else []
-            if node.level:
-                folders = [*path.parents][node.level - 1 : node.level]
-        for words in [[*base, *each.name.split(".")] for each in node.names]:
-            for folder in folders:
-                for word in words:
-                    folder = folder / word
-                    for file in (folder.with_suffix(".py"), folder / "__init__.py"):
-                        if file.is_file() and not file.resolve().is_relative_to(LIBRARY):
-                            yield file
+def _names_in(nodes: list[ast.stmt]) -> set[str]:
+    """The names of a module that statements read, and those of attributes."""
+    every = [*ast.walk(ast.Module(nodes, []))]
+    names = {each.id for each in every if isinstance(each, ast.Name) and type(each.ctx) is ast.Load}
+    return names | {each.attr for each in every if isinstance(each, ast.Attribute)}
 
 
 def is_own(folder: Path, root: Path) -> bool:
@@ -165,46 +134,39 @@ def describe(value: Any) -> str:
 
 
 def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
-    """The files that fields of a task name, as a path, a folder, a pattern such as data/*.jsonl, or
-    sources with weights; and those of its function `files`.
+    """The files that fields of a task name, as a path, a folder or a pattern such as data/*.jsonl,
+    or as `named_files` of its config says; and those of its function `files`.
 
     Fields of columns and splits, and those with a choice, name no file. Of a folder all files
-    below, but hidden ones. Of a model's folder the files of its tokenizer.
-    Each by a name that does not depend on where the folder lies. Raises ValueError for what is no
-    file, and for prepared data among them.
+    below, but hidden ones. Each by a name that does not depend on where the folder lies. Raises
+    ValueError for what is no file, and for prepared data among them.
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
-    kinds = get_type_hints(type(cfg))
+    kinds, named = get_type_hints(type(cfg)), _call_all(cfg, "named_files")
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
             continue  # a folder may have the name of a column, or of a choice
-        if field == "model_name_or_path" and isinstance(cfg, pretrained.ModelConfig):
-            continue  # its weights shape no rows
-        texts = list(texts_in(to_jsonable_python(value)))
-        if field == "data" and isinstance(cfg, DataConfig):
-            texts = [each.data for each in split_data(value)]
-        for text in texts:
+        texts = [*texts_in(to_jsonable_python(value))]
+        read = named.get(field, texts)
+        for text in dict.fromkeys([*texts, *read]):
             path = os.path.expanduser(text)
-            # A separator such as "." or "/" is no folder.
-            if re.search(r"\w", text) and "://" not in text:
-                matches = filter(os.path.isfile, glob.glob(path, recursive=True))
-                for each in [path] if os.path.exists(path) else matches:
+            if not re.search(r"\w", text) or "://" in text:
+                continue  # a separator such as "." or "/" is no folder
+            matches = filter(os.path.isfile, glob.glob(path, recursive=True))
+            for each in [path] if os.path.exists(path) else matches:
+                _check_cache(cfg, each, field)
+                if text in read:
                     roots[f"{field}/{text}{each.removeprefix(path)}"] = each
-    # Of a stream the list of shards is in the key.
-    listed = ("data", "validation_data") if getattr(cfg, "streaming", False) else ()
-    cache = cache_of(cfg).resolve()
-    found: dict[str, str] = {}
-    for name, path in roots.items():
-        field = name.partition("/")[0]
-        if os.path.isdir(path) and cache.is_relative_to(root := Path(path).resolve()):
-            if not any(part.startswith(".") for part in cache.relative_to(root).parts):
-                raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
-        if field not in listed:
-            found |= {f"{name}/{below}": file for below, file in files_below(path)}
-    if isinstance(cfg, pretrained.ModelConfig):
-        found |= {f"model/{path.name}": str(path) for path in pretrained.used_files(cfg)}
-    return found
+    return {f"{n}/{below}": file for n, root in roots.items() for below, file in files_below(root)}
+
+
+def _check_cache(cfg: Any, path: str, field: str) -> None:
+    """Raise ValueError for a cache inside a folder of data, unless it is hidden there."""
+    cache, root = cache_of(cfg).resolve(), Path(path).resolve()
+    if root.is_dir() and cache.is_relative_to(root):
+        if not any(part.startswith(".") for part in cache.relative_to(root).parts):
+            raise ValueError(f"task.cache_dir: {cache} lies in task.{field}: give another")
 
 
 def cache_of(cfg: Any) -> Path:
@@ -230,13 +192,14 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
     """
     found = {}
     for name, path in files.items():
+        problem = ""
         try:
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                problem = f"{path} is no regular file; remove it"
         except FileNotFoundError:
             problem = f"{path} is a link to nothing, or was removed"
-            raise ValueError(f"task.{name.partition('/')[0]}: {problem}") from None
-        if not stat.S_ISREG(status.st_mode):
-            problem = f"{path} is no regular file; remove it"
+        if problem:
             raise ValueError(f"task.{name.partition('/')[0]}: {problem}")
         times = [status.st_mtime_ns, status.st_ctime_ns]
         found[name] = [status.st_size, status.st_ino, *times]

@@ -53,13 +53,13 @@ class Layout:
         return "processes" if self.replica_size == 1 else f"groups of {self.replica_size} processes"
 
     @property
-    def leads(self) -> bool:
-        """Whether this process counts for its replica, in sums over all processes."""
+    def counts_items(self) -> bool:
+        """Return whether the items of this process count, for its replica, in sums over all."""
         return self.rank % self.replica_size == 0
 
     @property
-    def adds(self) -> bool:
-        """Whether this process's losses count, in sums over all processes.
+    def counts_losses(self) -> bool:
+        """Return whether this process's losses count, in sums over all processes.
 
         A context-parallel group adds the losses of its parts of the rows, and stages of a pipeline
         have zeros before the last; the processes of a tensor-parallel group have the same ones.

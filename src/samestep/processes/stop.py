@@ -75,7 +75,7 @@ def find_launcher() -> tuple[int | None, list[str]]:
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
     other parents means nothing: `nohup python train.py &` outlives its shell.
     """
-    import psutil  # not needed to import the core
+    import psutil  # not needed to import Training
 
     words = []
     with contextlib.suppress(psutil.Error):  # no such process, or no permission

@@ -1,4 +1,8 @@
-"""The programs of the library, by their verbs."""
+"""The programs of the library, by their verbs: `python -m samestep launch` calls `launch.main()`.
+
+The docstring of a module is the text of --help; `main` returns the exit code, and wrong words are a
+line and code 2. Verbs that ask a run are in `ask`; `hardware` measures what its verb here prints.
+"""
 
 import argparse
 

@@ -20,6 +20,7 @@ from samestep.base.console import print_on_main
 from samestep.base.files import read_json_object
 from samestep.hardware.project import read_project
 from samestep.launch import shutdown
+from samestep.prepared import prepared
 from samestep.text.lanes import ShardStream
 
 
@@ -28,13 +29,9 @@ def prepare() -> None:
     own = ("--verify", "--prune")
     project = read_project([word for word in sys.argv[1:] if word not in own], __doc__)
     folder = getattr(project.data, "folder", project.data)
-    if "--verify" in sys.argv and hasattr(project.data, "folder"):
-        from samestep.prepared import prepared
-
-        if not prepared.is_intact(folder, verify=True):
-            raise ValueError(
-                f"{folder} is damaged: start again without --verify to prepare it anew"
-            )
+    verifies = "--verify" in sys.argv and hasattr(project.data, "folder")
+    if verifies and not prepared.is_intact(folder, verify=True):
+        raise ValueError(f"{folder} is damaged: start again without --verify to prepare it anew")
     if "--prune" in sys.argv and isinstance(folder, Path):
         prune(folder)
     where = f" in {folder}" if isinstance(folder, Path) else ""

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from samestep.base import run_folder
 from samestep.base.console import one_line
-from samestep.base.pictures import save_figure
+from samestep.base.files import save_figure
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 

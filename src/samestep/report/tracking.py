@@ -1,6 +1,5 @@
 """Writes metrics to metrics.jsonl, the tracker and the screen, from the main process alone."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -10,9 +9,8 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import psutil
 from tqdm import tqdm
 
 from samestep.base import run_folder
@@ -39,20 +37,42 @@ def _has_bar() -> bool:
         return False
 
 
-class Log:
-    """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
+class Tracker:
+    """The trackers of an accelerator."""
 
     # In the file, not in the tracker.
     untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
+
+    def __init__(self, accelerator: "Accelerator"):
+        self.accelerator = accelerator
+        # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
+        self.passes_step = all(each.name != "wandb" for each in accelerator.trackers)
+
+    def track(self, values: dict, step: int) -> None:
+        """Sends values to the tracker: dicts as texts."""
+        left_out = (*self.untracked, "step") if self.passes_step else self.untracked
+        values = {name: value for name, value in values.items() if name not in left_out}
+        values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
+        self.accelerator.log(values, step=step if self.passes_step else None)
+
+
+class Log(Tracker):
+    """Writes lines of metrics to metrics.jsonl in `folder`, the tracker and the screen.
+
+    With `shows_lines` they are printed where there is no progress bar.
+    """
+
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     # In the file, not on the screen.
     unshown = ("step", "samples", "epoch", "items", "computed_tokens_per_second")
-    unshown += (*shares, *untracked)
+    unshown += (*shares, *Tracker.untracked)
 
-    def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
-        self.accelerator, self.max_steps = accelerator, max_steps
-        # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
-        self.passes_step = config["tracker"] != "wandb"
+    def __init__(
+        self, accelerator: "Accelerator", folder: Path, first_step: int, max_steps: int,
+        shows_lines: bool,
+    ):  # fmt: skip
+        super().__init__(accelerator)
+        self.folder, self.max_steps, self.shows_lines = folder, max_steps, shows_lines
         self.bar = tqdm(
             total=max_steps,
             initial=first_step,
@@ -62,7 +82,7 @@ class Log:
         )
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if is_main():
-            self.file = open(Path(config["output_dir"]) / "metrics.jsonl", "ab+")
+            self.file = open(folder / "metrics.jsonl", "ab+")
             if self.file.tell():
                 self.file.seek(-1, os.SEEK_END)
                 if self.file.read() != b"\n":  # a kill has cut off the last line
@@ -75,6 +95,10 @@ class Log:
         self.bar.update()
         if not self.first:
             self.first = (step, time.monotonic())
+            if not self.shows_lines:
+                return
+            import psutil  # not needed to import Training
+
             seconds = time.time() - psutil.Process().create_time()
             print_on_main(f"{about}; first step {seconds:.1f} s after the start")
 
@@ -89,7 +113,7 @@ class Log:
             os.fsync(self.file.fileno())
         if "started" in line:
             return
-        self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
+        self.track(line, line["step"])
         self.show_line(line)
 
     def log_again(self, last: int) -> None:
@@ -98,10 +122,9 @@ class Log:
         tracker later. Equal values of a step are one point in W&B's charts."""
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         known = 0 if run.offline else run.summary.get("step", 0)
-        for line in run_folder.read_metrics(Path(self.file.name).parent):
+        for line in run_folder.read_metrics(self.folder):
             if known <= line["step"] <= last and "started" not in line:
-                values = {n: v for n, v in line.items() if n not in self.untracked}
-                self.track(values, line["step"])
+                self.track(line, line["step"])
 
     def show_line(self, line: dict) -> None:
         """Shows a line on the screen. On a terminal the training loss is in the bar alone."""
@@ -109,8 +132,8 @@ class Log:
             rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
-        is_said = line.get("event") == "changed"  # at the start
-        if not is_said and (self.bar.disable or {"eval_loss", "event"} & line.keys()):
+        is_shown = self.bar.disable or {"eval_loss", "event"} & line.keys()
+        if self.shows_lines and is_shown and line.get("event") != "changed":  # said at the start
             self.say_line(line)
 
     def say_line(self, line: dict) -> None:
@@ -124,13 +147,6 @@ class Log:
             left = (time.monotonic() - began) / (step - first) * (self.max_steps - step)
             words.append(f"{tqdm.format_interval(left)} left")
         print_on_main("  ".join(words))
-
-    def track(self, values: dict, step: int) -> None:
-        """Sends values to the tracker: dicts as texts."""
-        values = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in values.items()}
-        if self.passes_step:
-            values = {name: value for name, value in values.items() if name != "step"}
-        self.accelerator.log(values, step=step if self.passes_step else None)
 
     def close(self) -> None:
         """Closes the file and the bar."""
@@ -185,32 +201,27 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
     upload, file = config["upload_code"], output / "wandb_run_id"
     if not file.exists():
         replace_text(file, secrets.token_hex(4))
-    init = functools.partial(accelerator.init_trackers, config["project"], config)
     # Of a killed run W&B's file lacks the last second, and not the last 15.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
-    options = {
-        "id": file.read_text(),
-        "resume": "allow",
-        "name": one_line(output.name, 100),
-        "dir": output,
-        "settings": wandb.Settings(
-            silent=True, init_timeout=30, disable_git=not upload, save_code=upload
-        ),
-    }
+    settings = {"silent": True, "init_timeout": 30, "disable_git": not upload, "save_code": upload}
+    options = {"id": file.read_text(), "resume": "allow", "name": one_line(output.name, 100)}
+    given: Any = {"wandb": {**options, "dir": output, "settings": wandb.Settings(**settings)}}
     mode = os.environ.get("WANDB_MODE")
     try:
         if not mode:
             has_key = not config["offline"] and wandb.login(prompt=False, verify=False)
             mode = "online" if has_key else "offline"
+        given["wandb"]["mode"] = mode
         try:
-            init({"wandb": {**options, "mode": mode}})
+            accelerator.init_trackers(config["project"], config, given)
         except wandb.errors.AuthenticationError:
             raise
         except wandb.errors.CommError as error:
             print_on_main(f"W&B: {one_line(error, 200)}")
             accelerator.trackers.clear()
             wandb.teardown()  # otherwise the id counts as in use
-            init({"wandb": {**options, "mode": "offline"}})
+            given["wandb"]["mode"] = "offline"
+            accelerator.init_trackers(config["project"], config, given)
     except wandb.errors.Error as error:
         raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)

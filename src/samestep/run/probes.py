@@ -15,94 +15,82 @@ from accelerate.utils import send_to_device
 
 from samestep.base.console import print_on_main
 from samestep.contract import contract
-from samestep.processes import sharding
-from samestep.run.run import Run
-from samestep.step import outputs, seeds, trial
+from samestep.step import context_parallel, outputs, seeds, trial
 from samestep.step.inputs import IGNORE_INDEX, Batch, check_sums
-from samestep.step.model import bare_model, eager
+from samestep.step.model import HALF, bare_model, eager, keep_modes
 from samestep.step.samples import SampleDataset, collate
+from samestep.training.trial import choose
 
 # Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
 _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
 _LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
-HALF = (torch.bfloat16, torch.float16)
 
 
-def probe_task(run: Run, model: torch.nn.Module) -> None:
-    """Checks loss_sum on training rows and eval_sums on validation rows, on all processes alike.
+def probe_task(run: Any, training: Any, draws: bool) -> None:
+    """Check labels that are copied, eval_outputs and eval_sums, on all processes alike, after the
+    loop was tried, which checks loss_sum: see training/trial.py. `draws`: whether loss_sum draws.
 
     Raises UserError where rows are not independent, in fp32; elsewhere, and where a run resumes, it
     is a warning.
     """
-    model.eval()
-    with run.ranks.fail_together(), eager(model):
-        probe = _Probe(run, model)
-        batch = probe.check("loss_sum", run.start.probes[0])
-        probe.check_outputs(run.start.probes[1])
-        probe.check("eval_sums", run.start.probes[1])
-        probe.check_ends(run.start.views[0])
+    model, validation = training.model, run.start.probes[1]
+    if rounded := getattr(training.accelerator.unwrap_model(model), "rounded", ""):
+        print_on_main(
+            f"warning: task.loss_sum computes the loss in {rounded}, since it runs under autocast; "
+            "call .float() on the outputs of the model"
+        )
+    with run.ranks.fail_together(), keep_modes(model), eager(model):
+        model.eval()
+        probe = _Probe(run, training)
+        if not (probe.dependent or draws or run.ranks.layout.cp > 1):
+            probe.check_labels(run.samples[-1])
+        probe.check_outputs(validation)
+        probe.check_sums(validation)
+        probe.check_ends(run.rows)
         if run.ranks.layout.cp > 1:
             functions = {name: getattr(run.task, name) for name in ("loss_sum", "eval_sums")}
-            whole = probe.batch(run.start.probes[1])
-            sharding.check_parts(run.accelerator, model, functions, whole)
-    probe.print_loss()
-    with eager(model):
-        run.meter.count_flops(model, run.task, batch, run.share_trained)
-        if not (run.cfg.exact or run.cfg.find_unused_parameters):  # exact counts them in each step
-            for _ in trial.backward_passes(run.ranks, model):
-                probe.loss_of(batch).backward()
-    run.meter.stopwatch.watch(model)
-    model.train()
+            whole = probe.batch(validation)
+            context_parallel.check_parts(run.accelerator, model, functions, whole)
 
 
 class _Probe:
     """A prepared model and the functions of its task."""
 
-    def __init__(self, run: Run, model: torch.nn.Module):
-        self.run, self.model, self.task = run, model, run.task
-        half = any(weight.dtype in HALF for weight in model.parameters())
+    def __init__(self, run: Any, training: Any):
+        self.run, self.model, self.task = run, training.model, run.task
+        half = any(weight.dtype in HALF for weight in self.model.parameters())
         # A run that resumes has passed; trained weights may give small differences of large sums.
         rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
-        self.exact = not rounds and not run.first_step
+        self.exact = not rounds and not training.step
         self.limit = _LIMIT if self.exact else _LIMIT_BELOW
         self.outputs: Batch = {}  # of validation rows
-        self.dependent = getattr(run.task, "rows_depend", bool)()
-        self.rounded = ""  # the dtype of a loss below fp32
+        self.dependent = training.rows_depend
 
-    def check(self, name: str, samples: list[tuple]) -> Batch:
-        """Checks the sums of a function on samples; the batch of as many as a device takes."""
-        chosen = self.choose(samples)
-        found = together = self.compute(name, chosen)
-        compares = not self.dependent
-        if found.draws:
-            self.say_what_draws(name, found.collate_draws)
-            compares &= name == "loss_sum" and self.run.ranks.layout.cp == 1 and len(samples) > 2
-            chosen = samples
-        if compares:
-            if found.draws:
-                together = self.compute(name, chosen)
-            alone = [self.compute(name, [each], i) for i, each in enumerate(chosen, 1)]
-            if problem := trial.differ(f"task.{name}", together, alone, self.limit):
+    def check_sums(self, samples: list[tuple]) -> None:
+        """Check eval_sums on samples, and the metrics of their sums."""
+        chosen = choose(samples, self.run.plan)
+        together = self.compute("eval_sums", chosen)
+        if together.draws:
+            print_on_main(
+                "task.eval_sums draws random numbers without a row's generator: it is not checked "
+                "that rows are independent"
+            )
+        elif not self.dependent:
+            alone = [self.compute("eval_sums", [sample], i) for i, sample in enumerate(chosen, 1)]
+            if problem := trial.differ("task.eval_sums", together, alone, self.limit):
                 remedy = "give a sum over independent rows, or write rows_depend = True"
                 self.complain(f"{problem}; {remedy}")
-            if name == "loss_sum" and self.run.ranks.layout.cp == 1 and not found.draws:
-                self.check_labels(chosen[-1])
-        if name == "loss_sum":
-            self.loss, self.items = float(found.sums[""]), found.num_items
-            self.rows = len(self.choose(samples))
-        if name == "eval_sums":
-            totals = {key: value.cpu().double() for key, value in found.sums.items()}
-            metrics: Any = {"loss": 0.0}
-            with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
-                given = [totals]
-                if self.outputs:
-                    given.append(self.outputs)
-                metrics = self.task.metrics(*given)
-            contract.check_metrics(metrics)
-        return found.batch
+        totals = {key: value.cpu().double() for key, value in together.sums.items()}
+        metrics: Any = {"loss": 0.0}
+        with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
+            given = [totals]
+            if self.outputs:
+                given.append(self.outputs)
+            metrics = self.task.metrics(*given)
+        contract.check_metrics(metrics)
 
     def compute(self, name: str, samples: list[tuple], number: int = 0) -> trial.Computed:
-        """What the function gives for these samples. `number`: that of its random numbers."""
+        """Compute the function for these samples. `number`: that of its random numbers."""
         device = self.run.accelerator.device
         seeds.seed_micro_batch(self.run.cfg.seed, 1, number)
         states = [trial.random_state(device)]
@@ -113,32 +101,17 @@ class _Probe:
         states.append(trial.random_state(device))
         return trial.Computed(batch, items, sums, states[2] != states[0], states[1] != states[0])
 
-    def say_what_draws(self, name: str, collate: bool) -> None:
-        """Says what random numbers depend on."""
-        if collate and name == "loss_sum":
-            print_on_main(
-                "task.collate draws random numbers, by the micro-batch: micro_batch_size changes "
-                "the result"
-            )
-        remark = "it is not checked that rows are independent"
-        print_on_main(f"task.{name} draws random numbers without a row's generator: {remark}")
-
-    def choose(self, samples: list[tuple]) -> list[tuple]:
-        """As many of these as a device takes, at most four, with the last one."""
-        maximum = min(max(2, self.run.plan.largest), 4)
-        return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
-
     def check_outputs(self, samples: list[tuple]) -> None:
-        """Compares the outputs of rows together with those of each alone."""
+        """Compare the outputs of rows together with those of each alone."""
         if not hasattr(self.task, "eval_outputs"):
             return
-        chosen = self.choose(samples)
+        chosen = choose(samples, self.run.plan)
         before = trial.random_state(self.run.accelerator.device)
         self.outputs = self.rows_of([chosen])
         drawn = before != trial.random_state(self.run.accelerator.device)
         if drawn or self.dependent:
             return
-        alone = self.rows_of([[each] for each in chosen])
+        alone = self.rows_of([[sample] for sample in chosen])
         for name, values in self.outputs.items():
             one, limit = alone[name], self.limit
             if one.shape != values.shape:
@@ -160,46 +133,21 @@ class _Probe:
 
     @torch.no_grad()
     def rows_of(self, groups: list[list[tuple]]) -> Batch:
-        """The task's eval_outputs of these groups of samples, row by row."""
+        """Return the task's eval_outputs of these groups of samples, row by row."""
         parts, first = [], 0
         for group in groups:
-            found = self.model(self.task.eval_outputs, self.batch(group))
-            parts.append(outputs.to_part(found, np.arange(first, first + len(group))))
+            computed = self.model(self.task.eval_outputs, self.batch(group))
+            parts.append(outputs.to_part(computed, np.arange(first, first + len(group))))
             first += len(group)
         return outputs.merge(parts, first)
-
-    def loss_of(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch, with the same random numbers at each call."""
-        seeds.seed_micro_batch(self.run.cfg.seed, 0, 0)
-        return self.model(self.task.loss_sum, batch)
-
-    def print_loss(self) -> None:
-        """Prints the loss per item of the training rows; all processes must call it."""
-        if self.rounded:
-            print_on_main(
-                f"warning: task.loss_sum computes the loss in {self.rounded}, since it runs under "
-                "autocast; call .float() on the outputs of the model"
-            )
-        layout, loss = self.run.ranks.layout, self.loss
-        if layout.cp > 1:  # each process has the loss of its part of the rows
-            own = np.array([loss * layout.adds, layout.leads], np.float64)
-            total, replicas = self.run.ranks.sum_arrays(own)
-            loss = total / replicas
-        line = f"loss per item {loss / max(self.items, 1):.3g} ({self.rows} rows)"
-        if self.dependent:
-            line += (
-                "; rows_depend: it is not checked that rows are independent, and the result "
-                "depends on micro_batch_size and on the number of processes"
-            )
-        print_on_main(line)
 
     def batch(self, samples: list[tuple]) -> Batch:
         return send_to_device(collate(self.task, samples)[0], self.run.accelerator.device)
 
     @torch.no_grad()
     def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:
-        """What the function gives for a batch, whose results are checked inside of the model:
-        outside, accelerate has made all of them float32."""
+        """Return what the function gives for a batch; check it inside of the model: outside,
+        accelerate has made all results float32."""
         function = getattr(self.task, name)
 
         def call(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
@@ -207,15 +155,13 @@ class _Probe:
             if name == "eval_sums":
                 check_sums(result)
                 return result
-            if torch.is_tensor(result) and result.dtype in HALF:  # check_loss refuses others
-                self.rounded = str(result.dtype).removeprefix("torch.")
             return {"": result}
 
-        with sharding.split_rows(self.run.accelerator, batch):
+        with context_parallel.split_rows(self.run.accelerator, batch):
             return self.model(call, batch)
 
     def check_labels(self, sample: tuple) -> None:
-        """Changes the input of the last label: the loss of a language model must not change."""
+        """Change the input of the last label: the loss of a language model must not change."""
         batch = self.batch([sample])
         ids, labels = batch.get("input_ids"), batch.get("labels")
         if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.shape != labels.shape:
@@ -227,12 +173,12 @@ class _Probe:
         if getattr(config, "is_encoder_decoder", False) or not counted.any():
             return
         place = tuple(counted.view(-1, counted.shape[-1])[:1].nonzero()[-1:, 1].tolist())
-        others = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
-        if not others.numel():
+        replacements = ids[ids != ids.flatten()[place[0]]] if place else ids[:0]
+        if not replacements.numel():
             return
         before = self.sums("loss_sum", {**batch, "input_ids": ids.clone()})[""]
         ids = ids.clone()
-        ids.view(-1, ids.shape[-1])[0, place[0]] = others[0]
+        ids.view(-1, ids.shape[-1])[0, place[0]] = replacements[0]
         after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
         if float((after - before).abs()) > self.limit * max(float(before.abs()), trial.SMALLEST):
             self.complain(
@@ -242,8 +188,9 @@ class _Probe:
             )
 
     def check_ends(self, view: Any) -> None:
-        """Warns where no row of 64 has a label for a token that ends a text: a model that generates
-        would never stop. The main process looks at them; a stream is not asked."""
+        """Warn where no row of 64 has a label for a token that ends a text: a model that generates
+        would never stop (huggingface/transformers#23530). The main process reads them, no stream.
+        """
         model = bare_model(self.run.accelerator, self.model)
         rows = SampleDataset(view, self.task)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -273,7 +220,7 @@ class _Probe:
             )
 
     def complain(self, problem: str) -> None:
-        """Raises ValueError in fp32; below, rounding may be the reason: a warning."""
+        """Raise ValueError in fp32; below, rounding may be the reason: a warning."""
         if self.exact:
             raise ValueError(problem)
         print_on_main(f"warning: {problem}")

@@ -4,7 +4,6 @@ Each process does this alone, since preparing data may take longer than the time
 group. `--check` runs only this part.
 """
 
-import copy
 import dataclasses
 import inspect
 import math
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,65 +29,43 @@ from samestep.launch import launched, shutdown
 from samestep.launch.combinations import check_combinations
 from samestep.launch.device import check_devices, use_cpu
 from samestep.prepared import preview
+from samestep.prepared.run_data import IDENTITY as IDENTITY
+from samestep.prepared.run_data import digest_view, read_data, run_of
 from samestep.processes import alike
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.report import tracking
-from samestep.run import consistency
 from samestep.settings import config
-from samestep.state import checkpoints, provenance
-from samestep.step import seeds
+from samestep.state import checkpoints, consistency, provenance
 from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
 from samestep.step.plan import StepPlan, plan_step
-from samestep.step.samples import (
-    FINGERPRINT_ROWS,
-    check_repeated,
-    choose_probes,
-    hash_batch,
-    read_samples,
-)
-
-IDENTITY = "identity"  # folder of a run with what its data wrote, such as a tokenizer
+from samestep.step.samples import FINGERPRINT_ROWS
+from samestep.training.replay import read_question
+from samestep.training.resume import ResumePoint
 
 
 @dataclass
-class _ResumePoint:
-    """Where the run starts, and how far it goes. The main process tells the others."""
+class _ResumePoint(ResumePoint):
+    """Where the run starts, and how far it goes."""
 
-    max_steps: int
-    checkpoint: Path | None = None  # to continue from
-    own: bool = False  # whether it lies in this run folder; a run may begin from one of another
-    saved: dict = field(default_factory=dict)  # its manifest
-    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
-    remarks: list[str] = field(default_factory=list)  # lines to print
-    # Accepted changes of settings, and of code: what was before, and is now.
-    changed: dict[str, list] = field(default_factory=dict)
+    max_steps: int = 0
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
 
     def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
-        """Finds the checkpoint to start from: see checkpoints.find_checkpoint.
-
-        Raises ValueError where one is needed: to evaluate alone, or since the run has saved some.
-        """
+        """Find the checkpoint to start from; raise ValueError where one is missing."""
         output = Path(cfg.output_dir)
-        folder = output / "checkpoints"
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"output_dir {output} is a file; give another")
-        found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only, hashed)
-        self.checkpoint, self.saved, passed_over = found
-        self.remarks += [f"passed over: {reason}" for reason in passed_over]
-        if self.checkpoint:
-            self.own = self.checkpoint.resolve().parent == folder.resolve()
-        begins = not self.own and not (cfg.eval_only and self.checkpoint)
+        self.find(output, cfg.resume, cfg.eval_only, hashed)
+        begins = not self.in_folder and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
         if cfg.eval_only and not self.checkpoint:
+            folder = output / "checkpoints"
             raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
     def find_start(self, cfg: Any, manifest: dict, given: dict) -> None:
-        """Finds the last step, and whether the run can resume from its checkpoint, or has ended.
+        """Find the last step, and whether the run can resume from its checkpoint, or has ended.
 
         `given`: the settings as config.yaml holds them.
 
@@ -96,7 +73,7 @@ class _ResumePoint:
         """
         output, effects = Path(cfg.output_dir), change_effects(cfg)
         folder = output / "checkpoints"
-        if self.own and self.same_validation(manifest):
+        if self.in_folder and self.same_validation(manifest):
             self.best = self.saved.get("best")
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
             path, saved, lost = checkpoints.find_best(folder, self.best)
@@ -105,13 +82,9 @@ class _ResumePoint:
             else:
                 self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
-        if self.checkpoint:
-            fields = config.fields_of(type(cfg)).items()
-            defaults = {name: field.default for name, (_, field) in fields}
-            self.changed, lines = provenance.compare(
-                self.checkpoint, self.saved, manifest, cfg.accept_changes, effects, defaults
-            )
-            self.remarks += lines
+        fields = config.fields_of(type(cfg)).items()
+        defaults = {name: field.default for name, (_, field) in fields}
+        self.compare(manifest, cfg.accept_changes, effects, defaults)
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -140,11 +113,11 @@ class _ResumePoint:
                 )
 
     def same_validation(self, manifest: dict) -> bool:
-        """Whether the checkpoint was evaluated on the rows of today."""
+        """Return whether the checkpoint was evaluated on the rows of today."""
         return self.saved.get("data", {}).get("validation") == manifest["data"]["validation"]
 
     def continue_mixture(self, current: dict) -> dict:
-        """The mixture of the sources after the checkpoint; `current`: that of a new run."""
+        """Return the mixture of sources after the checkpoint; `current`: that of a new run."""
         weights = {name: weight for name, (weight, _) in current["sources"].items()}
         before, samples = self.saved["mixture"], self.saved["samples"]
         mixture = next_mixture(before, samples, weights)
@@ -154,7 +127,7 @@ class _ResumePoint:
         return mixture
 
     def check_finished(self, output: Path, given: dict, effects: dict) -> None:
-        """Notes that the run has finished: its newest checkpoint is the last, and exported.
+        """Note that the run has finished: its newest checkpoint is the last, and exported.
 
         The export may be that of the best checkpoint. Raises ValueError for a model whose
         checkpoints are gone, unless it was made with these settings.
@@ -163,7 +136,7 @@ class _ResumePoint:
         exported = read_json_object(output / "status.json").get("exported", -1)
         if not (output / "model").exists():
             return
-        if self.own:
+        if self.in_folder:
             if step < self.max_steps or exported not in (step, best[0]):
                 return
             self.finished = f"{step} steps, and model/ is that of step {exported}"
@@ -174,7 +147,7 @@ class _ResumePoint:
             return
         before = {"config": _read_settings(output / "config.yaml")}
         now = {"config": given}
-        settings = [checkpoints.result_settings(each, effects) for each in (before, now)]
+        settings = [checkpoints.result_settings(entries, effects) for entries in (before, now)]
         if exported == -1 or checkpoints.differences(*settings):
             # Another training would replace the model.
             raise ValueError(
@@ -201,7 +174,7 @@ class RunStart:
     resume_point: _ResumePoint  # on the main process
 
     def summary(self) -> str:
-        """Why this command does not train: it only checks, or the run is finished."""
+        """Say why this command does not train: it only checks, or the run is finished."""
         resume_point = self.resume_point
         if resume_point.finished and not self.cfg.check:
             other = "for a new run give another --output_dir"
@@ -226,7 +199,7 @@ class RunStart:
 
 
 def _read_settings(path: Path) -> dict:
-    """The settings in a config.yaml that a run has written; empty if it is missing or damaged."""
+    """Read the settings in a config.yaml that a run has written; empty if missing or damaged."""
     try:
         settings = yaml.safe_load(read_text(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -235,7 +208,7 @@ def _read_settings(path: Path) -> dict:
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
-    """train.py and task.py of this folder; raises UserError if it is not that of a project."""
+    """Import train.py and task.py of this folder; raise UserError if it is not a project's."""
     for name in ("train.py", "task.py"):
         if not Path(name).is_file():
             raise UserError(f"there is no {name} in {Path.cwd()}; start it in a project's folder")
@@ -246,7 +219,7 @@ def find_project() -> tuple[ModuleType, ModuleType]:
 
 
 def read_config(config_class: type, about: str | None, arguments: list[str]) -> Any:
-    """The config of this run from defaults, recipe and flags; raises ValueError for bad input."""
+    """Read this run's config from defaults, recipe and flags; raise ValueError for bad input."""
     cfg, recipe = config.parse_config(config_class, arguments, about)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     cfg.output_dir, cfg.resume = map(os.path.expanduser, (cfg.output_dir, cfg.resume))
@@ -269,8 +242,8 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
-    """The settings that config.yaml and manifests hold: all but those that belong to one start.
-    config.yaml has them as they were given, manifests with what prepare_data has filled in.
+    """Return the settings that config.yaml and manifests hold: all but those that belong to one
+    start. config.yaml has them as they were given, manifests with what prepare_data has filled in.
 
     A path, an option of an Enum and the like become what they are read from.
     """
@@ -280,7 +253,7 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
 
 
 def change_effects(cfg: Any) -> dict[str, str]:
-    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    """Return the effect of a change of each field on a resumed run: "changes" in its metadata."""
     fields = config.fields_of(type(cfg)).items()
     effects = {name: field.metadata.get("changes", "result") for name, (_, field) in fields}
     if cfg.exact:  # rounding is a part of the result
@@ -291,7 +264,7 @@ def change_effects(cfg: Any) -> dict[str, str]:
 
 
 def _read_layout(cfg: Any) -> Layout:
-    """The layout that the launcher has set up; a check knows no other processes.
+    """Read the layout that the launcher has set up; a check knows no other processes.
 
     Raises ValueError for one that the libraries, train.py or this machine cannot do.
     """
@@ -307,7 +280,7 @@ def _read_layout(cfg: Any) -> Layout:
 
 
 def check_parts(rows: Any, task: Any, parts: int) -> None:
-    """Raises ValueError for rows that context parallelism cannot cut into so many parts.
+    """Raise ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
@@ -326,7 +299,7 @@ def check_parts(rows: Any, task: Any, parts: int) -> None:
 
 
 def _check_stream(cfg: Any, layout: Layout) -> None:
-    """Raises ValueError for fields and layouts that do not go with a stream."""
+    """Raise ValueError for fields and layouts that do not go with a stream."""
     if cfg.num_epochs or "epoch" in (cfg.eval_every, cfg.save_every):
         raise ValueError(
             "a stream has no end that is known: give max_steps in place of num_epochs, and "
@@ -339,85 +312,8 @@ def _check_stream(cfg: Any, layout: Layout) -> None:
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-class Samples(NamedTuple):
-    """Of the views to train and to evaluate on."""
-
-    fingerprints: list[str]  # of a batch of 64 samples
-    probes: list[list[tuple]]  # samples to try the task on
-
-
-def read_data(
-    cfg: Any, task: Any, run: Path | None = None, stored: str = ""
-) -> tuple[Any, Any, tuple, Samples]:
-    """The prepared data, the functions of task.py with it, the views of its rows, and samples of
-    them.
-
-    `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
-    data would give another one, which the weights do not know. `stored`: the name of prepared data
-    that is taken, if it is there, although files may have changed since.
-
-    The way from task.views to a batch is built twice; raises ValueError unless the same 64 samples
-    are the same bytes.
-    """
-    contract.check_functions(task)
-    if hasattr(task, "check_config"):
-        task.check_config(cfg.task)
-    data = None
-    if hasattr(task, "prepare_data"):
-        from samestep.prepared import prepared
-
-        data = prepared.prepare(task, cfg.task, run / IDENTITY if run else None, stored)
-    if hasattr(task, "check_config"):  # with the fields that prepare_data has set
-        task.check_config(cfg.task)
-    built = []
-    # The first call may change the splits that it gets.
-    for number, given in enumerate((copy.copy(data), data)):
-        views: Any = None  # its rows are not kept
-        bound = contract.bind(task, cfg.task, given)
-        seeds.seed_everything(0)  # an unseeded split is the same in every process and run
-        views = contract.read_views(bound, given)
-        if isinstance(views[0], Stream):
-            views[0].begin(cfg.seed, cfg.global_batch_size)
-        seeds.seed_everything(1 + number)
-        train = read_samples(views[0], bound, 1 + number, training=True)
-        validation = read_samples(views[1], bound, 1 + number)
-        fingerprints = [hash_batch(views[0], bound, train)]
-        fingerprints += [hash_batch(views[1], bound, validation)]
-        built.append(fingerprints)
-    check_repeated(*built)
-    probes = [choose_probes(each, bound) for each in (train, validation)]
-    return data, bound, views, Samples(fingerprints, probes)
-
-
-def run_of(cfg: Any) -> Path | None:
-    """The folder of the run whose checkpoints this one resumes from; None: it begins."""
-    output = Path(cfg.output_dir)
-    is_own = any((output / "checkpoints").glob("step-*"))
-    if cfg.resume not in ("auto", "never") and (cfg.eval_only or not is_own):
-        given = Path(cfg.resume)
-        runs = [each.parent.parent for each in (given.absolute(), given.resolve())]
-        return next((each for each in runs if (each / IDENTITY).is_dir()), None)
-    return output if is_own and cfg.resume != "never" else None
-
-
-def digest_view(view: Any) -> str:
-    """A digest of all rows of a view, by their values and order; empty: it is not known."""
-    if callable(getattr(view, "digest", None)):
-        return view.digest()
-    library = sys.modules.get("datasets")  # None: then no row is one of it
-    if not library or not isinstance(view, library.Dataset):
-        return ""
-    from samestep.data import views
-
-    shown = view.format  # a transform makes other rows, and may be any function
-    if shown["type"] == "custom":
-        return ""
-    names = view.column_names if shown["output_all_columns"] else shown["columns"]
-    return views.digest(view, names or ())
-
-
 def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]) -> dict:
-    """The entries of all manifests of this run: settings, data, identity, versions.
+    """Collect the entries of all manifests of this run: settings, data, identity, versions.
 
     Of rows that are neither those of a datasets.Dataset nor say their digest, 64 count.
     """
@@ -427,7 +323,7 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
     entries["validation"] = digest_view(validation) or fingerprints[1]
     sources = list_sources(train, training=True)
     if len(sources) > 1:
-        texts = [f"{each.name}: weight {each.weight}, {each.rows} rows" for each in sources]
+        texts = [f"{part.name}: weight {part.weight}, {part.rows} rows" for part in sources]
         entries["sources"] = "; ".join(texts)
     identity = ""
     if hasattr(data, "folder"):
@@ -436,20 +332,19 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
         identity = prepared.identity_of(data.folder)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     on_gpu = torch.cuda.is_available() and not use_cpu()  # more processes on a CPU than GPUs
-    return {
-        "config": resolved_config(cfg),
-        "code": consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
-        "data": entries,
-        "identity": identity,
-        "prepared": getattr(getattr(data, "folder", None), "name", ""),
-        "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
-        "library": provenance.library_digest(),
-        "hardware": provenance.versions(precision, on_gpu),  # completed when the processes have met
-    }
+    return provenance.describe(
+        config=resolved_config(cfg),
+        data=entries,
+        code=consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
+        versions=provenance.versions(precision, on_gpu),
+        identity=identity,
+        prepared=getattr(getattr(data, "folder", None), "name", ""),
+        mixture=first_mixture({source.name: int(source.weight) for source in sources}),
+    )
 
 
 def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list[str]) -> list[str]:
-    """A line if a resumed run cannot see a change of each row."""
+    """Return a line if a resumed run cannot see a change of each row."""
     counted = {"fingerprint": "train on", "validation": "evaluate on"}
     for name, view, fingerprint in zip(counted, views, fingerprints, strict=True):
         known = manifest["data"][name] != fingerprint or len(view) <= FINGERPRINT_ROWS
@@ -464,37 +359,38 @@ def _remarks_on_rows(manifest: dict, data: Any, views: tuple, fingerprints: list
 
 
 def prepare_run(
-    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None,
-    stored: str = "",
-) -> RunStart:  # fmt: skip
-    """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
+    config_class: type, task: Any, about: str | None, arguments: list[str] | None = None
+) -> RunStart:
+    """Read the config, prepare the data, find the start; raise ValueError for bad input.
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
-    `arguments`: those of the command, unless they are given. `stored`: see `read_data`.
+    `arguments`: those of the command, unless they are given.
     """
     contract.check_functions(task)
     arguments = sys.argv[1:] if arguments is None else arguments
     cfg = read_config(config_class, about, arguments)
     output, layout = Path(cfg.output_dir), _read_layout(cfg)
     check_combinations(cfg, layout)
-    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
-    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
-    if most := launched.most_processes():  # a machine too many would end the run of the others
-        replicas = most // layout.replica_size
+    sizes, rank = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
+    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *rank)
+    if maximum := launched.most_processes():  # a machine too many would end the run of the others
+        replicas = maximum // layout.replica_size
         in_step = replicas if layout.in_step else 0
         plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
     tracking.check_tracker(cfg.tracker)
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
-        _ResumePoint(cfg.max_steps).find_checkpoint(cfg, hashed=False)
+        _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
+    question = read_question()  # of samestep replay, which takes the data of then
+    stored = question.prepared if question else ""
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
         check_parts(views[0], bound, 2 * layout.cp)
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
-    resume_point = _ResumePoint(cfg.max_steps)
+    resume_point = _ResumePoint(max_steps=cfg.max_steps)
     resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
     resume_point.remarks += config.remarks_on_rate(cfg)
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
@@ -508,7 +404,7 @@ def prepare_run(
 
 
 def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
-    """Where the main process found that the run starts.
+    """Return where the main process found that the run starts.
 
     Raises UserError unless all processes run the same, and see the same run folder.
     """

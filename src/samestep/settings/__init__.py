@@ -1,1 +1,12 @@
-"""Settings: fields of a recipe and of a task, from defaults, YAML and flags."""
+"""Settings: fields of a recipe and of a task. Flags override a YAML, which overrides defaults.
+
+    run_config.RunConfig   the fields of folders, trackers and speed; train.py adds its own
+    config.parse_config    the config that a command means; an unknown field is an error
+    config.convert         one value, by the type of its field
+
+Types and errors are those of pydantic:
+
+    >>> from samestep.settings import config
+    >>> config.convert(list[int], ["10", "13"])
+    [10, 13]
+"""

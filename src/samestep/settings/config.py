@@ -204,8 +204,12 @@ def naming(place: object) -> Iterator[None]:
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
 
 
-def _read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, Path]:
-    """The values of flags and of the recipe, by name, and the recipe's path."""
+def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
+    """The config from defaults, recipe and flags, and the recipe's path.
+
+    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
+    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
+    """
     fields = fields_of(config_class)
     fields["config"] = (str, dataclasses.field(metadata=ONE_COMMAND))
     with naming("command line"):
@@ -215,18 +219,14 @@ def _read_given(config_class: type, arguments: list[str]) -> tuple[dict, dict, P
     with naming(path):
         written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
         recipe = _convert_all(_read_recipe(written, fields), fields)
-    return flags, recipe, path
-
-
-def parse_config(config_class: type, arguments: list[str], about: str | None) -> tuple[Any, Path]:
-    """The config from defaults, recipe and flags, and the recipe's path.
-
-    `about` is the docstring of the program, whose second paragraph shows commands; --help prints
-    these, and ends the program. Raises ValueError with one line that names the place of a mistake.
-    """
-    flags, recipe, path = _read_given(config_class, arguments)
     cfg = _replace_fields(config_class(), recipe | flags)
-    _check_credentials(cfg)
+    for name in fields_of(config_class):
+        value = str(functools.reduce(getattr, name.split("."), cfg))  # also of lists and dicts
+        if without_credentials(value) != value:
+            raise ValueError(
+                f"{name} is {one_line(value, 100)} with a password or a query, which a run would "
+                "store; give them through the environment, as the package of the store takes them"
+            )
     if _HELP & {*arguments}:
         _show_help(cfg, path, (about or _USAGE).split("\n\n")[:2][-1].strip())
         raise SystemExit(0)
@@ -238,17 +238,6 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
         read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
         check_ignored_fields(cfg, [(name, read, f"with {switch} {value}")], section="")
     return cfg, path
-
-
-def _check_credentials(cfg: Any) -> None:
-    """Raises ValueError for a URL that holds a password or a token: fields are stored and shown."""
-    for name in fields_of(type(cfg)):
-        value = str(functools.reduce(getattr, name.split("."), cfg))  # also of lists and dicts
-        if without_credentials(value) != value:
-            raise ValueError(
-                f"{name} is {one_line(value, 100)} with a password or a query, which a run would "
-                "store; give them through the environment, as the package of the store takes them"
-            )
 
 
 # Fields that are read only with some values of another field.

@@ -50,7 +50,7 @@ def step_of(path: Path) -> int:
 
 
 def check_disk_space(folder: Path, size: float = 0) -> None:
-    """Raises ValueError unless the disk has room for another checkpoint, plus 10%.
+    """Raise ValueError unless the disk has room for another checkpoint, plus 10%.
 
     The expected size is `size` bytes, or that of the newest checkpoint if it is larger.
     """
@@ -66,7 +66,7 @@ def check_disk_space(folder: Path, size: float = 0) -> None:
 
 
 def make_partial_folder(partial: Path) -> None:
-    """Creates the partial folder. The main process calls it before any process writes into it."""
+    """Create the partial folder. The main process calls it before any process writes into it."""
     for pattern in (".step-*.partial", ".step-*.old", ".step-*.trash"):
         for leftover in partial.parent.glob(pattern):  # of a killed run
             remove(leftover)
@@ -76,15 +76,15 @@ def make_partial_folder(partial: Path) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None]:
-    """Raises ValueError if the body, which writes into this folder, fails because the disk is full.
+    """Raise ValueError if the body, which writes into this folder, fails because the disk is full.
 
     Each library that writes weights reports a full disk in its own words, or not at all.
     """
     try:
         yield
     except Exception as error:
-        found = re.search(r"os error (\d+)", str(error))  # safetensors
-        number = int(found[1]) if found else getattr(error, "errno", None)
+        match = re.search(r"os error (\d+)", str(error))  # safetensors
+        number = int(match[1]) if match else getattr(error, "errno", None)
         written = total_size(partial)
         if shutil.disk_usage(partial.parent).free < 1e6 + written / 10:
             number = errno.ENOSPC
@@ -98,7 +98,7 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Replaces a folder by the one that the body fills; if the body fails, the old one stays."""
+    """Replace a folder by the one that the body fills; if the body fails, the old one stays."""
     fresh = folder.with_name(f".{folder.name}.partial")
     remove(fresh)
     fresh.mkdir()
@@ -112,10 +112,9 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict]:
-    """Flushes files to the disk; returns their sizes and SHA-256, as `describe_files` does.
+    """Flush files to the disk; return their sizes and SHA-256, as `describe_files` does.
 
-    The processes share the work: each takes one of `shares` parts of the files, after all of them
-    have been written.
+    Each process takes one of `shares` parts of the files, after all of them have been written.
     """
     names = [*_file_sizes(partial)][share::shares]
     for name in names:
@@ -124,7 +123,7 @@ def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict
 
 
 def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
-    """Turns a completely written folder into a checkpoint; returns its path.
+    """Turn a completely written folder into a checkpoint; return its path.
 
     The main process calls it with what `hash_files` of all processes have returned. The order
     matters: the contents reach the disk first, then the manifest that holds their digests, then the
@@ -141,7 +140,7 @@ def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:
-    """Writes or replaces the manifest of a folder, with its digest."""
+    """Write or replace the manifest of a folder, with its digest."""
     manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
     manifest["sha256"] = digest_of(manifest)
     # The temporary file lies beside the folder: a file that no manifest names would break it.
@@ -150,7 +149,7 @@ def _write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def add_to_manifest(folder: Path, step: int, entries: dict) -> None:
-    """Adds entries to the manifest of a checkpoint; raises ValueError if it is not there."""
+    """Add entries to the manifest of a checkpoint; raise ValueError if it is not there."""
     path = checkpoint_folder(folder, step)
     _write_manifest(path, read_manifest(path) | entries)
 
@@ -159,7 +158,7 @@ def add_to_manifest(folder: Path, step: int, entries: dict) -> None:
 
 
 def total_size(path: Path) -> int:
-    """Bytes of a checkpoint's files; 0 if they cannot be listed."""
+    """Return the bytes of a checkpoint's files; 0 if they cannot be listed."""
     try:
         return sum(_file_sizes(path).values())
     except OSError:
@@ -167,7 +166,7 @@ def total_size(path: Path) -> int:
 
 
 def _file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
-    """Bytes of each file below a folder, by relative path, sorted.
+    """Return the bytes of each file below a folder, by relative path, sorted.
 
     The manifest is left out, and so are hidden files: file managers and network disks create them.
     Pipes, devices and broken links have -1 bytes. Raises OSError if a folder cannot be read.
@@ -185,12 +184,12 @@ def _file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
 
 
 def hashing_threads() -> ThreadPoolExecutor:
-    """Threads for this process's share of the cores: hashlib releases the GIL."""
+    """Make threads for this process's share of the cores: hashlib releases the GIL."""
     return ThreadPoolExecutor(min(8, cores_per_process()))
 
 
 def read_bytes(path: Path, start: int, size: int) -> Iterator[bytes]:
-    """The bytes of a file from `start` on, at most `size`, a MB at a time."""
+    """Yield the bytes of a file from `start` on, at most `size`, a MB at a time."""
     with open(path, "rb") as file:
         file.seek(start)
         while size and (part := file.read(min(size, 1 << 20))):
@@ -206,28 +205,28 @@ def _hash_block(path: Path, start: int) -> str:
 
 
 def describe_files(folder: Path, names: list[str]) -> dict[str, dict]:
-    """The `bytes` and `sha256` of files; for several blocks it is that of their hex digests."""
+    """Return `bytes` and `sha256` of files; for several blocks that of their hex digests."""
     described = {}
     with hashing_threads() as pool:
         for name in names:
             path = folder / name
             size = path.stat().st_size
-            found = [pool.submit(_hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
-            first, *others = (each.result() for each in found)
-            joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
-            described[name] = {"bytes": size, "sha256": joined if others else first}
+            blocks = [pool.submit(_hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
+            first, *rest = (block.result() for block in blocks)
+            joined = hashlib.sha256("".join([first, *rest]).encode()).hexdigest()
+            described[name] = {"bytes": size, "sha256": joined if rest else first}
     return described
 
 
 def digest_of(manifest: dict) -> str:
-    """SHA-256 of a manifest, without its own entry "sha256"."""
+    """Return the SHA-256 of a manifest, without its own entry "sha256"."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint; raises ValueError if it is missing, damaged or incomplete."""
+    """Read a checkpoint's manifest; raise ValueError if it is missing, damaged or incomplete."""
     try:
         manifest = json.loads(read_text(path / MANIFEST))
         step, intact = manifest["step"], manifest["sha256"] == digest_of(manifest)
@@ -246,7 +245,7 @@ def read_manifest(path: Path) -> dict:
 
 
 def verify(path: Path, hashed: bool = True) -> dict:
-    """Returns the manifest of a checkpoint if its files are the saved ones, and no others.
+    """Return the manifest of a checkpoint if its files are the saved ones, and no others.
 
     Raises ValueError with the reason otherwise. Call it before anything in the folder is
     deserialised. Without `hashed` only the sizes of files are compared.
@@ -260,8 +259,8 @@ def verify(path: Path, hashed: bool = True) -> dict:
             raise ValueError(f"{path / name} {problem}")
         changed = [name for name in sizes if sizes[name] != saved[name]["bytes"]]
         if hashed and not changed:
-            found = describe_files(path, [*sizes])
-            changed = [name for name in sizes if found[name] != saved[name]]
+            current = describe_files(path, [*sizes])
+            changed = [name for name in sizes if current[name] != saved[name]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     if changed:
@@ -273,13 +272,13 @@ def verify(path: Path, hashed: bool = True) -> dict:
 
 
 def samples_at(step: int, saved: dict, size: int) -> int:
-    """Samples of a run up to the end of a step of `size` samples each, where it resumes from the
-    checkpoint with the manifest `saved`: before it, steps may have had another size."""
+    """Return the samples of a run up to the end of a step of `size` samples each, where it resumes
+    from the checkpoint with the manifest `saved`: before it, steps may have had another size."""
     return saved.get("samples", 0) + (step - saved.get("step", 0)) * size
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, valid or not, newest first.
+    """List the checkpoints in a folder, valid or not, newest first.
 
     Raises ValueError if the folder cannot be read: it may hold checkpoints, so a run must not start
     from the beginning.
@@ -298,7 +297,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(
     folder: Path, resume: str, named_first: bool = False, hashed: bool = True
 ) -> tuple[Path | None, dict, list[str]]:
-    """The checkpoint to resume from, its manifest, and why others were passed over.
+    """Find the checkpoint to resume from, its manifest, and why others were passed over.
 
     It tries the newest valid checkpoint in the folder, then the path that `resume` names, then the
     beginning (None, with an empty manifest). With `named_first`, for evaluation only, the named
@@ -337,7 +336,7 @@ def find_checkpoint(
 
 
 def check_none_saved(output: Path, remedy: str = "give another folder") -> None:
-    """Raises ValueError if the run in this folder has saved a step, by its status.
+    """Raise ValueError if the run in this folder has saved a step, by its status.
 
     Call it where no checkpoint was found. `remedy`: how to start from the beginning.
     """
@@ -350,7 +349,7 @@ def check_none_saved(output: Path, remedy: str = "give another folder") -> None:
 
 
 def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> None:
-    """Deletes all checkpoints but the `keep` newest, that of step `best`, and those whose step is a
+    """Delete all checkpoints but the `keep` newest, that of step `best`, and those whose step is a
     multiple of `keep_every`; keep 0 keeps all.
 
     `newest` is the checkpoint just committed. Those of later steps stay, and so do broken ones,
@@ -369,7 +368,7 @@ def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> Non
 def find_best(
     folder: Path, best: list | None, hashed: bool = True
 ) -> tuple[Path | None, dict, str]:
-    """The checkpoint of the best evaluation and its manifest, or why there is none.
+    """Find the checkpoint of the best evaluation and its manifest, or why there is none.
 
     `best`: the step of that evaluation and its eval_loss.
     """
@@ -388,45 +387,46 @@ def find_best(
 
 
 def flatten(config: dict) -> dict:
-    """A config without nesting. Fields of the task are called task.FIELD, like their flags."""
+    """Return a config without nesting. Fields of the task are called task.FIELD, as flags are."""
     if not isinstance(config.get("task"), dict):  # a script may call any setting so
         return config
-    found = {name: value for name, value in config.items() if name != "task"}
-    return found | {f"task.{name}": value for name, value in config["task"].items()}
+    flat = {name: value for name, value in config.items() if name != "task"}
+    return flat | {f"task.{name}": value for name, value in config["task"].items()}
 
 
 def result_settings(manifest: dict, effects: dict) -> dict:
-    """The entries of a manifest that determine the result: settings, and `data NAME`.
+    """Return the entries of a manifest that determine the result: settings, and `data NAME`.
 
     `effects` maps fields to the effect of a change: nothing, rounding, or else it counts.
     """
     settings = flatten(manifest.get("config", {})).items()
     free = ("nothing", "rounding")
-    found = {name: value for name, value in settings if effects.get(name) not in free}
-    return found | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
+    chosen = {name: value for name, value in settings if effects.get(name) not in free}
+    return chosen | {f"data {name}": value for name, value in manifest.get("data", {}).items()}
 
 
 def differences(before: dict, after: dict) -> dict[str, list]:
-    """The values before and now of each entry that differs."""
+    """Return the values before and now of each entry that differs."""
     pairs = {name: [before.get(name), after.get(name)] for name in {**before, **after}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def as_lines(changes: dict[str, list]) -> list[str]:
-    """`name: before -> now` of each of these differences."""
+    """Write `name: before -> now` of each of these differences."""
     return [f"{name}: {before} -> {now}" for name, (before, now) in changes.items()]
 
 
 def check_settings(
     path: Path, saved: dict, current: dict, effects: dict, accept: bool, defaults: dict
 ) -> dict[str, list]:
-    """Compares a checkpoint's manifest with the current one; returns the differences.
+    """Compare a checkpoint's manifest with the current one; return the differences.
 
-    `defaults`: of fields; a field that is new in the code changes nothing where it has its own.
-    Raises ValueError if the result would change and `accept` is false. For `effects` see
-    `result_settings`.
+    path: of the checkpoint. effects: see `result_settings`. accept: whether the result may change.
+    defaults: of fields; a field that is new in the code changes nothing where it has its default.
+
+    Raises ValueError if the result would change and may not, or the weights mean something else.
     """
-    other = "give the old settings, or another folder"
+    remedy = "give the old settings, or another folder"
     if saved.get("identity", "") != current.get("identity", ""):
         kind = "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
@@ -438,12 +438,12 @@ def check_settings(
     before, after = result_settings(saved, effects), result_settings(current, effects)
     new = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: value for n, value in after.items() if n not in new})
-    made = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
+    reason = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
     same_data = saved.get("prepared") == current.get("prepared", "") != ""
     if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
-        made = f"task.views gives other rows of the same data than at an earlier start: {made}"
+        reason = f"task.views gives other rows of the same data than at an earlier start: {reason}"
     if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
-        raise ValueError(f"{made}, and a stream resumes over the same shards alone; {other}")
+        raise ValueError(f"{reason}, and a stream resumes over the same shards alone; {remedy}")
     if changed and not accept:
-        raise ValueError(f"{made}; {other}, or accept_changes to resume with the new ones")
+        raise ValueError(f"{reason}; {remedy}, or accept_changes to resume with the new ones")
     return changed

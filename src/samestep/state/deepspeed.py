@@ -11,22 +11,23 @@ from samestep.step.plan import StepPlan
 
 
 def configure(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
-    """Gives DeepSpeed the numbers of the recipe. Call it before the model is built.
+    """Give DeepSpeed the numbers of the recipe. Call it before the model is built.
 
     For bf16 it would cast the weights; with torch.autocast they stay in fp32 as under DDP.
     """
     from transformers.integrations import unset_hf_deepspeed_config
 
-    # transformers would make other initial weights, and let the processes generate text together.
+    # transformers would make other initial weights (huggingface/transformers#43847), and let the
+    # processes generate text together.
     unset_hf_deepspeed_config()
-    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
+    # torch 2.13 has renamed what DeepSpeed 0.19 calls (pytorch/pytorch#186124).
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
-    accelerator.gradient_accumulation_steps = turns
+    config, accumulation_steps = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
+    accelerator.gradient_accumulation_steps = accumulation_steps
     config.update(
         train_micro_batch_size_per_gpu=plan.largest,
-        gradient_accumulation_steps=turns,
-        train_batch_size=plan.largest * turns * accelerator.num_processes,
+        gradient_accumulation_steps=accumulation_steps,
+        train_batch_size=plan.largest * accumulation_steps * accelerator.num_processes,
         gradient_clipping=max_norm,
         # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
         zero_force_ds_cpu_optimizer=False,
@@ -43,8 +44,9 @@ def stage_of(accelerator: Accelerator) -> int:
 
 
 def hand_over(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Numbers the parameter groups, since DeepSpeed drops empty ones. Under ZeRO-3, splits the
-    weights one by one: it would first move the whole model to the GPU."""
+    """Number the parameter groups, since DeepSpeed drops empty ones (deepspeedai/DeepSpeed#4277).
+    Under ZeRO-3, split the weights one by one: it would first move the whole model to the GPU
+    (deepspeedai/DeepSpeed#2497)."""
     for number, group in enumerate(optimizer.param_groups):
         group["number"] = number
     if stage_of(accelerator) != 3:
@@ -58,7 +60,7 @@ def hand_over(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator)
 
 
 def partitions(optimizer: Any) -> dict[str, torch.Tensor]:
-    """The parts of weights and moments on this process, each of many parameters together."""
+    """Return the parts of weights and moments on this process, each of many parameters together."""
     parts = {}
     for number, (part, moments) in enumerate(optimizer.state.items()):
         for key, value in {"fp32 weights": part.detach(), **moments}.items():
@@ -68,7 +70,7 @@ def partitions(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def stage_in(path: Path) -> int:
-    """The ZeRO stage that has written a checkpoint; 0: none."""
+    """Return the ZeRO stage that has written a checkpoint; 0: none."""
     folder = path / "pytorch_model"
     if not folder.is_dir():
         return 0

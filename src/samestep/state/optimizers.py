@@ -17,14 +17,14 @@ States = dict[torch.Tensor, dict[str, Any]]  # of each weight
 
 
 def restore(optimizer: torch.optim.Optimizer, states: States) -> None:
-    """Gives the optimizer this state, and no other, as it was saved: its own `load_state_dict`
-    would round it to the types of the weights.
+    """Give the optimizer this state, and no other, as it was saved: its own `load_state_dict` would
+    round it to the types of the weights (pytorch/pytorch#43706).
 
     Raises UserError for an optimizer whose `state` is made anew each time it is asked for.
     """
     optimizer.state.clear()
     optimizer.state.update(states)
-    if any(optimizer.state.get(p) is not each for p, each in states.items()):
+    if any(optimizer.state.get(p) is not state for p, state in states.items()):
         raise UserError(
             f"build_optimizer: {type(optimizer).__name__} does not keep the state of a checkpoint; "
             "write one class that keeps all of it in `state`, by weight, and `param_groups`, as "
@@ -33,7 +33,7 @@ def restore(optimizer: torch.optim.Optimizer, states: States) -> None:
 
 
 def check_weights(optimizer: torch.optim.Optimizer, names: dict) -> None:
-    """Raises UserError if the optimizer has a weight that is not in the model, as `names` has them.
+    """Raise UserError if the optimizer has a weight that is not in the model, as `names` has them.
 
     Adagrad begins with a state of the weights: that of weights that FSDP has replaced goes.
     """
@@ -47,7 +47,7 @@ def check_weights(optimizer: torch.optim.Optimizer, names: dict) -> None:
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
+    """Return the settings of each parameter group: the optimizer's class, weight_decay, betas, ...
 
     Raises UserError for what is no optimizer, or cannot be used in a loop.
     """
@@ -70,10 +70,10 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
-    """For a manifest, since JSON has neither tensors nor tuples."""
+    """Write settings for a manifest, since JSON has neither tensors nor tuples."""
     return [{name: _exact_repr(value) for name, value in group.items()} for group in settings]
 
 
 def _exact_repr(value: Any) -> str:
-    """A setting as text with all digits; torch would print four digits of a tensor."""
+    """Write a setting with all digits; torch would print four digits of a tensor."""
     return repr(value.tolist() if torch.is_tensor(value) else value)

@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: Any, name: str) -> tuple[Any, Tensors]:
-    """A state as JSON, and its tensors by names that begin with `name`.
+    """Return a state as JSON, and its tensors by names that begin with `name`.
 
     None, numbers, texts, tensors, and lists, tuples, dicts and Counters of them come back as they
     were; a number of NumPy comes back as one of Python. Raises ValueError for anything else.
@@ -31,11 +31,11 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
             return value
         if isinstance(value, list | tuple):
             kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [convert(each, f"{name}.{i}") for i, each in enumerate(value)]}
+            return {kind: [convert(entry, f"{name}.{i}") for i, entry in enumerate(value)]}
         if isinstance(value, dict):
             pairs = []
-            for key, each in value.items():
-                pairs.append([convert(key, f"a key of {name}"), convert(each, f"{name}.{key}")])
+            for key, entry in value.items():
+                pairs.append([convert(key, f"a key of {name}"), convert(entry, f"{name}.{key}")])
             return {"counter" if isinstance(value, Counter) else "dict": pairs}
         kind = type(value).__name__
         raise ValueError(f"{name} is a {kind}; a checkpoint holds tensors, numbers and texts only")
@@ -44,23 +44,23 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
 
 
 def unpack(packed: Any, tensors: Tensors) -> Any:
-    """The state that was packed; `tensors` has those that `tensor_names` lists."""
+    """Return the state that was packed; `tensors` has those that `tensor_names` lists."""
     if not isinstance(packed, dict):
         return packed
     ((kind, value),) = packed.items()
     if kind == "tensor":
         return tensors[value]
     if kind in ("dict", "counter"):
-        state = {unpack(key, tensors): unpack(each, tensors) for key, each in value}
+        state = {unpack(key, tensors): unpack(entry, tensors) for key, entry in value}
         return Counter(state) if kind == "counter" else state
-    entries = [unpack(each, tensors) for each in value]
+    entries = [unpack(entry, tensors) for entry in value]
     return tuple(entries) if kind == "tuple" else entries
 
 
 def tensor_names(packed: Any) -> list[str]:
-    """The names of the tensors of a packed state."""
+    """List the tensors of a packed state by name."""
     if isinstance(packed, list):
-        return [name for each in packed for name in tensor_names(each)]
+        return [name for entry in packed for name in tensor_names(entry)]
     if not isinstance(packed, dict):
         return []
     ((kind, value),) = packed.items()

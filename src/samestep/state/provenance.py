@@ -1,5 +1,6 @@
 """What a manifest records of how a run was made: hardware and versions, code, and its history."""
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -12,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import samestep
-from samestep.base.console import one_line
+from samestep.base import files
+from samestep.base.console import one_line, without_credentials
 from samestep.base.errors import some
 from samestep.processes.mesh import AXES, Layout
 from samestep.processes.ranks import Ranks
 from samestep.state.checkpoints import as_lines, check_settings, differences
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+# Variables that decide where and how a run computes; none of them holds a secret.
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DS_", "NCCL_", "TORCH_NCCL_", "GLOO_")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
 LIBRARY = Path(samestep.__file__).resolve().parent
 
 
@@ -28,7 +34,7 @@ LIBRARY = Path(samestep.__file__).resolve().parent
 
 
 def versions(precision: str, on_gpu: bool) -> dict[str, str]:
-    """What rounding depends on: versions of Python and libraries, the kind of device, precision."""
+    """Collect what rounding depends on: versions of Python and libraries, device, precision."""
     numbers = {"python": platform.python_version(), "precision": precision.replace("no", "fp32")}
     numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if on_gpu:
@@ -43,7 +49,7 @@ def versions(precision: str, on_gpu: bool) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The name of the processor, as its maker gives it."""
+    """Return the name of the processor, as its maker gives it."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):
@@ -52,7 +58,7 @@ def cpu_name() -> str:
 
 
 def _describe_sharding(layout: Layout) -> str:
-    """What shards the model, with the sizes of its axes; none: each process holds all of it."""
+    """Name what shards the model, with the sizes of its axes; none: each process holds all."""
     words = []
     if layout.fsdp:
         words.append("FSDP2")
@@ -65,8 +71,7 @@ def _describe_sharding(layout: Layout) -> str:
 
 
 def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str, Any]:
-    """The hardware of all processes, as a manifest has it; `numbers`: see `versions`. All processes
-    must call it."""
+    """Describe the hardware of all processes, which must call it. `numbers`: see `versions`."""
     name = {"cpu": numbers["cpu"], "cuda": numbers.get("gpu")}.get(device_type, device_type)
     return {
         "processes": ranks.layout.processes,
@@ -79,6 +84,51 @@ def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str
     }
 
 
+def describe(
+    config: dict, data: dict, code: dict, versions: dict, identity: str = "", prepared: str = "",
+    mixture: dict | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the entries of all manifests of a run, as they are known before its processes meet.
+
+    config: settings, as JSON will hold them. data: the number of rows and their fingerprints.
+    code: digests of functions, by file. versions: see `versions`; describe_hardware completes them.
+    identity, prepared: of data that were prepared. mixture: of several sources.
+    """
+    return {
+        "config": config,
+        "code": code,
+        "data": data,
+        "identity": identity,
+        "prepared": prepared,
+        "mixture": mixture or {},
+        "library": library_digest(),
+        "hardware": versions,
+    }
+
+
+def describe_start(manifest: dict) -> dict[str, Any]:
+    """Return what metrics.jsonl tells of a start: hardware, digests of what decides the result."""
+    parts = ("config", "data", "code", "library")
+    digests = {name: short_hash(json.dumps(manifest[name]).encode()) for name in parts}
+    return manifest["hardware"] | digests
+
+
+def write_hardware(output: Path, manifest: dict) -> None:
+    """Write hardware.yaml into the folder of a run: the main process calls it."""
+    hardware = manifest["hardware"] | {"environment": _launch_variables()}
+    text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
+    files.replace_text(output / "hardware.yaml", text)
+
+
+def _launch_variables() -> dict[str, str]:
+    """Return the variables that hardware.yaml lists beside these entries."""
+    chosen = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_PREFIXES) or name in _NAMES:
+            chosen[name] = without_credentials(value)
+    return chosen
+
+
 # ---- Code ----------------------------------------------------------------------------------------
 
 
@@ -87,17 +137,58 @@ def short_hash(content: bytes) -> str:
 
 
 def library_digest() -> str:
-    """16 hex digits of the SHA-256 of all .py files of this library, as it lies there: one that was
-    ejected and edited has another."""
+    """Hash all .py files of this library, 16 hex digits, as it lies there: one that was ejected and
+    edited has another."""
     digest = hashlib.sha256()
-    for path in sorted(LIBRARY.rglob("*.py")):
+    for path in sorted([*LIBRARY.rglob("*.py"), *LIBRARY.rglob("*.jinja")]):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(LIBRARY)} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
 
 
+def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
+    """List the statements of a file, each with the name that it binds: a function, a class or a
+    constant; empty for others.
+
+    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
+    count.
+    """
+    statements = []
+    for number, node in enumerate(ast.parse(path.read_bytes()).body):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        name = getattr(node, "name", "")
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
+            name = targets[0].id
+        if isinstance(node, ast.ClassDef) and name == "TaskConfig":
+            kept = [statement for statement in node.body if not _is_field(statement)]
+            node.body = kept or ast.parse("pass").body
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if number or not is_text:
+            statements.append((name, node))
+    return statements
+
+
+def _is_field(node: ast.stmt) -> bool:
+    """Return whether a statement of a dataclass is one of its fields, or a text below it."""
+    if isinstance(node, ast.AnnAssign):
+        kind = ast.unparse(node.annotation)
+        return "ClassVar" not in kind and "InitVar" not in kind
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def hash_functions(path: Path, file: str) -> dict[str, str]:
+    """Hash each function, class and constant of a file, such as task.loss_sum, and all its other
+    statements, under the name of the file: 16 hex digits, see statements_of."""
+    module = file.removesuffix(".py").replace(os.sep, ".")
+    texts = {file: ""}
+    for bound, node in statements_of(path):
+        name = f"{module}.{bound}" if bound else file
+        texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
+    return {name: short_hash(text.encode()) for name, text in texts.items()}
+
+
 def script_code() -> dict[str, dict[str, str]]:
-    """The digest of the program that runs, as hash_project has those of a project's functions."""
+    """Hash the program that runs, as hash_project a project's functions."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):  # a notebook
         return {}
@@ -106,14 +197,14 @@ def script_code() -> dict[str, dict[str, str]]:
 
 
 def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
-    """Digests before and now of the names whose code differs between two manifests: `code NAME` of
-    the files that both have, and `library`."""
+    """Return digests before and now of the names whose code differs between two manifests: `code
+    NAME` of the files that both have, and `library`."""
     changed = {}
     before, now = saved.get("code", {}), manifest["code"]
     for file in before.keys() & now.keys():
         changed |= differences(before[file], now[file])
     named = {f"code {name}": changed[name] for name in sorted(changed)}
-    return named | differences(*({"library": each.get("library")} for each in (saved, manifest)))
+    return named | differences(*({"library": m.get("library")} for m in (saved, manifest)))
 
 
 # ---- Since the checkpoint ------------------------------------------------------------------------
@@ -122,15 +213,15 @@ def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
 def compare(
     path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict
 ) -> tuple[dict[str, list], list[str]]:
-    """The settings and code that have changed since a checkpoint, and a line for each kind; for the
-    arguments, and what is refused, see checkpoints.check_settings."""
+    """Return the settings and code that have changed since a checkpoint, and a line for each kind;
+    for the arguments, and what is refused, see checkpoints.check_settings."""
     changed = check_settings(path, saved, manifest, effects, accept, defaults)
     changed |= _changed_code(saved, manifest)
-    return changed, [f"changed since the checkpoint: {each}" for each in describe_changes(changed)]
+    return changed, [f"changed since the checkpoint: {line}" for line in describe_changes(changed)]
 
 
 def describe_changes(changes: dict[str, list]) -> list[str]:
-    """A line each for the settings, the code and the library that have changed."""
+    """Write a line for the settings, the code and the library that have changed."""
     code = [name.removeprefix("code ") for name in changes if name.startswith("code ")]
     settings = {n: pair for n, pair in changes.items() if n != "library" and n[:5] != "code "}
     lines = ["; ".join(as_lines(settings))] if settings else []
@@ -142,7 +233,7 @@ def describe_changes(changes: dict[str, list]) -> list[str]:
 
 
 def hardware_line(before: dict, now: dict) -> str:
-    """A line that says what differs between the hardware of a checkpoint and of now, if any."""
+    """Say what differs between the hardware of a checkpoint and of now; empty: nothing."""
     if not (changed := differences(before, now)):
         return ""
     text = one_line("; ".join(as_lines(changed)), 500)
@@ -150,8 +241,8 @@ def hardware_line(before: dict, now: dict) -> str:
 
 
 def extend_history(saved: dict, manifest: dict, step: int, samples: int) -> list[dict]:
-    """The history of the run that resumes after so many samples from a checkpoint with the manifest
-    `saved`: an entry for each change of what decides which rows a step has."""
+    """Return the history of the run that resumes after so many samples from a checkpoint with the
+    manifest `saved`: an entry for each change of what decides which rows a step has."""
     config, history = manifest["config"], [*saved.get("history", [])]
     about = {
         "mixture": manifest.get("mixture", {}),

@@ -1,15 +1,22 @@
-"""Commits checkpoints of a run."""
+"""Commits checkpoints of a run, in the background if it is to, with their scores."""
 
 import functools
+import math
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from samestep.base import run_folder
-from samestep.base.errors import attempt
+from samestep.base.console import print_on_main
+from samestep.base.errors import attempt, catch
 from samestep.base.run_folder import RunLock
 from samestep.processes import alike
-from samestep.processes.ranks import Ranks
+from samestep.processes.ranks import SAVE_THREAD, Ranks
 from samestep.state import checkpoints, deepspeed, state_hash, tensor_files
 from samestep.state.weights import TrainingState
 
@@ -17,58 +24,84 @@ from samestep.state.weights import TrainingState
 class Saver:
     """Commits checkpoints of the weights and of the optimizer's state in `output`/checkpoints.
 
-    All processes call its methods together. `manifest`: the entries that all checkpoints have.
-    `lock`: that of the run folder, on the main process.
+    All processes call its methods together.
+
+    output: the folder of the run. lock: that of the folder, on the main process.
+    state: what a checkpoint holds. manifest: the entries that all checkpoints have.
+    keep, keep_every: which checkpoints stay, see checkpoints.prune.
+    in_background: whether a save copies this process's share to host memory, and a thread writes,
+        hashes and commits it.
+    more(): further entries of a manifest, of the step that is saved.
     """
 
     def __init__(
-        self, output: Path, ranks: Ranks, state: TrainingState, manifest: dict, keep: int,
-        lock: RunLock | None,
+        self, output: Path, ranks: Ranks, state: TrainingState, manifest: dict,
+        lock: RunLock | None, *, keep: int, keep_every: int = 0, in_background: bool = False,
+        more: Callable[[], dict] = dict,
     ):  # fmt: skip
         self.output, self.folder, self.ranks = output, output / "checkpoints", ranks
-        self.state, self.manifest, self.keep, self.lock = state, manifest, keep, lock
+        self.state, self.manifest, self.lock, self.more = state, manifest, lock, more
+        self.keep, self.keep_every, self.in_background = keep, keep_every, in_background
         self.main = ranks.layout.rank == 0
-        self.keep_every = 0  # steps between checkpoints that are kept for good
         self.step = 0  # of the newest checkpoint
         self.saved: dict = {}  # the manifest of the checkpoint from which the run resumes
         self.previous = ""  # its entry in the chain: see state_hash.chain_hash
         self.hashed: dict[str, Any] = {}  # the hash of its state, and the seconds that it took
-
-    def about(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint of this step."""
-        return {**self.manifest, "step": step, "samples": self.samples(step)}
+        self.best: list | None = None  # the step and the eval_loss of the best checkpoint
+        self.takes_scores = False  # whether the newest is one of this run, and has no scores yet
+        self.scores: dict = {}  # entries that the manifest of the newest is yet to get
+        self.thread: threading.Thread | None = None
+        self.thread_ranks = ranks.for_thread() if in_background else ranks
+        self.problem: Exception | None = None  # of the thread
+        self.committed: list[dict] = []  # lines about saves in the background, until logged
+        self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
 
     def samples(self, step: int) -> int:
-        """Samples of the run up to the end of this step."""
+        """Return the samples of the run up to the end of this step."""
         size = self.manifest["config"]["global_batch_size"]
         return checkpoints.samples_at(step, self.saved, size)
 
     def restore(self, path: Path, saved: dict) -> None:
-        """Restores a checkpoint, which has the manifest `saved`."""
+        """Restore a checkpoint, which has the manifest `saved`."""
         with self.ranks.fail_together():
             self.state.load(path, saved, self.manifest)
         self.saved, self.step = saved, saved["step"]
         self.previous = state_hash.chain_hash(saved)
 
-    def save_step(self, step: int) -> None:
-        """Saves this step, unless it is saved already."""
-        if step != self.step:
-            self.write(self.ranks, *self.collect(step))
-            self.step = step
+    # ---- A checkpoint
+
+    def save(self, step: int) -> dict[str, Any]:
+        """Save this step, or begin to, once the last one is saved; return entries for its line."""
+        self.wait()
+        share, manifest = self.collect(step)
+        if not self.in_background:
+            self.write(self.ranks, share, manifest)
             self.note_saved(step)
+            self.step, self.takes_scores = step, True
+            return self.hashed
+        assert share
+        with self.ranks.fail_together():
+            self.host = share.parts = _host_copies(share.parts, self.host)
+        self.step, self.takes_scores = step, True
+        self.thread = threading.Thread(
+            target=self.write_in_background, args=(share, manifest), name=SAVE_THREAD, daemon=True
+        )
+        self.thread.start()
+        return {"in_background": True}  # it may still fail
 
     def collect(self, step: int) -> tuple[tensor_files.Share | None, dict]:
-        """What this process writes of a step, and the manifest of the checkpoint."""
+        """Return what this process writes of a step, and the manifest of the checkpoint."""
         alike.check_alike(self.ranks, self.state.module, f"after step {step}")
-        manifest, share = self.about(step), None
-        if not self.ranks.layout.deepspeed:  # which writes what it holds
-            with self.ranks.fail_together():
-                tensors, manifest["others"] = self.state.collect()
-            share = tensor_files.take_share(tensors, self.ranks)
-        return share, manifest
+        manifest = {**self.manifest, "step": step, "samples": self.samples(step)}
+        manifest |= {"best": self.best, **self.more()}
+        if self.ranks.layout.deepspeed:  # which writes what it holds
+            return None, manifest
+        with self.ranks.fail_together():
+            tensors, manifest["others"] = self.state.collect()
+        return tensor_files.take_share(tensors, self.ranks), manifest
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
-        """All processes write their shares, then the main process makes the checkpoint valid."""
+        """Write the shares of all processes; then the main process makes the checkpoint valid."""
         partial = self.folder / f".step-{manifest['step']:08d}.partial"
         try:
             with ranks.fail_together():
@@ -86,7 +119,7 @@ class Saver:
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
+            files = {name: about for part in ranks.gather(hashed) for name, about in part.items()}
             # DeepSpeed's files have no hash of the state.
             self.hashed = state_hash.describe_state(partial, [*files] if share else [], ranks)
             manifest |= {"state": self.hashed["state"], "previous": self.previous}
@@ -102,7 +135,98 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def note_saved(self, step: int) -> None:
-        """Writes into the status that a checkpoint of this step is there."""
+        """Write into the status that a checkpoint of this step is there."""
         if self.main:
             failure = "status.json does not have the newest checkpoint"
             attempt(failure, functools.partial(run_folder.write_status, self.output, saved=step))
+
+    # ---- In the background
+
+    def write_in_background(self, share: tensor_files.Share, manifest: dict) -> None:
+        """Write a checkpoint. Its error is `problem`; `wait` and the next step raise it."""
+        began = time.perf_counter()
+        _, self.problem = catch(self.write, self.thread_ranks, share, manifest)
+        if not self.problem:
+            seconds = time.perf_counter() - began
+            line = {"committed_step": manifest["step"], "commit_seconds": seconds, **self.hashed}
+            self.committed.append(line)
+
+    def join(self) -> None:
+        """Wait for a save in the background."""
+        if self.thread:
+            self.thread.join()
+        self.thread = None
+
+    def wait(self) -> None:
+        """Wait for a save in the background, and raise its error. All processes must call it."""
+        if self.in_background:
+            self.join()
+            self.ranks.raise_everywhere(self.problem)
+            self.write_scores()
+
+    def take_committed(self) -> list[dict]:
+        """Return lines about the saves in the background that are done."""
+        lines, self.committed = self.committed, []
+        for line in lines:
+            self.note_saved(line["committed_step"])
+        return lines
+
+    # ---- Scores
+
+    def add_scores(self, step: int, scores: dict) -> None:
+        """Add the scores of a step to its checkpoint, if it has one. All processes must call it.
+
+        A checkpoint that is being saved in the background gets them when it is done.
+        """
+        if step != self.step or not self.takes_scores or "eval_loss" not in scores:
+            return
+        loss = scores["eval_loss"]
+        if math.isfinite(loss) and (self.best is None or loss < self.best[1]):
+            self.best = [step, loss]
+        self.takes_scores, self.scores = False, {"eval_loss": loss, "best": self.best}
+        if not self.in_background:
+            self.write_scores()
+
+    def write_scores(self) -> None:
+        """Write the scores of the newest checkpoint into its manifest."""
+        entries, self.scores = self.scores, {}
+        with self.ranks.fail_together():
+            if self.lock and entries:
+                self.lock.check_folder()
+                failure = f"the scores of step {self.step} are not in its checkpoint"
+                attempt(failure, checkpoints.add_to_manifest, self.folder, self.step, entries)
+
+    def load_best(self) -> int | None:
+        """Load the weights with the smallest eval_loss; return their step, None without any."""
+        best: Any = (None, {}, "")
+        is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
+        with self.ranks.fail_together():
+            if self.main and not is_newest:
+                best = checkpoints.find_best(self.folder, self.best)
+        path, saved, lost = self.ranks.from_main(best)
+        if lost:
+            print_on_main(f"{lost}: the last model is exported, not the best")
+            return None
+        if path:
+            with self.ranks.fail_together():
+                self.state.load_weights(path, saved, self.manifest)
+        assert self.best is not None
+        step, loss = self.best
+        print_on_main(f"the best evaluation was that of step {step}: {loss:.5g}")
+        return step
+
+
+def _host_copies(
+    parts: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copy to host memory, that of the copies `before` where these have the same shapes: pinned for
+    a GPU, whose allocation takes longer than the copy."""
+    copies = {}
+    for name, part in parts.items():
+        copy = before.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
+            copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        copies[name] = copy.copy_(part, non_blocking=part.is_cuda)
+    if any(part.is_cuda for part in parts.values()):
+        torch.cuda.synchronize()
+    return copies

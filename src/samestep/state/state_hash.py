@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
 
 def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
-    """The tensors that count, by name, from the headers of safetensors files in a folder."""
+    """List the tensors that count, by name, from the headers of safetensors files in a folder."""
     tensors: dict[str, Tensor] = {}
     for path in (folder / name for name in sorted(files)):
         with open(path, "rb") as file:
@@ -57,7 +57,7 @@ def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
 
 
 def _hash_tensor(tensor: Tensor) -> str:
-    """SHA-256 of the bytes of a whole tensor, in C order."""
+    """Return the SHA-256 of the bytes of a whole tensor, in C order."""
     digest = hashlib.sha256()
     if all(part.shape[1:] == tensor.shape[1:] for part in tensor.parts):  # cut by rows
         for part in sorted(tensor.parts, key=lambda part: part.offsets):
@@ -79,9 +79,9 @@ def _hash_tensor(tensor: Tensor) -> str:
 def hash_tensors(
     folder: Path, files: list[str], share: int = 0, shares: int = 1
 ) -> dict[str, list]:
-    """The dtype, shape and SHA-256 of tensors by name, of one of `shares` parts of them."""
+    """Return dtype, shape and SHA-256 of tensors by name, of one of `shares` parts of them."""
     tensors = _list_tensors(folder, files)
-    sizes = {name: sum(part.size for part in each.parts) for name, each in tensors.items()}
+    sizes = {name: sum(part.size for part in tensor.parts) for name, tensor in tensors.items()}
     names = sorted(tensors, key=lambda name: (-sizes[name], name))[share::shares]
     with hashing_threads() as pool:
         digests = pool.map(_hash_tensor, [tensors[name] for name in names])
@@ -92,12 +92,12 @@ def hash_tensors(
 
 
 def state_of(tensors: dict[str, list]) -> str:
-    """The hash of a state, of what `hash_tensors` of all processes have returned together."""
+    """Hash a state, of what `hash_tensors` of all processes have returned together."""
     return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
 
 
 def describe_state(folder: Path, files: list[str], ranks: Any) -> dict[str, Any]:
-    """The hash of the state in these files, "" without any, and the seconds that it took.
+    """Return the hash of the state in these files, "" without any, and the seconds it took.
 
     All processes must call it, when the files are on the disk. Each hashes a share of the tensors.
     """
@@ -105,14 +105,14 @@ def describe_state(folder: Path, files: list[str], ranks: Any) -> dict[str, Any]
         return {"state": ""}
     began = time.perf_counter()
     with ranks.fail_together():
-        own = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
-    found = {name: about for each in ranks.gather(own) for name, about in each.items()}
-    return {"state": state_of(found), "hash_seconds": time.perf_counter() - began}
+        share = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
+    tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
+    return {"state": state_of(tensors), "hash_seconds": time.perf_counter() - began}
 
 
 def chain_hash(manifest: dict) -> str:
-    """The hash of the entry that a checkpoint adds to the chain of its run; the next checkpoint's
-    manifest has it as `previous`. Empty for a manifest without a state."""
+    """Hash the entry that a checkpoint adds to the chain of its run; the next checkpoint's manifest
+    has it as `previous`. Empty for a manifest without a state."""
     if not manifest.get("state"):
         return ""
     entry = [manifest["step"], manifest["state"], manifest["previous"]]

@@ -30,7 +30,7 @@ class Share:
 
 
 def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
-    """This process's share of tensors that may be sharded, as DTensors. All processes must call it.
+    """Take this process's share of tensors that may be DTensors. All processes must call it.
 
     If several processes hold the same part, one of them writes it. DCP deals the parts by size. A
     process need not have all tensors.
@@ -52,7 +52,7 @@ def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
 
 
 def write_share(share: Share, folder: Path) -> None:
-    """Writes the file of this process; none if another process writes all of its tensors."""
+    """Write the file of this process; none if another process writes all of its tensors."""
     parts, storages = {}, set()
     for name, part in share.parts.items():
         part = part.cpu().contiguous()
@@ -60,7 +60,7 @@ def write_share(share: Share, folder: Path) -> None:
         parts[name] = part.clone() if storage in storages else part  # safetensors refuses two views
         storages.add(storage)
     if parts:
-        # One entry: safetensors writes several in any order, and the same state is the same bytes.
+        # One entry, for the same bytes: several get any order (safetensors/safetensors#584).
         metadata = {PLACES: json.dumps(share.places, sort_keys=True)}
         save_file(parts, folder / f"rank-{share.rank:05}.safetensors", metadata)
 
@@ -82,7 +82,7 @@ class TensorReader:
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Overwrites these tensors, which must have the shapes of the saved ones."""
+        """Overwrite these tensors, which must have the shapes of the saved ones."""
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
         planner = DefaultLoadPlanner(flatten_state_dict=False)

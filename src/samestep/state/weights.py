@@ -39,7 +39,7 @@ from samestep.step.model import bare_model, bare_name
 
 
 def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that are trained, and the buffers; tied weights once, by their first name.
+    """Return trained weights and buffers, tied weights once, by their first name.
 
     Frozen weights come with the pretrained model: a manifest holds their digest alone.
     """
@@ -57,7 +57,7 @@ def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
-    """SHA-256 of the names and values of the frozen weights, in hex digits; empty without any."""
+    """Return the SHA-256 of names and values of frozen weights, in hex; empty without any."""
     digest = None
     for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
         if not values.requires_grad:
@@ -67,7 +67,7 @@ def frozen_digest(model: torch.nn.Module) -> str:
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """A tensor, or a number as one; raises ValueError for anything else."""
+    """Return a tensor, or a number as one; raise ValueError for anything else."""
     if torch.is_tensor(value):
         return value
     if not isinstance(value, float | int):
@@ -105,7 +105,7 @@ class TrainingState:
         return {bare_name(name): p for name, p in self.model().named_parameters()}
 
     def others(self) -> dict[str, Any]:
-        """What has a state beside the model and the optimizer, by its name in a manifest."""
+        """Return what has a state beside model and optimizer, by its name in a manifest."""
         objects = {f"registered.{i}": o for i, o in enumerate(self.accelerator._custom_objects)}
         objects |= {f"scheduler.{i}": s for i, s in enumerate(self.accelerator._schedulers)}
         if self.accelerator.scaler:
@@ -113,18 +113,18 @@ class TrainingState:
         return objects
 
     def pack_others(self) -> tuple[dict, packing.Tensors]:
-        """The states of `others` and the optimizer's settings for a manifest, and their tensors."""
-        states = {name: each.state_dict() for name, each in self.others().items()}
+        """Pack the states of `others` and the optimizer's settings: JSON, and their tensors."""
+        states = {name: owner.state_dict() for name, owner in self.others().items()}
         for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
             states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
         packed, tensors = {}, {}
         for name, state in states.items():
-            packed[name], found = packing.pack(state, name)
-            tensors |= found
+            packed[name], state_tensors = packing.pack(state, name)
+            tensors |= state_tensors
         return packed, tensors
 
     def read_others(self, reader: TensorReader, saved: dict) -> dict[str, Any]:
-        """What `pack_others` has saved, by its names. `saved`: the manifest of the checkpoint."""
+        """Read what `pack_others` has saved, by its names. saved: the checkpoint's manifest."""
         tensors, current = {}, self.pack_others()[1]
         for name in packing.tensor_names([*saved["others"].values()]):
             shape, dtype = reader.shapes[name], reader.dtypes[name]
@@ -135,8 +135,8 @@ class TrainingState:
         return {n: packing.unpack(packed, tensors) for n, packed in saved["others"].items()}
 
     def collect(self) -> tuple[packing.Tensors, dict]:
-        """All tensors of a checkpoint, by name, and `others` of its manifest. DTensors are sharded;
-        other tensors are whole.
+        """Return all tensors of a checkpoint, by name, and `others` of its manifest. DTensors are
+        sharded; other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
         of the main process to the others. A buffer that changes and is in no checkpoint is named,
@@ -154,10 +154,10 @@ class TrainingState:
             is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
             if is_weight or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        others, found = self.pack_others()
+        others, other_tensors = self.pack_others()
         # Their numbers are those of the main process, too.
         is_main = self.accelerator.is_main_process
-        tensors |= {name: each for name, each in found.items() if is_main or is_dtensor(each)}
+        tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
@@ -167,7 +167,7 @@ class TrainingState:
         return tensors, others
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
+        """Raise ValueError if a weight or a moment is not finite, or a buffer has a NaN.
 
         `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
         may hold infinities on purpose.
@@ -184,20 +184,20 @@ class TrainingState:
                 )
 
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
-        """Restores a checkpoint; raises ValueError if it does not fit.
+        """Restore a checkpoint; raise ValueError if it does not fit.
 
         `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
         code has changed since then are those of the code. The others are restored, since some
         optimizers keep state among them.
         """
         before, now = saved["optimizer"], settings_as_text(self.settings)
-        kinds = [" and ".join(group["class"] for group in each) for each in (before, now)]
+        kinds = [" and ".join(group["class"] for group in groups) for groups in (before, now)]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
             )
-        rates = [{group.get("initial_lr") for group in each} for each in (before, now)]
+        rates = [{group.get("initial_lr") for group in groups} for groups in (before, now)]
         if not self.sets_lr and {None} not in rates and rates[0] != rates[1]:
             raise ValueError(
                 f"{path} has a scheduler with the learning rate {rates[0].pop()}, which it keeps, "
@@ -222,7 +222,7 @@ class TrainingState:
                     part[key] = value.to(old.device) if torch.is_tensor(old) else value
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
-        """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
+        """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
@@ -256,11 +256,11 @@ class TrainingState:
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
         states = self.read_others(reader, saved)
-        for name, each in objects.items():
-            each.load_state_dict(states[name])
+        for name, owner in objects.items():
+            owner.load_state_dict(states[name])
 
     def load_moments(self, reader: TensorReader) -> None:
-        """Gives the optimizer the state that was saved for each weight, and no other."""
+        """Give the optimizer the state that was saved for each weight, and no other."""
         tensors, states = {}, defaultdict(dict)
         groups = self.bare_optimizer().param_groups
         group_of = {p: group for group in groups for p in group["params"]}
@@ -281,7 +281,7 @@ class TrainingState:
 
 
 def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
-    """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
+    """Raise ValueError unless this YAML's kind can read a checkpoint, which has the manifest
     `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
     wanted, written = 0, deepspeed.stage_in(path)
     if layout.deepspeed:
@@ -297,7 +297,7 @@ def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layou
 
 
 def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
-    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    """Raise ValueError if the frozen weights are others; the main process has their digest."""
     now = manifest.get("frozen_weights")
     if now is not None and saved.get("frozen_weights", "") != now:
         raise ValueError(
@@ -307,19 +307,19 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
 
 
 def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Bit sums of the buffers that a model leaves out of its state_dict, by name."""
-    found = {}
+    """Return bit sums of the buffers that a model leaves out of its state_dict, by name."""
+    sums = {}
     for prefix, module in model.named_modules():
         if "longrope" in str(getattr(module, "rope_type", "")):  # sets its own in each forward pass
             continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] in module._non_persistent_buffers_set:
-                found[bare_name(name)] = bit_sums(buffer).tolist()
-    return found
+                sums[bare_name(name)] = bit_sums(buffer).tolist()
+    return sums
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
-    """Whether all values are finite; with `infinite` whether none is NaN.
+    """Return whether all values are finite; with `infinite` whether none is NaN.
 
     One pass without a temporary tensor: far faster than isfinite().all().
     """
@@ -336,10 +336,11 @@ def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
 def _empty_moment(
     parameter: torch.Tensor, key: str, group: dict, reader: TensorReader, name: str
 ) -> torch.Tensor:
-    """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
+    """Make a tensor to read a moment into: on the device, sharded as its weight if of its shape.
 
+    key, name: of the moment, in the optimizer's state and in the file. group: that of its weight.
     `step`, a counter, is on the CPU unless the settings of its group say that it is on the device.
-    Other moments of a sharded weight are DTensors that each process has whole.
+    Other moments of a sharded weight are replicated DTensors.
     """
     shape, dtype = reader.shapes[name], reader.dtypes[name]
     if key == "step" and not (group.get("capturable") or group.get("fused")):
@@ -352,15 +353,15 @@ def _empty_moment(
 
 
 def _check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
-    """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    """Raise UserError unless the checkpoint has the tensors of `built` with the same shapes."""
     dtypes = {n: v.dtype for n, v in built.items()}
     shapes = reader.shapes.items()
     saved = {n: str(tuple(shape)) for n, shape in shapes if n.startswith("model.")}
     built = {n: str(tuple(v.shape)) for n, v in built.items()}
     for name in sorted({*saved, *built}):
-        before, now = (each.get(name, "missing") for each in (saved, built))
+        before, now = (named.get(name, "missing") for named in (saved, built))
         if before == now:  # moments would keep the dtype of the checkpoint
-            before, now = (str(each[name]) for each in (reader.dtypes, dtypes))
+            before, now = (str(named[name]) for named in (reader.dtypes, dtypes))
         if before != now:
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "

@@ -10,11 +10,10 @@ all nodes, adds these up the rest of the tree, and sends the others its part of 
 bytes as DDP's all-reduce where each process has one node.
 """
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,9 +27,8 @@ from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import Tensors, is_dtensor, local
 from samestep.step.gradient import StepGradients
-from samestep.step.inputs import Batch
 from samestep.step.plan import StepPlan
-from samestep.step.trial import own_name, without_exchange
+from samestep.step.trial import own_name
 
 _PIECE = 25 << 20  # bytes of gradients that are exchanged at once
 
@@ -47,7 +45,7 @@ class TreeSum:
         self.nodes = [*nodes]
 
     def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
-        """Adds a micro-batch or a node. The tensors become the sums of the last node."""
+        """Add a micro-batch or a node. The tensors become the sums of the last node."""
         while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
             first, _, left = self.nodes.pop()
             size *= 2
@@ -56,7 +54,7 @@ class TreeSum:
         self.nodes.append((first, size, tensors))
 
     def total(self) -> Tensors:
-        """The sums over all micro-batches of a step; the last nodes are added first."""
+        """Return the sums over all micro-batches of a step; the last nodes are added first."""
         *others, (_, _, sums) = self.nodes
         for _, _, left in reversed(others):
             torch._foreach_add_(sums, left)
@@ -66,7 +64,7 @@ class TreeSum:
 
 @functools.lru_cache
 def nodes_of(run: range) -> list[tuple[int, int]]:
-    """(first, size) of each node of a TreeSum over this run of micro-batches."""
+    """Return (first, size) of each node of a TreeSum over this run of micro-batches."""
     tree = TreeSum()
     for number in run:
         tree.add(number, [])
@@ -74,19 +72,22 @@ def nodes_of(run: range) -> list[tuple[int, int]]:
 
 
 def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: Any = None) -> None:
-    """Puts the sum over all micro-batches into `total`, on each process: flat, like the `nodes` of
-    this process's run; the last of these may be `total` itself, which is overwritten last.
+    """Put the sum over all micro-batches into `total`, on each process of the group.
 
-    A reduce-scatter that adds in the order of the tree, then an all-gather. `runs` are those of the
-    processes of the group, which call it together.
+    A reduce-scatter that adds in the order of the tree, then an all-gather: process p gets part p,
+    (N / P,), of the nodes of all P processes, adds these up, and sends its sum to all.
+
+    total: (N,). nodes: of this process's run, each (N,); the last may be `total` itself, which is
+        overwritten last.
+    runs: those of the processes of the group, which call it together.
     """
     rank, count = dist.get_rank(group), len(runs)
     sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
-    cut = [node.tensor_split(count) for node in nodes]
+    split = [node.tensor_split(count) for node in nodes]
     # total[:0]: a process may have no node.
-    sent = torch.cat([total[:0], *(each[peer] for peer in range(count) for each in cut)])
+    sent = torch.cat([total[:0], *(parts[peer] for peer in range(count) for parts in split)])
     numbers = [len(nodes_of(run)) for run in runs]
-    received = sent.new_empty(sum(numbers), sizes[rank])
+    received = sent.new_empty(sum(numbers), sizes[rank])  # (nodes of all processes, N / P)
     dist.all_to_all_single(
         received.view(-1), sent, [n * sizes[rank] for n in numbers],
         [len(nodes) * size for size in sizes], group,
@@ -94,13 +95,13 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
     tree = TreeSum()
     for (first, size), part in zip(chain(*map(nodes_of, runs)), received, strict=True):
         tree.add(first, [part], size)
-    own = tree.total()[0]
-    dist.all_to_all_single(total, own.repeat(count), sizes, [sizes[rank]] * count, group)
+    part_sum = tree.total()[0]
+    dist.all_to_all_single(total, part_sum.repeat(count), sizes, [sizes[rank]] * count, group)
 
 
 def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
-    """The sums over all micro-batches of lists of tensors, of which `nodes` has those of this
-    process: in pieces of at most _PIECE bytes, or of one tensor."""
+    """Return the sums over all micro-batches of lists of tensors, of which `nodes` has those of
+    this process; communicate in pieces of at most _PIECE bytes, or of one tensor."""
     pieces: list[list[int]] = []  # places of the tensors of each
     size = 0
     for place, tensor in enumerate(nodes[-1]):
@@ -113,21 +114,21 @@ def _exchange_lists(nodes: list[Tensors], runs: Sequence[range]) -> Tensors:
     for places in pieces:
         vectors = [torch.cat([flat(sums[place]) for place in places]) for sums in nodes]
         exchange(vectors[-1], vectors, runs)
-        own = [nodes[-1][place] for place in places]
-        parts = vectors[-1].split([each.numel() for each in own])
-        for part, like in zip(parts, own, strict=True):
+        tensors = [nodes[-1][place] for place in places]
+        parts = vectors[-1].split([tensor.numel() for tensor in tensors])
+        for part, like in zip(parts, tensors, strict=True):
             totals.append(part.as_strided(like.shape, like.stride()))
     return totals
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory. A gradient has the strides of its weight, so this order
-    is the same on all processes."""
+    """View all elements in the order of memory, (numel,). A gradient has the strides of its weight,
+    so this order is the same on all processes."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def be_deterministic() -> None:
-    """Makes torch compute the same bits from the same numbers."""
+    """Make torch compute the same bits from the same numbers."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     torch.use_deterministic_algorithms(True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
@@ -153,45 +154,40 @@ class ExactGradients(StepGradients):
             self.blocks = self.reduce_in_tree()
         elif isinstance(model, DistributedDataParallel):
             model.broadcast_buffers = False  # changed_buffer would take DDP's copies for changes
+            # As in no_sync, whose context accelerate leaves out for DDP with one process.
+            model.require_backward_grad_sync = False
 
     def start_step(self, plan: StepPlan) -> None:
-        """Starts a step with this plan: nothing divides its losses."""
+        """Start a step with this plan: nothing divides its losses."""
         super().start_step(plan)
         self.plan = plan
         self.accelerator.gradient_accumulation_steps = self.divisor = 1
         # A buffer's version counts its changes. In the first step its values are compared, too:
-        # torch.nn.functional.batch_norm changes them without a new version.
+        # torch.nn.functional.batch_norm changes them without a new version (pytorch/pytorch#13402).
         self.buffers = {
             name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
             for name, buffer in self.model.named_buffers()
         }
 
-    @contextlib.contextmanager
-    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
-        """Computes the gradient of micro-batch `number` of the step in its body."""
+    def start_micro_batch(self, number: int) -> None:
+        """Note the number of the micro-batch that comes next."""
         self.number = number
-        alone: Any = contextlib.nullcontext()
-        if not self.sharded:
-            # accelerate's no_sync does nothing for DDP with one process, as torchrun starts it.
-            alone = without_exchange(self.model)
-        with alone:
-            yield
-        if not self.sharded:
-            self.add_up(number)
 
-    def add_up(self, number: int) -> None:
-        """Takes the gradients of a micro-batch out of the weights, and adds them."""
-        found = []
+    def add(self, number: int) -> None:
+        """Take the gradient of micro-batch `number` out of the weights, and add it to the tree."""
+        if self.sharded:  # FSDP has taken it
+            return
+        grads = []
         for place, parameter in enumerate(self.parameters):
             grad, parameter.grad = parameter.grad, None
             self.used[place] += grad is not None
             if grad is None:  # it may have one in another micro-batch
                 grad = torch.zeros_like(parameter)
-            found.append(grad)
-        self.tree.add(number, found)
+            grads.append(grad)
+        self.tree.add(number, grads)
 
     def changed_buffer(self) -> UserError | None:
-        """What is wrong if a micro-batch of this step has changed a buffer, as BatchNorm does."""
+        """Return the error for a buffer that this step has changed, as by BatchNorm; else None."""
         for name, buffer in self.model.named_buffers():
             old, version, values = self.buffers.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
@@ -206,8 +202,7 @@ class ExactGradients(StepGradients):
         return None
 
     def reduce(self) -> None:
-        """Brings the sums over the whole step to the weights of each process. If a process has a
-        problem, all raise it."""
+        """Bring the step's sums to the weights of each process; all raise what one has to raise."""
         if self.ranks.layout.fsdp:
             self.check_used()
         used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
@@ -224,19 +219,19 @@ class ExactGradients(StepGradients):
         self.drop_unused(used)
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
-        """Makes FSDP add the gradients of each block up a tree; it takes no mean."""
-        across, found = None, []
+        """Make FSDP add the gradients of each block up a tree; it takes no mean."""
+        across, blocks = None, []
         if self.ranks.layout.dp_replicate > 1:
             across = self.accelerator.torch_device_mesh["dp_replicate"].get_group()
         for _, module in sharding.fsdp_modules(self.model):
-            found.append(_TreeReduceScatter(self, across))
-            module.set_custom_reduce_scatter(found[-1])
+            blocks.append(_TreeReduceScatter(self, across))
+            module.set_custom_reduce_scatter(blocks[-1])
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        return found
+        return blocks
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """As StepGradients.clip; the squares are added in an order that no process decides."""
+        """Clip as StepGradients.clip; add the squares in an order that no process decides."""
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = _norm_by_rows(grads)
@@ -249,7 +244,7 @@ class ExactGradients(StepGradients):
 def step_gradients(
     accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool
 ) -> StepGradients:
-    """The gradients of the steps of this prepared model."""
+    """Return what adds up the gradients of the steps of this prepared model."""
     kind = ExactGradients if exact else StepGradients
     return kind(accelerator, ranks, model)
 
@@ -271,7 +266,7 @@ class _TreeReduceScatter:
         self.gradients, self.across, self.tree = gradients, across, TreeSum()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP."""
+        """Allocate a buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -288,9 +283,9 @@ class _TreeReduceScatter:
             return
         if self.across:
             nodes, self.tree.nodes = [part for _, _, (part,) in self.tree.nodes], []
-            total, turns = nodes[-1], len(plan.run())
+            total, accumulation_steps = nodes[-1], len(plan.run())
             starts = [plan.run(i * group.size())[0] for i in range(self.across.size())]
-            runs = [range(start, start + turns * group.size()) for start in starts]
+            runs = [range(start, start + accumulation_steps * group.size()) for start in starts]
             exchange(total, nodes, runs, self.across)
         else:
             (total,) = self.tree.total()
@@ -299,8 +294,7 @@ class _TreeReduceScatter:
 
 
 class _WaitForAllGradients(torch.autograd.Function):
-    """Gives its inputs back: in the backward pass none of their gradients goes on before all of
-    them are complete."""
+    """Gives its inputs back; in the backward pass no gradient goes on before all are complete."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -312,9 +306,8 @@ class _WaitForAllGradients(torch.autograd.Function):
 
 
 def sum_inside_blocks(module: torch.nn.Module) -> None:
-    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
-    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
-    """
+    """Add the gradients of an input of a block inside the block, before those of other blocks, as
+    FSDP does. It shows where blocks share an input, as decoders do with the encoder's outputs."""
 
     def separate(_, positional, named):
         values = [*positional, *named.values()]
@@ -336,7 +329,7 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
 
 
 def _norm_by_rows(grads: Tensors) -> torch.Tensor:
-    """The Euclidean norm of these tensors: a float32 of shape ().
+    """Return the Euclidean norm of these tensors, sqrt(sum of |row|^2): a float32 of shape ().
 
     The squares of each row are added in float64, then the rows in their order. Sharding cuts along
     the first dimension, so the norm does not depend on who holds which rows.
@@ -353,8 +346,8 @@ def _norm_by_rows(grads: Tensors) -> torch.Tensor:
             shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
             group = grad.device_mesh.get_group(shard)
             first = math.ceil(grad.shape[0] / group.size()) * group.rank()
-            own, squares = squares, squares.new_zeros(grad.shape[0])
-            squares[first : first + len(own)] = own
+            local_squares, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(local_squares)] = local_squares
         rows.append(squares)
     everywhere = torch.cat(rows)
     if group:

@@ -1,8 +1,6 @@
 """The gradient of a step: that of all its micro-batches, over all processes."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +11,6 @@ from samestep.processes import alike, sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_tensor
 from samestep.step import inputs, trial
-from samestep.step.inputs import Batch
 from samestep.step.plan import StepPlan
 
 
@@ -34,15 +31,15 @@ class StepGradients:
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         alike.say_kinds(ranks, model)
-        # Under no_sync FSDP keeps whole gradients, which takes the memory that it saves. The end of
-        # a loader of the script ends no accumulation.
+        # Under no_sync FSDP keeps full gradients, the memory that it saves; the end of a loader of
+        # the script would end an accumulation: huggingface/accelerate#2531, #3017.
         more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
         accelerator.gradient_state.plugin_kwargs.update(more)
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def start_step(self, plan: StepPlan) -> None:
-        """Starts a step with this plan, without gradients of before. Each loss is to be multiplied
+        """Start a step with this plan, without gradients of before. Each loss is to be multiplied
         by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
         DDP or FSDP by the processes, over which they average."""
         self.steps += 1
@@ -51,14 +48,14 @@ class StepGradients:
         if self.steps == 2:
             alike.check_alike(self.ranks, self.model, "after the first step")
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
-        turns = len(plan.run())
-        self.accelerator.gradient_accumulation_steps, self.accelerator.step = turns, 0
-        self.divisor = turns * self.ranks.layout.averaged
+        accumulation_steps = len(plan.run())
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = accumulation_steps, 0
+        self.divisor = accumulation_steps * self.ranks.layout.averaged
         for parameter in self.parameters:  # also of those that the optimizer does not have
             parameter.grad = None
 
     def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
+        """Return the loss, or NaN if it is not finite, so that all processes skip the step."""
         if not self.is_checked:
             self.is_checked = True
             with self.ranks.fail_together():
@@ -66,28 +63,29 @@ class StepGradients:
         # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
         return loss * (1 + 0 * loss.detach())
 
-    @contextlib.contextmanager
-    def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
-        """Computes the gradient of micro-batch `number` of the step in its body."""
-        with sharding.split_rows(self.accelerator, batch):
-            yield
+    def start_micro_batch(self, number: int) -> None:
+        """Prepare for micro-batch `number` of the step."""
+
+    def add(self, number: int) -> None:
+        """Add the gradient of micro-batch `number`, which the weights have. DDP and FSDP did."""
 
     def reduce(self) -> None:
-        """Brings the gradient of the whole step to the weights of each process."""
+        """Bring the gradient of the whole step to the weights of each process."""
         trial.check_reduced(self.model)
         if self.ranks.layout.fsdp:
             self.check_used()
             self.drop_unused(self.used)
 
     def drop_unused(self, used: list[int]) -> None:
-        """A weight that no micro-batch has used gets no gradient: it would decay."""
+        """Remove the zeros that are gradients of unused weights: these would decay,
+        pytorch/pytorch#28294."""
         for parameter, count in zip(self.parameters, used, strict=True):
             if not count:
                 parameter.grad = None
         self.used[:] = [0] * len(self.used)
 
     def check_used(self) -> None:
-        """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
+        """Raise UserError unless all processes use the same weights in each step, as FSDP needs:
         the zeros that stand for other gradients would change weights that no process uses."""
         used = [count > 0 for count in self.used]
         if self.steps == 1:
@@ -104,7 +102,7 @@ class StepGradients:
             )
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
+        """Scale the gradient down to this norm, 0: never; return its norm before that.
 
         The norm is a float32 of shape (), and stays on the device.
         """

@@ -1,7 +1,6 @@
-"""What the core takes from its caller: datasets with their sources, batches, counts, losses, sums.
+"""What a step takes from its caller: datasets with their sources, batches, counts, losses, sums.
 
-A mistake raises ValueError as early as it can be seen, with one line: the place, what it gives, and
-what to give instead.
+A mistake raises ValueError early, in one line: the place, what it gives, what to give instead.
 """
 
 import math
@@ -42,60 +41,59 @@ class Stream(torch.utils.data.Dataset):
     """Each supplies the same contiguous part of every step."""
 
     def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
-        """Sets the seed, the samples of a step, and the position from which the run resumes, where
+        """Set the seed, the samples of a step, and the position from which the run resumes, where
         each lane has given the sample `last`."""
         raise NotImplementedError
 
 
 def list_sources(dataset: Any, training: bool) -> list[Source]:
-    """The sources of a view; empty if it names none.
+    """Return the sources of a view; empty if it names none.
 
-    Raises ValueError for sources that do not fit the dataset. Without `training`, those without
-    rows are left out.
+    Without `training`, those without rows are left out. Raises ValueError for what does not fit.
     """
     sources = getattr(dataset, "sources", None)
     if not isinstance(sources, list | tuple) or not sources:
         return []
-    others = [each for each in sources if not isinstance(each, Source)]
-    if others and len(others) == len(sources) and not hasattr(others[0], "weight"):
+    invalid = [source for source in sources if not isinstance(source, Source)]
+    if invalid and len(invalid) == len(sources) and not hasattr(invalid[0], "weight"):
         return []  # an attribute with another meaning
-    if others:
+    if invalid:
         raise ValueError(
-            f"sources of task.views: {others[0]!r:.60} is no Source; give a list of "
+            f"sources of task.views: {invalid[0]!r:.60} is no Source; give a list of "
             "samestep.step.inputs.Source(name, rows, weight)"
         )
-    for each in sources:
-        numbers = np.array([each.rows, each.weight - 1])
+    for source in sources:
+        numbers = np.array([source.rows, source.weight - 1])
         if numbers.dtype.kind not in "iu" or numbers.min() < 0:
             raise ValueError(
-                f"sources of task.views: {each.name!r} needs whole numbers: rows from 0, and a "
+                f"sources of task.views: {source.name!r} needs whole numbers: rows from 0, and a "
                 "weight from 1"
             )
-        if training and not each.rows:
+        if training and not source.rows:
             raise ValueError(
-                f"sources of task.views: {each.name} has no rows to train on; leave it out"
+                f"sources of task.views: {source.name} has no rows to train on; leave it out"
             )
-    name, times = Counter(each.name for each in sources).most_common(1)[0]
+    name, times = Counter(source.name for source in sources).most_common(1)[0]
     if times > 1:
         raise ValueError(
             f"sources of task.views: {times} are called {name!r}; give each another name"
         )
-    total = sum(each.rows for each in sources)
+    total = sum(source.rows for source in sources)
     if total != len(dataset):
         together = f"{total:,} rows together, but the dataset has {len(dataset):,}"
         raise ValueError(f"task.sources: they have {together}")
-    weights = [int(each.weight) for each in sources]
+    weights = [int(source.weight) for source in sources]
     if sum(weights) // math.gcd(*weights) > _LONGEST_PERIOD:
         too_fine = f"the weights {weights} are too fine; their sum is above {_LONGEST_PERIOD:,}"
         raise ValueError(f"sources of task.views: {too_fine}")
-    return [each for each in sources if each.rows]
+    return [source for source in sources if source.rows]
 
 
 # ---- Batches, and what is computed from them -----------------------------------------------------
 
 
 def expect(right: object, place: str, value: Any, wanted: str) -> None:
-    """Raises ValueError, with the place and the value, unless the value is right."""
+    """Raise ValueError, with the place and the value, unless the value is right."""
     if right:
         return
     shown = f"{value!r:.60}, {type(value).__name__}"
@@ -105,39 +103,40 @@ def expect(right: object, place: str, value: Any, wanted: str) -> None:
 
 
 def plain_batch(batch: Any, name: str = "") -> Any:
-    """A batch with its mappings as plain dicts, since FSDP's casts and compile look into no other.
+    """Return a batch with mappings as plain dicts: FSDP's casts and compile look into no other.
 
     Raises ValueError unless it has CPU tensors and texts, in mappings, lists and tuples.
     """
+    if torch.is_tensor(batch) and batch.device.type == "cpu":
+        return batch
     if isinstance(batch, Mapping) and batch:
         place = f"{name}." if name else ""
-        return {str(key): plain_batch(each, f"{place}{key}") for key, each in batch.items()}
+        return {str(key): plain_batch(value, f"{place}{key}") for key, value in batch.items()}
     if isinstance(batch, list | tuple) and batch:
-        entries = (plain_batch(each, f"{name}[{i}]") for i, each in enumerate(batch))
+        entries = (plain_batch(value, f"{name}[{i}]") for i, value in enumerate(batch))
         return honor_type(batch, entries)
     expect(name or torch.is_tensor(batch), "collate returns", batch, "a dict of tensors")
-    right = isinstance(batch, str) or (torch.is_tensor(batch) and batch.device.type == "cpu")
-    expect(right, f"collate: {name!r} is", batch, "a tensor on the CPU")
+    expect(isinstance(batch, str), f"collate: {name!r} is", batch, "a tensor on the CPU")
     return batch
 
 
 def entries_of(batch: Any) -> Iterator[torch.Tensor | str]:
-    """All tensors and texts of a batch, in the order of their names."""
+    """Yield all tensors and texts of a batch, in the order of their names."""
     if isinstance(batch, torch.Tensor | str):
         yield batch
         return
     entries = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
-    for each in entries:
-        yield from entries_of(each)
+    for entry in entries:
+        yield from entries_of(entry)
 
 
 def size_of(batch: Any) -> int:
-    """The numbers in a batch."""
-    return sum(each.numel() for each in entries_of(batch) if torch.is_tensor(each))
+    """Count the numbers in a batch."""
+    return sum(entry.numel() for entry in entries_of(batch) if torch.is_tensor(entry))
 
 
 def check_count(count: Any) -> int:
-    """The result of `count` as an int; raises ValueError unless it is a whole number from 0."""
+    """Return `count` as an int; raise ValueError unless it is a whole number from 0."""
     try:
         number = operator.index(count)
     except TypeError:
@@ -146,16 +145,16 @@ def check_count(count: Any) -> int:
     return number
 
 
-def check_loss(loss: Any) -> None:
-    """Raises ValueError unless this is a float32 scalar with a gradient."""
+def check_loss(loss: Any, needs_gradient: bool = True) -> None:
+    """Raise ValueError unless this is a float32 scalar, with a gradient if it needs one."""
     right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
     expect(right, "the loss is", loss, "the sum of the losses, a float32 of shape ()")
-    if not loss.requires_grad:
+    if needs_gradient and not loss.requires_grad:
         raise ValueError("the loss has no gradient; call model(...) for it")
 
 
 def check_sums(sums: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
+    """Raise ValueError unless this is a dict of tensors that float64 can hold, and that count."""
     expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
     for name, value in sums.items():
         expect(torch.is_tensor(value), f"eval_sums: {name!r} is", value, "a tensor")
@@ -165,7 +164,7 @@ def check_sums(sums: Any) -> None:
 
 
 def check_outputs(outputs: Any, rows: int) -> None:
-    """Raises ValueError unless this is a dict of tensors whose first dimension is `rows`."""
+    """Raise ValueError unless this is a dict of tensors whose first dimension is `rows`."""
     right = isinstance(outputs, dict) and outputs
     expect(right, "task.eval_outputs returns", outputs, "a dict of tensors")
     for name, value in outputs.items():

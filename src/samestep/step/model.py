@@ -13,9 +13,11 @@ from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import is_dtensor
 from samestep.step.plan import StepPlan
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def build_on_ranks(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
-    """The task's model, which `make()` gives. All processes must call it.
+    """Build the task's model, which `make()` gives. All processes must call it.
 
     With fsdp_cpu_ram_efficient_loading only the main process has its weights, and sends the others
     their shards. These make it on the meta device, and get memory that nobody touches, which takes
@@ -41,7 +43,7 @@ def build_on_ranks(make: Callable, accelerator: Accelerator, ranks: Ranks) -> to
 
 
 def build_empty(make: Callable) -> torch.nn.Module:
-    """The model that `make()` gives, without values; it raises if the task needs values."""
+    """Build the model that `make()` gives, without values; raise if the task needs values."""
     with torch.device("meta"):
         module = TaskModule(make())
     spared = [n for n, p in module.named_parameters() if getattr(p, "_no_weight_decay", False)]
@@ -53,7 +55,7 @@ def build_empty(make: Callable) -> torch.nn.Module:
 
 
 def form_of(model: torch.nn.Module) -> list[tuple]:
-    """Names, shapes and types of the weights and buffers of a model, and which are trained."""
+    """List names, shapes and types of weights and buffers of a model, and which are trained."""
     weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in weights]
 
@@ -68,6 +70,7 @@ class TaskModule(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
         self.model, self.context = model, context
+        self.rounded = ""  # the dtype of a loss below float32, computed in half precision
         names = defaultdict(list)
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
@@ -82,10 +85,14 @@ class TaskModule(torch.nn.Module):
 
     def forward(self, function, batch):
         with self.context():
-            return function(self.model, batch)
+            result = function(self.model, batch)
+        # accelerate makes it float32: huggingface/accelerate#134.
+        if torch.is_tensor(result) and result.dtype in HALF and not torch.compiler.is_compiling():
+            self.rounded = str(result.dtype).removeprefix("torch.")
+        return result
 
     def train(self, mode: bool = True) -> "TaskModule":
-        """Modules whose weights are all frozen stay in eval mode: a teacher has no dropout, and its
+        """Keep modules whose weights are all frozen in eval mode: a teacher has no dropout, and its
         BatchNorm keeps its statistics."""
         super().train(mode)
         for module in _frozen_modules(self):
@@ -93,17 +100,17 @@ class TaskModule(torch.nn.Module):
         return self
 
     def tie_weights(self) -> None:
-        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
-        for first, *others in self.tied:
-            for name in others:
+        """Tie weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *aliases in self.tied:
+            for name in aliases:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
 def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The largest modules that have weights, of which none trains."""
+    """Yield the largest modules that have weights, of which none trains."""
     weights = [*module.parameters()]
-    if weights and not any(each.requires_grad for each in weights):
+    if weights and not any(weight.requires_grad for weight in weights):
         yield module
         return
     for child in module.children():
@@ -111,13 +118,13 @@ def _frozen_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a part of the model is compiled: by Module.compile, or by torch.compile, which wraps
-    it, as accelerate's compile_regions does."""
-    return any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
+    """Return whether a part of the model is compiled: by Module.compile, or by torch.compile, which
+    wraps it, as accelerate's compile_regions does."""
+    return any(m._compiled_call_impl or hasattr(m, "_orig_mod") for m in model.modules())
 
 
 def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
+    """Run a compiled model without its compiled code: each new shape would compile for minutes."""
     if is_compiled(model):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
@@ -125,7 +132,7 @@ def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def keep_modes(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back which parts of the model are in train mode, and which in eval mode."""
+    """Put back which parts of the model are in train mode, and which in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -135,7 +142,7 @@ def keep_modes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside a prepared module, and inside its TaskModule if it has one."""
+    """Return the model inside a prepared module, and inside its TaskModule if it has one."""
     model = accelerator.unwrap_model(module, keep_torch_compile=False)
     return model.model if isinstance(model, TaskModule) else model
 
@@ -143,7 +150,7 @@ def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Mo
 def gather_model(
     accelerator: Accelerator, ranks: Ranks, module: torch.nn.Module, build: Callable
 ) -> torch.nn.Module | None:
-    """The task's model with all weights, on the main process. All processes must call it.
+    """Return the task's model with full weights, on the main process. All processes must call it.
 
     If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
     the other processes: only the main process needs memory for all weights, and for these once.
@@ -178,7 +185,7 @@ def gather_model(
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
-    """Makes a model of transformers or diffusers recompute activations in the backward pass.
+    """Make a model of transformers or diffusers recompute activations in the backward pass.
 
     Raises ValueError if the model does not support it.
     """
@@ -198,11 +205,11 @@ def sync_batch_norms(
     plan: StepPlan,
     device_shares: str | list[float],
 ) -> torch.nn.Module:
-    """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
+    """Warn about BatchNorm, and convert it to SyncBatchNorm on several GPUs.
 
     BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
     With GroupNorm and LayerNorm it does not. SyncBatchNorm waits for all GPUs in each micro-batch.
-    Raises UserError if their shares are not equal: some would wait for ever.
+    Raises UserError if their shares are not equal: some would wait for ever, pytorch/pytorch#38174.
     """
     kinds = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kinds) for module in model.modules()):
@@ -227,5 +234,5 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and
 
 
 def bare_name(name: str) -> str:
-    """The name of a weight in the task's model, without those of wrapped blocks."""
+    """Return the name of a weight in the task's model, without those of wrapped blocks."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

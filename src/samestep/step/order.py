@@ -1,8 +1,7 @@
 """The order of the samples: which row each position of a run takes, as a function of the seed.
 
 Any position is found at once. The positions go round the sources of the data, in proportion to
-their weights. Each source passes over its rows again and again, each pass in a permutation of its
-own.
+their weights. Each source passes over its rows again and again, each time in another permutation.
 
 Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
@@ -20,7 +19,7 @@ from samestep.step.inputs import Source
 
 
 def hash64(*words: Any) -> np.ndarray:
-    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
+    """Hash integers or integer arrays: uint64, of the arrays' shape or (1,).
 
     Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
@@ -34,7 +33,7 @@ def hash64(*words: Any) -> np.ndarray:
 
 
 def hash_integers(*words: int) -> int:
-    """`hash64` of one integer for each word, without numpy: a tenth of the time."""
+    """Hash one integer for each word as `hash64`, without numpy: a tenth of the time."""
     bits, mask = 0, 2**64 - 1
     for word in words:
         bits = ((bits ^ word & mask) + 0x9E3779B97F4A7C15) & mask
@@ -45,8 +44,7 @@ def hash_integers(*words: int) -> int:
 
 
 def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarray:
-    """Places below `sizes`, permuted: each key has a permutation of the places below its size.
-    `back`: the inverse.
+    """Permute places below `sizes`: each key has a permutation below its size; `back`: the inverse.
 
     All are uint64, and broadcast to the shape of `places`. It is a Feistel network over the pairs
     (p % a, p // a), where a * b just covers the size, applied again to the few values that fall
@@ -61,13 +59,13 @@ def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarra
     outside = np.ones(places.shape, bool)
     while outside.any():
         a, key = widths[outside], keys[outside]
-        b = (sizes[outside] + a - np.uint64(1)) // a
+        b = (sizes[outside] + a - np.uint64(1)) // a  # ceil(size / a)
         right, left = np.divmod(places[outside], a)
-        turns = range(24)  # with 12, tiny data sets still showed a pattern
-        for turn in reversed(turns) if back else turns:
+        rounds = range(24)  # with 12, tiny data sets still showed a pattern
+        for number in reversed(rounds) if back else rounds:
             if back:
                 left, right, a, b = right, left, b, a
-            moved = hash64(key + np.uint64(turn << 32) + right)
+            moved = hash64(key + np.uint64(number << 32) + right)
             left = (left + (a - moved % a if back else moved)) % a
             if not back:
                 left, right, a, b = right, left, b, a
@@ -77,32 +75,33 @@ def permute(places: Any, sizes: Any, keys: Any, back: bool = False) -> np.ndarra
 
 
 def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
-    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions."""
+    """Return the ids at these positions, of one source of `size` rows: int64, their shape."""
     passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
     return permute(places, size, hash64(seed, passes)).astype(np.int64)
 
 
 def mix(weights: Sequence[int]) -> np.ndarray:
-    """One period of a mixture: the source at each of its sum(weights) positions, int64.
+    """Return one period of a mixture, (sum(weights),) int64: the source at each position.
 
     After any number of positions each of k sources has had its share to 1 - 1/(2k - 2) samples at
     most, the least that is always possible (Tijdeman, "The chairman assignment problem", 1980).
 
-    Turn j of a source may come when its share has grown to j + margin, and must before its share
+    Slot j of a source may come when its share has grown to j + margin, and must before its share
     exceeds j + 1 - margin. Among those that may, the one that must first is taken.
     """
     period, parts = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / parts
-    turns = []
+    slots = []
     for source, weight in enumerate(weights):
         for j in range(weight):
+            # ceil((j + margin) * period / weight), floor((j + 1 - margin) * period / weight) + 1
             earliest = -(-(parts * j + 1) * period // (parts * weight))
             latest = (parts * j + parts - 1) * period // (parts * weight) + 1
-            turns.append((earliest, latest, source))
-    turns.sort(reverse=True)
+            slots.append((earliest, latest, source))
+    slots.sort(reverse=True)
     table, waiting = [], []
     for position in range(1, period + 1):
-        while turns and turns[-1][0] <= position:
-            _, latest, source = turns.pop()
+        while slots and slots[-1][0] <= position:
+            _, latest, source = slots.pop()
             heapq.heappush(waiting, (latest, source))
         table.append(heapq.heappop(waiting)[1])
     return np.array(table)
@@ -117,19 +116,20 @@ class Mixture:
     def __init__(self, weights: Sequence[int], places: Sequence[int]):
         weights = [weight // math.gcd(*weights) for weight in weights]
         self.weights, self.places = np.array(weights, np.uint64), np.array(places, np.uint64)
-        self.table = mix(weights)
-        self.turns = np.zeros(len(self.table), np.uint64)  # earlier ones of the same source
+        self.table = mix(weights)  # (period,) int64
+        self.earlier = np.zeros(len(self.table), np.uint64)  # of the same source, in the period
         for source, weight in enumerate(weights):
-            self.turns[self.table == source] = np.arange(weight)
+            self.earlier[self.table == source] = np.arange(weight)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
-        periods, turns = np.divmod(positions, np.uint64(len(self.table)))
-        sources, turns = (each[turns.astype(np.int64)] for each in (self.table, self.turns))
-        return sources, self.places[sources] + periods * self.weights[sources] + turns
+        """Return the source of each position, (N,) int64, and its place there, (N,) uint64."""
+        periods, offsets = np.divmod(positions, np.uint64(len(self.table)))
+        offsets = offsets.astype(np.int64)
+        sources, earlier = self.table[offsets], self.earlier[offsets]
+        return sources, self.places[sources] + periods * self.weights[sources] + earlier
 
     def count(self, samples: int) -> list[int]:
-        """The place of each source after so many samples."""
+        """Return the place of each source after so many samples."""
         periods, rest = divmod(samples, len(self.table))
         counts = np.bincount(self.table[:rest], minlength=len(self.places)).tolist()
         parts = zip(self.places, self.weights, counts, strict=True)
@@ -137,7 +137,7 @@ class Mixture:
 
 
 def first_mixture(weights: dict[str, int]) -> dict:
-    """What manifests record of a mixture, here of the one with which a run begins.
+    """Return what manifests record of the mixture with which a run begins.
 
     `first`: the position at which it begins. For each of `sources`: its weight, 0 if it is no
     longer in use, and its place. A source is its name; one that is all of the data is called "".
@@ -147,7 +147,7 @@ def first_mixture(weights: dict[str, int]) -> dict:
 
 
 def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
-    """The record of the mixture with these weights, which follows another after so many samples.
+    """Return the record of the mixture with these weights, after `samples` of that `before`.
 
     Each source goes on from where it stood, also one that was not in use for a time.
     """
@@ -166,7 +166,7 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of a source, by its name; "" has the seed of the run."""
+    """Return the seed of a source, by its name; "" has the seed of the run."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int(hash64(seed, int.from_bytes(digest[:8], "big"))[0]) if name else seed
 
@@ -182,37 +182,37 @@ class SampleOrder:
     def __init__(
         self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
     ):
-        mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
-        names = [each.name for each in sources] if len(sources) > 1 else [""]
+        mixture = mixture or first_mixture({source.name: int(source.weight) for source in sources})
+        names = [source.name for source in sources] if len(sources) > 1 else [""]
         weights, places = zip(*(mixture["sources"][name] for name in names), strict=True)
         self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
-        sizes = [int(each.rows) for each in sources] or [rows]
+        sizes = [int(source.rows) for source in sources] or [rows]
         seeds = [seed_of(seed, name) for name in names]
-        self.sizes = np.array(sizes, np.uint64)
+        self.sizes = np.array(sizes, np.uint64)  # (sources,), as the next
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
         self.orders = [*zip(self.firsts, sizes, seeds, strict=True)]
 
     def passes(self, positions: Any) -> np.ndarray:
-        """How often the source of each position has given all of its rows before: uint64 (N,)."""
+        """Return how often the source of each position has given all of its rows: (N,) uint64."""
         sources, places = self.mixture.locate(np.asarray(positions, np.uint64) - self.first)
         return places // self.sizes[sources]
 
     def count(self, samples: int) -> list[int]:
-        """How many of the first samples of the run come from each source."""
+        """Count how many of the first samples of the run come from each source."""
         return self.mixture.count(samples - int(self.first))
 
     def ids(self, positions: Any) -> np.ndarray:
-        """Sample ids at these positions: int64, shape of positions (N,)."""
-        pairs = [divmod(int(each) - int(self.first), self.block) for each in positions]
+        """Return the sample ids at these positions, (N,) int64."""
+        pairs = [divmod(int(position) - int(self.first), self.block) for position in positions]
         return np.array([self.compute(number)[place] for number, place in pairs], np.int64)
 
     @functools.lru_cache(64)  # noqa: B019  a run has one order; 64 kB a block
     def compute(self, number: int) -> np.ndarray:
-        """The ids of a block; blocks count from the beginning of the mixture."""
+        """Compute the ids of a block, (block,) int64; blocks count from the mixture's beginning."""
         positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)
         ids = np.empty(self.block, np.int64)
         sources, places = self.mixture.locate(positions)
         for source, (first, size, seed) in enumerate(self.orders):
-            own = sources == source
-            ids[own] = first + sample_ids(places[own], size, seed)
+            mask = sources == source
+            ids[mask] = first + sample_ids(places[mask], size, seed)
         return ids

@@ -1,7 +1,6 @@
 """Gathers what a task's eval_outputs returns for each row of an evaluation, in their order.
 
-A score that is no sum over rows, such as AUC, needs all of them at once. EvaluationSums (sums.py)
-keeps totals alone.
+A score that is no sum over rows, such as AUC, needs all at once; sums.py keeps totals alone.
 """
 
 from typing import Any, NamedTuple
@@ -33,20 +32,20 @@ class EvaluationOutputs:
         self.problem: Exception | None = None  # of a batch, which all processes must raise
 
     def add(self, outputs: Any, ids: np.ndarray) -> None:
-        """Keeps the outputs of the rows with these numbers. Those past the last row, -1, and those
+        """Keep the outputs of the rows with these numbers. Those past the last row, -1, and those
         that a neighbor computes, too, are left out."""
         part, problem = catch(to_part, outputs, ids)
         self.problem = self.problem or problem
-        if part and ids[0] >= 0 and self.ranks.layout.leads:
+        if part and ids[0] >= 0 and self.ranks.layout.counts_items:
             self.parts.append(part)
 
     def gather(self, rows: int) -> Batch | None:
-        """The outputs of all rows in their order, (rows, ...), on the main process; elsewhere None.
+        """Return all rows' outputs in their order, (rows, ...), on the main process; else None.
 
         All processes must call it.
         """
         self.ranks.raise_everywhere(self.problem)
-        parts = [part for each in self.ranks.gather_on_main(self.parts) for part in each]
+        parts = [part for parts in self.ranks.gather_on_main(self.parts) for part in parts]
         self.parts, merged = [], None
         with self.ranks.fail_together():
             if parts:
@@ -55,7 +54,7 @@ class EvaluationOutputs:
 
 
 def to_part(outputs: Any, ids: np.ndarray) -> Part:
-    """The outputs of a batch in CPU memory; raises UserError unless they are right."""
+    """Copy the outputs of a batch to CPU memory; raise UserError unless they are right."""
     with as_user_error():
         check_outputs(outputs, len(ids))
     arrays = {}
@@ -68,13 +67,13 @@ def to_part(outputs: Any, ids: np.ndarray) -> Part:
 
 
 def merge(parts: list[Part], rows: int) -> Batch:
-    """The outputs of all rows in their order: shorter ones are padded with PADDING at the end of
-    each dimension; with 0 and False in types that have no negative numbers.
+    """Merge the outputs of all rows in their order: shorter ones are padded with PADDING at the end
+    of each dimension; with 0 and False in types that have no negative numbers.
 
     Raises ValueError if batches differ in the names, types or dimensions of their outputs.
     """
-    first, *others = (describe(part) for part in parts)
-    for other in others:
+    first, *rest = (describe(part) for part in parts)
+    for other in rest:
         if other != first:
             raise ValueError(
                 f"task.eval_outputs returns tensors {first} for one batch, and {other} for "
@@ -84,18 +83,18 @@ def merge(parts: list[Part], rows: int) -> Batch:
     merged = {}
     for name, values in [*parts[0].arrays.items()]:
         sizes = [part.arrays[name].shape[1:] for part in parts]
-        shape = [max(each) for each in zip(*sizes, strict=True)]
+        shape = [max(lengths) for lengths in zip(*sizes, strict=True)]
         padding = PADDING
         if values.dtype.kind in "bu":
             padding = 0
         whole = np.full((rows, *shape), padding, values.dtype)
         for part in parts:
-            own = part.arrays.pop(name)  # its memory is free then
-            whole[(part.ids, *map(slice, own.shape[1:]))] = own
+            array = part.arrays.pop(name)  # its memory is free then
+            whole[(part.ids, *map(slice, array.shape[1:]))] = array
         merged[name] = torch.from_numpy(whole)
     return merged
 
 
 def describe(part: Part) -> dict[str, str]:
-    """What must be the same for all batches: the type and the number of dimensions."""
-    return {name: f"{each.dtype}, {each.ndim}D" for name, each in part.arrays.items()}
+    """Describe what must be the same for all batches: type and number of dimensions."""
+    return {name: f"{array.dtype}, {array.ndim}D" for name, array in part.arrays.items()}

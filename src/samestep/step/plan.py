@@ -19,42 +19,44 @@ from samestep.base.errors import UserError
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as a list of micro-batches, and who computes them: rank r computes `shares[r]` of
-    them, from where the run of rank r - 1 ends. Of `in_turn` neighbors, which have equal shares,
-    each computes every `in_turn`-th micro-batch of their runs: with exact under FSDP, which adds
-    those that neighbors compute at the same time."""
+    """A step as a list of micro-batches, and who computes them. With o = r % stride, rank r has
+
+        range(sum(shares[:r - o]) + o, ..., stride), of shares[r] numbers
+
+    The stride is 1, and a run contiguous, but with exact under FSDP, which adds the micro-batches
+    that `stride` neighbors compute at the same time: their shares are equal."""
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # maximum of samples that a device takes at once
     shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
-    in_turn: int = 1
+    stride: int = 1  # between two micro-batches of a rank
 
     @property
     def count(self) -> int:
-        """Micro-batches in a step, of all ranks."""
+        """Count the micro-batches of a step, V, on all ranks."""
         return sum(self.shares)
 
     @property
     def largest(self) -> int:
-        """Samples in the largest micro-batch; others may have one less."""
+        """Return the samples of the largest micro-batch; others may have one less."""
         return -(-self.samples // self.count)
 
     def run(self, rank: int | None = None) -> range:
-        """The numbers of the micro-batches that a rank computes; without one, this rank."""
+        """Return the numbers of the micro-batches that a rank computes; without one, this rank."""
         rank = self.rank if rank is None else rank
-        turn = rank % self.in_turn
-        first = sum(self.shares[: rank - turn])
-        return range(first + turn, first + self.in_turn * self.shares[rank], self.in_turn)
+        offset = rank % self.stride
+        first = sum(self.shares[: rank - offset])
+        return range(first + offset, first + self.stride * self.shares[rank], self.stride)
 
     def positions(self, positions: Any, number: int) -> Any:
-        """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
+        """Return those of micro-batch `number`, from 0, of all positions of a step, (G,)."""
         first = number * self.samples // self.count
         end = (number + 1) * self.samples // self.count
         return positions[first:end]
 
     def describe(self, ranks: str = "processes") -> str:
-        """The samples of a step as a product, and what its factors count."""
+        """Write the samples of a step as a product, and what its factors count."""
         shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
@@ -66,12 +68,13 @@ class StepPlan:
 
 
 def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
-    """Assigns `count` micro-batches to ranks of these speeds, so that the last is done early.
+    """Assign `count` micro-batches to ranks of these speeds, so that the last is done early.
 
     Each goes to the rank that would complete it first, of several to the lowest; each rank gets
     `least`. No other way to assign whole micro-batches takes less time.
     """
     shares = [least] * len(speeds)
+    # (time at which a rank would complete one more, rank)
     queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(queue)
     for _ in range(count - sum(shares)):
@@ -84,12 +87,13 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
 def count_micro_batches(
     samples: int, size: int, ranks: int, exact: bool, unequal: bool, sharded: bool
 ) -> int:
-    """The micro-batches of a step: as few of at most `size` samples as there can be, and as many on
-    each rank; where ranks have unequal shares, at least four for each. exact: all of `size`.
+    """Count the micro-batches of a step, V: as few as possible, as many on each rank; else 0.
 
-    0 if there is no such cut. Of a sharded model all ranks must compute as many.
+    samples: of the step. size: their maximum in a micro-batch; with exact their number.
+    unequal: whether shares may differ; V is then at least four for each rank.
+    sharded: whether ranks share weights, so that all compute as many.
     """
-    count = -(-samples // size)
+    count = -(-samples // size)  # ceil(G / size)
     if not exact:
         count = -(-count // ranks) * ranks
         if unequal:
@@ -109,10 +113,14 @@ def plan_step(
     rank: int = 0,
     in_step: int = 0,
 ) -> StepPlan:
-    """Cuts a step into micro-batches of at most `micro_batch_size` samples (exact: of so many).
+    """Cut a step into micro-batches, and assign them to the ranks.
 
-    `in_step`: so many neighbors share weights, so all ranks compute the same number of
-    micro-batches. Raises UserError for a cut that is impossible.
+    micro_batch_size: maximum of samples in a micro-batch; with exact their number.
+    ranks: data-parallel ones, of which `rank` is this one.
+    device_shares: "equal", "auto" (equal until speeds are measured), or a speed for each rank.
+    in_step: so many neighbors share weights, so all ranks compute as many micro-batches; 0: none.
+
+    Raises UserError for a cut that is impossible.
     """
     samples, size = global_batch_size, micro_batch_size
     speeds = [1.0] * ranks

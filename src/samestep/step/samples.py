@@ -1,7 +1,7 @@
 """Reads the samples of a run by their positions, and makes batches of them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,15 @@ class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
     A batch has micro_batch_size rows, and none has rows of two sources; the batches of all sources
-    are numbered through, as those of one step, `plan`. All ranks get as many as the busiest, since
-    a sharded model computes on all at once; what is added holds the position past the last row,
-    without weight.
+    are numbered through, as those of one step, `self.plan`. All ranks get as many as the busiest,
+    since a sharded model computes on all at once; what is added is the position past the last row.
+
+    plan: of a step of training, for its micro_batch_size and, in proportion, its shares.
     """
 
     def __init__(self, plan: StepPlan, rows: "SampleDataset"):
         self.size, self.rows = plan.micro_batch_size, rows
-        self.counts = [-(-each // self.size) for each in rows.source_sizes]  # batches of each
+        self.counts = [-(-samples // self.size) for samples in rows.source_sizes]  # batches of each
         # All batches at once, so some ranks may have none of a source.
         shares = assign_micro_batches(sum(self.counts), plan.shares)
         self.plan = StepPlan(len(rows), self.size, shares, plan.rank)
@@ -53,23 +54,23 @@ class EvaluationSampler:
         return max(self.plan.shares)
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """The number of each batch of this rank, and that of its source."""
-        sources = np.repeat(np.arange(len(self.counts)), self.counts)
+        """Yield the number of each batch of this rank, and that of its source."""
+        sources = np.repeat(np.arange(len(self.counts)), self.counts)  # (batches,) int64
         for number in self.plan.run():
             yield number, int(sources[number])
 
     def __iter__(self):
-        run, number, first = self.plan.run(), 0, 0  # those of the next source
+        run, first_batch, first_row = self.plan.run(), 0, 0  # the latter of the next source
         for samples, count in zip(self.rows.source_sizes, self.counts, strict=True):
-            own = range(max(run.start, number), min(run.stop, number + count))
-            positions: Sequence[int] = range(first, first + samples)
-            if own:
+            batches = range(max(run.start, first_batch), min(run.stop, first_batch + count))
+            positions: Sequence[int] = range(first_row, first_row + samples)
+            if batches:
                 positions = self.rows.sort(positions)
-            for each in own:
-                begin = (each - number) * self.size
+            for batch in batches:
+                begin = (batch - first_batch) * self.size
                 yield list(positions[begin : begin + self.size])
-            number, first = number + count, first + samples
-        yield from [[first]] * (len(self) - len(run))
+            first_batch, first_row = first_batch + count, first_row + samples
+        yield from [[first_row]] * (len(self) - len(run))
 
 
 class SampleDataset(torch.utils.data.Dataset):
@@ -77,8 +78,7 @@ class SampleDataset(torch.utils.data.Dataset):
 
     With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
     the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
-    and a position past the end gives (-1, first row). A stream (text/lanes.py) gives the ids
-    of its samples itself.
+    and a position past the end gives (-1, first row). A stream (text/lanes.py) gives ids itself.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SampleDataset(torch.utils.data.Dataset):
     ):
         self.dataset, self.seed = dataset, seed
         self.sources = inputs.list_sources(dataset, training=seed is not None)
-        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        self.source_sizes = [int(source.rows) for source in self.sources] or [len(dataset)]
         self.order, self.is_stream = None, isinstance(dataset, inputs.Stream)
         if seed is not None and not self.is_stream:
             self.order = SampleOrder(len(dataset), seed, self.sources, mixture)
@@ -103,24 +103,24 @@ class SampleDataset(torch.utils.data.Dataset):
         return len(self.dataset)
 
     def __getstate__(self):
-        """For worker processes, which sort nothing: `sizes` may have a number for each row."""
+        """Leave out `sizes` for worker processes, which sort nothing: it may be large."""
         return self.__dict__ | {"sizes": None}
 
     def ids(self, positions: Iterable[int]) -> list[int]:
-        """The sample ids at these positions."""
+        """Return the sample ids at these positions."""
         if self.order is None:
             return [p if p < len(self) else -1 for p in positions]
         return self.order.ids(positions).tolist()
 
     def count_samples(self, samples: int) -> dict[str, int]:
-        """For metrics.jsonl: how many of the first samples come from each of several sources."""
+        """Count, for metrics.jsonl, how many of the first samples come from each source."""
         if len(self.sources) < 2:
             return {}
         counts = zip(self.sources, self.order.count(samples), strict=True)
         return {f"samples/{source.name}": count for source, count in counts}
 
     def sort(self, positions: range) -> Sequence[int]:
-        """These positions by the sizes of their rows: micro-batches then need less padding."""
+        """Sort positions by the sizes of their rows: micro-batches then need less padding."""
         if self.sizes is None:
             return positions
         order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
@@ -142,19 +142,19 @@ class SampleDataset(torch.utils.data.Dataset):
         return list(zip(ids, rows, strict=True))
 
     def seed_collate(self, positions: Sequence[int]) -> None:
-        """Before collate, which may draw: by the first position of the micro-batch."""
+        """Seed collate, which may draw, by the first position of the micro-batch."""
         seed_host(hash_integers(self.seed or 0, positions[0]))
 
     def seeds(self, positions: list[int], ids: Sequence[int]) -> np.ndarray:
-        """What random numbers of the rows begin with, uint64: of a row of the validation by its id,
-        in training also by the seed of the run and the pass over the data."""
+        """Return the seeds of the rows' random numbers, (B,) uint64: of a row of the validation by
+        its id, in training also by the seed of the run and the pass over the data."""
         if self.seed is None:
             return hash64(0, ids)
         passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
         return hash64(self.seed, passes, ids)
 
     def read(self, positions: list[int], ids: list[int]) -> Sequence[Any]:
-        """The rows with these ids, each alone, so that a transform of others may draw from the
+        """Read the rows with these ids, each alone, so that a transform of others may draw from the
         global generators. Those that a dataset reads many at once draw nothing."""
         places = [max(i, 0) for i in ids]
         if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
@@ -167,7 +167,7 @@ class SampleDataset(torch.utils.data.Dataset):
 
 
 def _has_transform(dataset: Any) -> bool:
-    """Whether a datasets.Dataset, or one inside Subset, has a transform (`with_transform`)."""
+    """Return whether a datasets.Dataset, or one inside Subset, has a `with_transform`."""
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
     form = getattr(dataset, "format", None)
@@ -175,8 +175,13 @@ def _has_transform(dataset: Any) -> bool:
 
 
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
-    """The task's batch of these (id, row) pairs, (items in the loss, hash of the ids), the ids."""
-    batch = inputs.plain_batch(task.collate([row for _, row in samples]))
+    """Make the task's batch of these (id, row) pairs: the batch, (the number of its items in the
+    loss, the hash of the ids), and the ids, int64 (B,)."""
+    batch = task.collate([row for _, row in samples])
+    if hasattr(task, "loss_sum"):  # the functions of a task.py get a dict
+        is_dict = isinstance(batch, Mapping)
+        inputs.expect(is_dict, "task.collate returns", batch, "a dict of tensors")
+    batch = inputs.plain_batch(batch)
     ids = np.array([i for i, _ in samples])
     count = task.count(batch) if hasattr(task, "count") else len(samples)
     numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))
@@ -184,7 +189,7 @@ def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np
 
 
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
-    """16 hex digits for the number of rows, and types, shapes and bytes of the task's batch."""
+    """Hash the number of rows, and types, shapes and bytes of the task's batch: 16 hex digits."""
     digest = hashlib.sha256(str(len(dataset)).encode())
     seed_host(0)  # collate may draw
     for values in inputs.entries_of(collate(task, samples)[0]):
@@ -197,7 +202,7 @@ def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
 
 
 def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False) -> list[tuple]:
-    """64 evenly spread samples of a view, read in one or two cuts: what reads many rows at once and
+    """Read 64 evenly spread samples of a view, in one or two cuts: what reads many rows at once and
     draws gives others then. A stream gives the first ones. In training `augment` changes them, each
     with a generator of its own."""
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
@@ -217,7 +222,7 @@ def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False)
 
 
 def check_repeated(first: Any, second: Any) -> None:
-    """Raises ValueError unless what hash_batch gives for the same samples is the same twice."""
+    """Raise ValueError unless hash_batch gives the same for the same samples twice."""
     if first != second:
         raise ValueError(
             "the same samples are another batch the second time: views, a row, collate or augment "
@@ -228,12 +233,11 @@ def check_repeated(first: Any, second: Any) -> None:
 
 
 def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
-    """Samples to try the task on: of these with items in the loss the seven shortest, and the
-    longest."""
+    """Choose samples to try the task on: the seven shortest with items in the loss, the longest."""
     sized = []
     for sample in samples:
         batch, (items, _), _ = collate(task, [sample])
         if items:
             sized.append((inputs.size_of(batch), sample))
-    sized.sort(key=lambda each: each[0])
+    sized.sort(key=lambda pair: pair[0])
     return [sample for _, sample in [*sized[:7], *sized[7:][-1:]]] or samples[:1]

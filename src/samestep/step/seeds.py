@@ -9,7 +9,7 @@ from samestep.step.order import hash_integers
 
 
 def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
-    """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch, counted
+    """Seed what a model draws, such as masks of dropout, by the number of a micro-batch, counted
     from 0, in its step, counted from 1, and not by its rank. Without a number: what comes after the
     micro-batches of the step, such as an optimizer that draws."""
     seed = hash_integers(seed, step - 1, number)
@@ -25,13 +25,13 @@ def seed_micro_batch(seed: int, step: int, number: int = -1) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds all that a model may draw from, on devices that are not initialized yet, too."""
+    """Seed all that a model may draw from, on devices that are not initialized yet, too."""
     seed_host(seed)
     torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
-    """Seeds what draws on the CPU; masks of time in speech models are NumPy's."""
+    """Seed what draws on the CPU; masks of time in speech models are NumPy's."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

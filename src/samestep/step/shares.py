@@ -18,10 +18,9 @@ _MEASURED = 3  # micro-batches, after one to warm up
 
 
 def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Seconds that this device takes for the loss and the gradient of a micro-batch.
+    """Measure the seconds that this device takes for loss and gradient of a micro-batch.
 
-    No process waits for another. The gradients are dropped, and buffers keep their values. Weights
-    must have no gradient before.
+    No process waits for another. Weights have no gradient before and after; buffers stay the same.
     """
     seconds = []
     with nothing_changes(model), without_exchange(model):

@@ -1,21 +1,40 @@
-"""One step of the optimizer, as the loop of a script sees it."""
+"""One step of the optimizer, as the loop of a script sees it: batches, gradient, update."""
 
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base.errors import UserError, as_user_error
-from samestep.step import exact, inputs, monitor
-from samestep.step.loader import MicroBatch, StepLoader
-from samestep.step.model import bare_model
+from samestep.processes.ranks import Ranks
+from samestep.step import context_parallel, inputs, monitor
+from samestep.step.gradient import StepGradients
+from samestep.step.loader import MicroBatch
+from samestep.step.plan import StepPlan
 from samestep.step.seeds import seed_micro_batch
-from samestep.training import script
 
-if TYPE_CHECKING:
-    from samestep.training.training import Training
+
+class Loop(Protocol):
+    """What the steps of a run share: see training.Training."""
+
+    accelerator: Accelerator
+    model: Any  # prepared
+    optimizer: Any  # prepared
+    ranks: Ranks
+    plan: StepPlan
+    seed: int
+    gradients: Any  # StepGradients, once the loop was tried; a pipeline brings its own
+    current: "Step | None"
+
+    def try_others(self, step: "Step") -> Iterator[Any]: ...
+
+    def prefetch(self) -> None: ...
+
+    def read_loss(self, step: "Step") -> None: ...
+
+    def epochs(self, step: int) -> int: ...
 
 
 class Step:
@@ -24,85 +43,158 @@ class Step:
     number: of the step, from 1.
     items: in its loss, over all processes.
     loss: the mean loss of these, after the last batch of every `log_every`-th step; else None.
+    prepare(list of MicroBatch): if you set it, it gets all of this process before the first one is
+        computed, and may add to their batches: a loss over the global batch needs that.
     """
 
-    def __init__(self, training: "Training", number: int, loader: StepLoader):
-        self.training, self.number, self.loader = training, number, loader
-        self.window, facts = loader.next_step()
-        self.items, self.loss = facts.num_items, None
-        self.losses: list[torch.Tensor] = []  # of the batches so far, each a sum
+    def __init__(
+        self, run: Loop, number: int, micro_batches: list[MicroBatch], items: int, last: bool
+    ):
+        self.run, self.number, self.micro_batches = run, number, micro_batches
+        self.items, self.is_last = items, last
+        self.loss: float | None = None
+        self.losses: list[torch.Tensor] = []  # of the batches so far, each a sum, ()
+        self.total: float | None = None  # the sum of all losses, over all processes, once read
+        self.norm: torch.Tensor | None = None  # of the gradient, before it is clipped, ()
+        self.learning_rate: Any = None  # of the first parameter group, when it was clipped
+        self.prepare: Callable[[list[MicroBatch]], None] | None = None
         self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
-        self.num_items = 0  # in the loss of the newest batch
+        self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
+
+    def due(self, every: int | str) -> bool:
+        """Return whether what is due `every` so many steps or "epoch" (0: at the end) is now."""
+        if every == "epoch":
+            passes = self.run.epochs
+            return self.is_last or passes(self.number) > passes(self.number - 1)
+        return self.is_last or (every > 0 and self.number % int(every) == 0)
+
+    # ---- The gradient
 
     def __iter__(self) -> Iterator[Any]:
-        run = self.training
-        script.check_order(self, "not begun", "another loop over the batches")
+        self.check_order("not begun", "another loop over the batches")
         self.gradient = "not added up"
-        if not run.gradients:
-            yield from script.try_loop(self)
-            if run.exact:
-                exact.sum_inside_blocks(bare_model(run.accelerator, run.model))
-            run.gradients = exact.step_gradients(run.accelerator, run.ranks, run.model, run.exact)
-        run.gradients.start_step(run.plan)
-        for each in self.window:
-            batch = send_to_device(each.batch, run.accelerator.device, non_blocking=True)
-            seed_micro_batch(run.seed, self.number, each.number)  # dropout
-            with run.gradients.micro_batch(each.number, batch):
-                yield from self.compute(each, batch)
-        self.loader.prefetch()  # while the device computes
+        run = self.run
+        yield from run.try_others(self)  # a few rows before the first step
+        yield from self.compute_all()
+        self.reduce()
+
+    def compute_all(self) -> Iterator[Any]:
+        """Give the batches of this process to the body of the loop."""
+        run = self.run
+        gradients: StepGradients = run.gradients
+        gradients.start_step(run.plan)
+        if self.prepare:
+            self.prepare(self.micro_batches)
+        for micro_batch in self.micro_batches:
+            batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
+            with context_parallel.split_rows(run.accelerator, batch):
+                seed_micro_batch(run.seed, self.number, micro_batch.number)  # dropout
+                gradients.start_micro_batch(micro_batch.number)
+                yield from self.compute(micro_batch, batch)
+                gradients.add(micro_batch.number)
+
+    def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
+        """Give a batch to the body of the loop, which computes its gradient."""
+        calls, passes = len(self.losses), self.run.accelerator.step
+        self.num_items, self.counts = micro_batch.num_items, micro_batch.counts
+        yield batch
+        calls = len(self.losses) - calls
+        if calls != 1:
+            raise UserError(f"step.backward was called {calls} times for a batch; call it once")
+        if self.run.accelerator.step - passes != 1:
+            raise UserError(
+                "the loop computes a batch outside of `with accelerator.accumulate(model)`; put "
+                "the forward pass and step.backward inside, once for each batch"
+            )
+
+    def backward(self, loss: torch.Tensor | Callable[[], torch.Tensor], mean: bool = False) -> None:
+        """Add the gradient of a batch: of the sum of the losses of its items, or of their mean.
+
+        loss: a float32 of shape (), or a function that computes it.
+        mean: whether it is a mean. One of your own divides by 0 where no item is in the loss, and
+            its gradient is NaN: give the sum. F.cross_entropy's mean may be given.
+        """
+        if callable(loss):
+            loss = loss()
+        if mean:
+            # Where no item is in the loss, its mean is 0 / 0.
+            loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
+        if not self.counts:
+            loss = loss * 0
+        gradients = self.run.gradients
+        if gradients is None:  # the loop is tried; without gradients it computes losses alone
+            with as_user_error():
+                inputs.check_loss(loss, torch.is_grad_enabled())
+        self.losses.append(loss.detach())
+        if gradients is not None:
+            # loss * divisor / items: others divide by `divisor`, see StepGradients.start_step.
+            scale = gradients.divisor / max(self.items, 1)
+            loss = gradients.nan_if_not_finite(loss) * scale
+        if torch.is_grad_enabled():
+            self.run.accelerator.backward(loss)
+
+    def reduce(self) -> None:
+        """Bring the gradient of the whole step to all processes, after its last batch."""
+        run, self.micro_batches = self.run, []
+        run.prefetch()  # the next step, while the device computes this one
         run.gradients.reduce()
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)
         self.gradient = "added up"
-        if self.number % run.log_every == 0:
-            (total,), norms = monitor.read_steps(
-                run.ranks, run.plan.count, [run.plan.run()], [self.losses], run.norms
-            )
-            self.loss = total / self.items if self.items else math.nan
-            run.not_finite += 1
-            if all(map(math.isfinite, [self.loss, *norms])):
-                run.not_finite = 0
-            if run.not_finite == 10:
-                raise UserError(
-                    "the loss or the gradient was not finite 10 times in a row, up to step "
-                    f"{self.number}; such steps do not change the weights: check the data, or give "
-                    "a lower learning rate"
-                )
+        run.read_loss(self)
 
-    def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
-        """Gives a batch to the body of the loop, which computes its gradient."""
-        run, before = self.training, len(self.losses)
-        self.num_items, passes = micro_batch.num_items, run.accelerator.step
-        with run.accelerator.accumulate(run.model):
-            yield batch
-        script.check_backward(len(self.losses) - before, run.accelerator.step - passes)
-
-    def backward(self, loss: torch.Tensor, mean: bool = False) -> None:
-        """Adds the gradient of a batch: of the sum of the losses of its items, or of their mean.
-
-        A mean of one's own divides by 0 where no item is in the loss, and its gradient is NaN: give
-        the sum. F.cross_entropy's mean may be given.
-        """
-        if mean:
-            # Where no item is in the loss, its mean is 0 / 0.
-            loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
-        self.losses.append(loss.detach())
-        gradients = self.training.gradients
-        if gradients:
-            scale = gradients.divisor / max(self.items, 1)
-            loss = gradients.nan_if_not_finite(loss) * scale
-        else:  # the loop is tried
-            with as_user_error():
-                inputs.check_loss(loss)
-        self.training.accelerator.backward(loss)
+    # ---- The update
 
     def clip(self, max_norm: float = 0) -> torch.Tensor:
-        """Scales the gradient down to this norm, 0: never; gives its norm before that. The next
-        step of the optimizer changes nothing if it is not finite, or no item is in the loss."""
-        script.check_order(self, "added up", "step.clip")
-        norm = self.training.gradients.clip(max_norm)
-        monitor.skip_unless_finite(self.training.optimizer, norm, self.items)
-        if not self.training.accelerator.scaler:  # which tries scales until the norm is finite
-            self.training.norms = [norm]
+        """Scale the gradient down to this norm, 0: never; return its norm before that, float32 ().
+
+        The next step of the optimizer changes nothing if the norm is not finite, or no item is in
+        the loss.
+        """
+        self.check_order("added up", "step.clip")
+        run = self.run
+        self.norm = run.gradients.clip(max_norm)
+        monitor.skip_unless_finite(run.optimizer, self.norm, self.items)
+        self.learning_rate = run.optimizer.param_groups[0]["lr"]
         self.gradient = "clipped"
-        return norm
+        return self.norm
+
+    def check_order(self, wanted: str, what: str) -> None:
+        """Raise UserError for what comes too early, or twice."""
+        if self.gradient != wanted:
+            raise UserError(
+                f"{what} in step {self.number}, whose gradient is {self.gradient}: first `for "
+                "batch in step` to its end, then step.clip(...), then optimizer.step(), each once"
+            )
+
+    def check_complete(self) -> None:
+        """Raise UserError unless the optimizer has used the gradient."""
+        run = self.run
+        if run.ranks.layout.deepspeed and self.gradient == "clipped":  # it stepped in `backward`
+            self.gradient = "used"
+        skipped = run.accelerator.scaler and run.optimizer.step_was_skipped  # of fp16
+        if self.gradient != "clipped" or not skipped:
+            self.check_order("used", "the end of the loop's body")
+
+
+def watch_optimizer(run: Loop) -> None:
+    """Let the optimizer make one step where it is due, and no other, and clear no part of it."""
+    inner = run.optimizer.optimizer
+    if run.ranks.layout.deepspeed:
+        return
+
+    def use(*_: Any) -> None:
+        if run.current:
+            run.current.check_order("clipped", "optimizer.step()")
+            run.current.gradient = "used"
+
+    def clear(*args: Any, **named: Any) -> None:
+        if run.current and run.current.gradient == "not added up":
+            raise UserError(
+                "optimizer.zero_grad() in the loop over the batches deletes the gradients of those "
+                "before; leave it out: each step begins without gradients"
+            )
+        zero_grad(*args, **named)
+
+    inner.register_step_pre_hook(use)
+    zero_grad, inner.zero_grad = inner.zero_grad, clear

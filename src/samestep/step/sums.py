@@ -25,26 +25,26 @@ class EvaluationSums:
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Adds the sums of the next batch; one past those of this rank only shows the shapes."""
+        """Add the sums of the next batch; one past those of this rank only shows the shapes."""
         sums = dict(sorted(sums.items()))
         layout = {name: tuple(value.shape) for name, value in sums.items()}
         if layout not in self.layouts:
             self.layouts.append(layout)
         values = torch.cat([value.to(self.device).double().flatten() for value in sums.values()])
         number, source = next(self.places, (-1, 0))
-        self.zeros = values.new_zeros(self.sources, len(values))
+        self.zeros = values.new_zeros(self.sources, len(values))  # float64
         if number >= 0 and len(self.layouts) == 1:
             rows = self.zeros.clone()
             rows[source] = values
             self.tree.add(number, [rows.flatten()])
 
     def total(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-        """The sums of each source over all processes, in CPU memory; all processes must call it.
+        """Return the sums of each source, in CPU memory; all processes must call it together.
 
         Raises UserError if batches differ in the names or shapes of their sums.
         """
-        first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
-        for other in [each for each in others if each != first]:
+        first, *rest = (layout for layouts in ranks.gather(self.layouts) for layout in layouts)
+        for other in [layout for layout in rest if layout != first]:
             raise UserError(
                 f"task.eval_sums returns tensors {first} for one batch, and {other} for another; "
                 "return the same for all"
@@ -58,10 +58,10 @@ class EvaluationSums:
             (total,) = self.tree.total()
         total = total.cpu()
         if ranks.layout.replica_size > 1:  # each has the sums of its parts of the rows, or zeros
-            total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.adds))
+            total = torch.from_numpy(ranks.sum_arrays(total.numpy() * ranks.layout.counts_losses))
         totals = []
-        for own in total.view(self.sources, -1):
-            parts = own.split([math.prod(shape) for shape in first.values()])
+        for source_sums in total.view(self.sources, -1):
+            parts = source_sums.split([math.prod(shape) for shape in first.values()])
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})
         return totals

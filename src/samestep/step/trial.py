@@ -24,7 +24,7 @@ SMALLEST = 0.01  # sums below it are compared as if they were so large
 
 @contextlib.contextmanager
 def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back what passes in its body, in train mode, change. Weights have no gradient before."""
+    """Put back what passes in the body, in train mode, change. Weights have no gradient before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     states = _random_states(device)
@@ -45,7 +45,7 @@ def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _random_states(device: torch.device) -> list:
-    """The states of the generators that anything draws from without being given one."""
+    """Return the states of the generators that anything draws from without being given one."""
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
@@ -53,17 +53,17 @@ def _random_states(device: torch.device) -> list:
 
 
 def without_exchange(model: torch.nn.Module) -> Any:
-    """DDP does not communicate in its body."""
+    """Keep DDP from communicating in the body."""
     return getattr(model, "no_sync", contextlib.nullcontext)()
 
 
 def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
-    """Asks for a backward pass of the same rows on all processes, once or twice, before the first
+    """Ask for a backward pass of the same rows on all processes, once or twice, before the first
     step of a start: `for _ in backward_passes(...): loss().backward()`.
 
     Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
-    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass,
-    and rounds in another way with others: a run that resumes has those of an uninterrupted one.
+    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass
+    (pytorch/pytorch#44326), and rounds in another way with others: a resumed run has the same ones.
     """
     if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
         return
@@ -78,8 +78,7 @@ def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
 
 
 def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Raises UserError unless a backward pass has given each weight a gradient, on all processes; a
-    process alone remarks it."""
+    """Raise UserError for weights without a gradient on a process; a process alone remarks them."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
     pairs = zip(trained, used, strict=True)
@@ -91,7 +90,7 @@ def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def check_reduced(model: torch.nn.Module) -> None:
-    """Raises UserError if a weight of this process had no gradient that DDP waits for. torch tells
+    """Raise UserError if a weight of this process had no gradient that DDP waits for. torch tells
     so in the next forward pass, after the weights have changed."""
     if not isinstance(model, DistributedDataParallel):
         return
@@ -105,12 +104,12 @@ def check_reduced(model: torch.nn.Module) -> None:
 
 
 def own_name(name: str) -> str:
-    """The name that a weight or buffer has in the task's model."""
+    """Return the name that a weight or buffer has in the task's model."""
     return name.removeprefix("module.").removeprefix("model.")
 
 
 def _no_gradient(names: list[str]) -> str:
-    """The line about weights without a gradient, for which DDP waits."""
+    """Return the line about weights without a gradient, for which DDP waits."""
     return (
         f"{some(names, 3)} had no gradient, and on several processes DDP waits for that of every "
         "weight in each step: set find_unused_parameters to true, or freeze what no row uses"
@@ -121,9 +120,9 @@ def _no_gradient(names: list[str]) -> str:
 
 
 def random_state(device: torch.device) -> str:
-    """Where the global generators stand."""
-    python, numpy, *others = _random_states(device)
-    states = [python, numpy[1].tolist(), numpy[2], *(each.tolist() for each in others)]
+    """Hash where the global generators stand."""
+    python, numpy, *of_device = _random_states(device)
+    states = [python, numpy[1].tolist(), numpy[2], *(state.tolist() for state in of_device)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
@@ -138,8 +137,7 @@ class Computed(NamedTuple):
 
 
 def differ(place: str, together: Computed, alone: list[Computed], limit: float) -> str:
-    """How sums of rows together differ from those of each alone, by more than `limit` as a part of
-    their size; empty: they do not. `place`: what has computed them.
+    """Describe how sums of rows together differ from those of each alone; empty: they do not.
 
     Where random numbers are drawn each batch has others. There the loss per item is compared: that
     of a mean over eight rows is an eighth of that of each. Raises ValueError for other shapes.
@@ -148,24 +146,24 @@ def differ(place: str, together: Computed, alone: list[Computed], limit: float) 
         return _differ_by_item(place, together, alone)
     for key, value in together.sums.items():
         name = f"{place}: {key!r}" if key else place
-        own = [each.sums[key].double() for each in alone]
-        if any(each.shape != value.shape for each in own):
+        separate = [computed.sums[key].double() for computed in alone]
+        if any(sums.shape != value.shape for sums in separate):
             raise ValueError(
                 f"{name} has the shape {(*value.shape,)} for {len(alone)} rows and "
-                f"{(*own[0].shape,)} for one; give a sum over the rows"
+                f"{(*separate[0].shape,)} for one; give a sum over the rows"
             )
         if not value.numel():
             continue
-        total = torch.stack(own).sum(0)
-        size = max(float(torch.stack(own).abs().sum(0).max()), SMALLEST)
+        total = torch.stack(separate).sum(0)
+        size = max(float(torch.stack(separate).abs().sum(0).max()), SMALLEST)
         if float((value.double() - total).abs().max()) > limit * size:
             return described(name, float(value.sum()), float(total.sum()), len(alone))
     return ""
 
 
 def _differ_by_item(place: str, together: Computed, alone: list[Computed]) -> str:
-    """As `differ`, by the loss per item: whether it is less than half of that of each."""
-    counted = [(float(each.sums[""]), each.num_items) for each in alone]
+    """Compare as `differ`, by the loss per item: whether it is less than half of that of each."""
+    counted = [(float(computed.sums[""]), computed.num_items) for computed in alone]
     counted = [(loss, items) for loss, items in counted if items and math.isfinite(loss)]
     total = sum(loss for loss, _ in counted)
     per_item = total / max(sum(items for _, items in counted), 1)

@@ -5,6 +5,7 @@
     tokenizing   tokenizers to load or to train; token ids and loss masks
     sequences    documents to sequences of context_length tokens, and their view
 
-row_streams makes sequences of shards, when the model trains, by the same functions.
+Of a stream, lanes reads shards when the model trains, and row_streams makes sequences of them, by
+the same functions.
 labelled, pairs and preferences do the same for the other tasks, whose rows are not packed.
 """

@@ -6,10 +6,8 @@ none.
 """
 
 import contextlib
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,7 @@ _WORDS = ("role", "content", "name", "weight", "tool_calls", *_REASONING)
 # What may separate parts of a content, such as <think>, <|channel|> and [THINK].
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?\w+▷)")
 # For tokenizers without a template. It needs no special token but the end of text.
-CHAT_TEMPLATE = """\
-{%- if tools %}{{ 'Tools: <tools>\\n' }}
-{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '</tools>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- set content = message['content'] or '' %}
-{{- message['role'] | capitalize + ': ' + content }}
-{%- for call in message['tool_calls'] or [] %}
-{%- set function = call['function'] or call %}
-{%- set arguments = function['arguments'] %}
-{{- '\\n' if content or not loop.first }}{{ '<tool_call>\\n{"name": ' }}
-{{- function['name'] | tojson }}{{ ', "arguments": ' }}
-{{- arguments if arguments is string else arguments | tojson }}{{ '}\\n</tool_call>' }}
-{%- endfor %}
-{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8").rstrip()
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -205,14 +187,9 @@ def words_of(messages: list[dict]) -> list[dict]:
     return found
 
 
-def chat_texts(row: dict) -> Iterator[str]:
-    """All text of a chat: contents, and tool calls and tools as JSON."""
-    for message in row["messages"]:
-        yield message["content"]
-        for call in message.get("tool_calls", []):
-            yield json.dumps(call["function"], ensure_ascii=False)
-    for tool in row.get("tools", []):
-        yield json.dumps(tool, ensure_ascii=False)
+def is_chat(row: dict) -> bool:
+    """Whether a stored row has messages."""
+    return "chat" in row or row.get("is_chat", False)
 
 
 def _require(fits: bool, what: str, value: Any, wanted: str) -> None:
@@ -220,26 +197,17 @@ def _require(fits: bool, what: str, value: Any, wanted: str) -> None:
         raise ValueError(f"{what} is {value!r:.60} but must be {wanted}")
 
 
-def as_chat(row: dict) -> dict:
-    """The messages and tools of a stored row."""
-    return json.loads(row["chat"])
-
-
 # ---- Templates -----------------------------------------------------------------------------------
 
 
-def check_template(path: str) -> None:
-    """Raises ValueError where task.chat_template names no file."""
-    if path and not os.path.isfile(local_path(path)):
-        raise ValueError(f"task.chat_template: there is no file {path}")
-
-
 def read_template(path: str) -> str:
-    """The text of this file, or empty. Raises ValueError if it is no text."""
+    """The text of this file, or empty. Raises ValueError if there is none, or it is no text."""
     if not path:
         return ""
+    if not os.path.isfile(local_path(path)):
+        raise ValueError(f"task.chat_template: there is no file {path}")
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return local_path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"task.chat_template: cannot read {path}: {error}") from None
 

@@ -1,30 +1,27 @@
 """Formats of rows for a language model: a text, a prompt with its completion, or a chat.
 
-They are recognized by their columns, read, checked, and tokenized. Messages and tools are stored as
-JSON text: a column of `datasets` for JSON rounds numbers.
+They are recognized by their columns, and checked; `tokenizing` makes tokens of them. Messages and
+tools are stored as JSON text: a column of `datasets` for JSON rounds numbers.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS
-from samestep.data.readers import Columns
-from samestep.data.rows import NOTES, Input, RowFormat, find_inputs, key_of, load_rows
+from samestep.data.inputs import Input, RowFormat, find_inputs, key_of
+from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
-from samestep.text import chats, sequences, tokenizing
-from samestep.text.tokenizing import Tokens
+from samestep.text import chats, tokenizing
 
 # The columns of each kind of rows, the more structured formats first.
 _KNOWN: list[tuple[str, list[str]]] = [
@@ -34,6 +31,8 @@ _KNOWN: list[tuple[str, list[str]]] = [
     ("prompt", ["prompt", "completion"]),
     ("text", ["text"]),
 ]
+# The columns that are stored of each kind.
+STORED = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
 BUNDLED = ("manual", "docstrings")
 _KIND_OF = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
 
@@ -45,14 +44,22 @@ def check_config(cfg: Any) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, BUNDLED)
     pretrained.check_unread(cfg)
-    chats.check_template(cfg.chat_template)
+    chats.read_template(cfg.chat_template)
     if cfg.vocabulary and cfg.model_name_or_path:
         raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
     folder = local_path(cfg.vocabulary)
     for name in (tokenizing.FILE, "tokenizer_config.json") if cfg.vocabulary else ():
         if not os.path.isfile(folder / name):
             raise ValueError(f"task.vocabulary: {folder} has no {name}; give runs/NAME/model")
-    _check_row_fields(cfg)
+    for data in {each.data for each in split_data(cfg.data)} & {*BUNDLED}:
+        fits = cfg.rows == "auto" or (data == "docstrings") == (cfg.rows != "text")
+        wanted = "prompt or chat" if data == "docstrings" else "text"
+        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {data}")])
+    differ = cfg.completion_column != cfg.prompt_column
+    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
+    named = _named_kinds(cfg)
+    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
+    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
     check_adapters(cfg)
     check_fields(cfg, [pretrained.width_rule(cfg)])
 
@@ -65,20 +72,6 @@ def is_packed(cfg: Any) -> bool:
 def _named_kinds(cfg: Any) -> list[str]:
     """The formats whose columns have names of their own in the config."""
     return [kind for role, kind in _KIND_OF.items() if getattr(cfg, f"{role}_column") != role]
-
-
-def _check_row_fields(cfg: Any) -> None:
-    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
-    data = [each.data for each in split_data(cfg.data)]
-    for each in {*data} & {*BUNDLED}:
-        fits = cfg.rows == "auto" or (each == "docstrings") == (cfg.rows != "text")
-        wanted = "prompt or chat" if each == "docstrings" else "text"
-        check_fields(cfg, [("rows", fits, f"{wanted} where task.data is {each}")])
-    differ = cfg.completion_column != cfg.prompt_column
-    check_fields(cfg, [("completion_column", differ, "another than the prompt's")])
-    named = _named_kinds(cfg)
-    sources.check_read(cfg, BUNDLED, named[0] if named else "auto")
-    _check_packing(cfg, named[0] if named and cfg.rows == "auto" else cfg.rows)
 
 
 def _check_packing(cfg: Any, kind: str) -> None:
@@ -112,84 +105,69 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     functions = partial(demo_data.docstring_rows, "chat" if cfg.rows == "chat" else "prompt")
     bundled: dict[str, Any] = {"manual": demo_data.manual_rows, "docstrings": functions}
     inputs = find_inputs(cfg, bundled, (*TABLES, *TEXTS))
-    kinds = {}
-    for each in inputs:
-        # Rows to evaluate on are read as those of the first source, unless they are of one.
-        same = next((own for own in inputs if own.name == each.name), inputs[0])
-        kind, each.columns = recognize_format(same, cfg)
-        kinds[kind] = same.data
-    if len(kinds) > 1:
-        found = " and ".join(f"{kind} in {name}" for kind, name in kinds.items())
-        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
-    (cfg.rows,) = kinds
-    sources.check_read(cfg, BUNDLED)
-    _check_packing(cfg, cfg.rows)
-    return load_rows(inputs, cfg, row_format(cfg))
+    named, kinds = cfg.rows, {}  # of each kind of rows, where it is
+
+    def choose(source: Input, first: dict) -> RowFormat:
+        cfg.rows, form = choose_format(source, first, cfg, named)
+        kinds.setdefault(cfg.rows, source.data)
+        if len(kinds) > 1:
+            text = " and ".join(f"{kind} in {data}" for kind, data in kinds.items())
+            raise ValueError(f"task.data: rows are {text}; give sources with rows of one kind")
+        sources.check_read(cfg, BUNDLED)
+        _check_packing(cfg, cfg.rows)
+        return form
+
+    return load_rows(inputs, cfg, choose)
 
 
-def recognize_format(source: Input, cfg: Any) -> tuple[str, Columns]:
-    """The kind of a source's rows, and the columns that are read: fields decide; where they leave
-    it open, the names of columns do.
+def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str, RowFormat]:
+    """Choose the kind of a source's rows, and how they are read: fields decide; where they leave it
+    open, the columns of the first row do. `rows`: the kind, or auto.
 
     Raises ValueError for columns of no known format.
     """
     named = _named_kinds(cfg)
-    kind = named[0] if named and cfg.rows == "auto" else cfg.rows
+    kind = named[0] if named and rows == "auto" else rows
     if kind in ("text", "prompt", *named):
-        columns = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
+        names = [getattr(cfg, f"{role}_column") for role, own in _KIND_OF.items() if own == kind]
     else:
         known = [*_KNOWN, ("chat", [cfg.prompt_column, cfg.completion_column])]  # as TRL has them
         formats = [each for each in known if kind in ("auto", each[0])]
-        fitting = [each for each in formats if {*each[1]} <= {*source.first}]
+        fitting = [each for each in formats if {*each[1]} <= {*first}]
         if not fitting:
-            raise _unknown_columns(source, cfg.rows, [columns for _, columns in formats])
-        kind, columns = fitting[0]
-    found = dict.fromkeys(columns, True)
-    if kind == "chat" and "instruction" in columns:
-        found["input"] = False
-    prompt = [source.first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
+            there = ", ".join(first)[:100]
+            forms = ", ".join(dict.fromkeys(" + ".join(names) for _, names in formats))
+            fields = "--task.messages_column"
+            if rows == "auto":
+                texts = "--task.text_column, --task.prompt_column and --task.completion_column"
+                fields = f"{texts}, or {fields}"
+            text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
+            raise ValueError(f"task.data: {source.data} has the columns {there}, {text}")
+        kind, names = fitting[0]
+    columns = dict.fromkeys(names, True)
+    if kind == "chat" and "instruction" in names:
+        columns["input"] = False
+    prompt = [first.get(name) for name in (cfg.prompt_column, cfg.completion_column)]
     if kind == "prompt" and any(isinstance(chats.parse_messages(v), list) for v in prompt):
         kind = "chat"
     if kind == "chat" and cfg.tools_column:
-        found[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
-    return kind, found
-
-
-def _unknown_columns(source: Input, rows: str, formats: list[list[str]]) -> ValueError:
-    """An error that shows the columns, the known formats, and the fields that name columns."""
-    if not source.first:
-        return ValueError(f"task.data: there is no text in {source.data}")
-    there = ", ".join(source.first)[:100]
-    forms = ", ".join(dict.fromkeys(map(" + ".join, formats)))
-    fields = "--task.messages_column"
-    if rows == "auto":
-        texts = "--task.text_column, --task.prompt_column and --task.completion_column"
-        fields = f"{texts}, or {fields}"
-    text = f"but task.rows {rows} looks for {forms}; name yours with {fields}"
-    return ValueError(f"task.data: {source.data} has the columns {there}, {text}")
-
-
-def row_format(cfg: Any) -> RowFormat:
-    """How rows of the kind cfg.rows are read."""
-    names = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["chat"]}
+        columns[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
     normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
-    features = {name: datasets.Value("string") for name in names[cfg.rows]}
-    return RowFormat(partial(normalize[cfg.rows], cfg=cfg), features, key=_key_of)
+    features = {name: datasets.Value("string") for name in STORED[kind]}
+    return kind, RowFormat(columns, partial(normalize[kind], cfg=cfg), features, _key_of)
 
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
     """The text of a row; raises ValueError for what is none."""
-    text = row.get(cfg.text_column)
-    sources.require_text("text", text)
-    return {"text": text}
+    return {"text": sources.require_text("text", row.get(cfg.text_column))}
 
 
 def _normalize_prompt(row: dict, cfg: Any) -> dict[str, Any]:
     """A prompt, which may be blank, and its completion."""
-    prompt, completion = row.get(cfg.prompt_column), row.get(cfg.completion_column)
+    prompt = row.get(cfg.prompt_column)
     if not isinstance(prompt, str):
         sources.require_text("prompt", prompt)
-    sources.require_text("completion", completion)
+    completion = sources.require_text("completion", row.get(cfg.completion_column))
     return {"prompt": prompt, "completion": completion}
 
 
@@ -226,80 +204,15 @@ def _messages_of(value: Any, name: str) -> list[dict]:
     return found
 
 
-def texts_of(rows: datasets.Dataset) -> Iterator[str]:
-    """Texts of rows, evenly spread, to train a tokenizer on."""
-    names = [name for name in rows.column_names if name not in NOTES]
-    for row in tokenizing.spread_rows(rows, names):
-        yield from chats.chat_texts(chats.as_chat(row)) if "chat" in row else row.values()
-
-
 def _key_of(row: dict) -> str:
     """Text that equal rows have in common; of chats their words."""
     if "chat" not in row:
         return key_of(row)
-    chat = chats.as_chat(row)
+    chat = json.loads(row["chat"])
     return json.dumps({**chat, "messages": chats.words_of(chat["messages"])})
 
 
-# ---- Tokens --------------------------------------------------------------------------------------
-
-
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
-    template = chats.read_template(cfg.chat_template)
-    default = chats.CHAT_TEMPLATE if cfg.rows == "chat" else ""
-    options: dict[str, Any] = {"model_max_length": cfg.context_length}
-    if not is_packed(cfg):
-        options["lengths"] = ["context_length"]
-    texts = texts_of(rows)
-    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
-
-
-def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
-    """Documents as token ids, for `map`: input_ids, the numbers of their row (source, file, line)
-    and, `with_masks`, loss_mask.
-
-    Texts begin and end with the tokens that the tokenizer puts there, or at least with its end of
-    text; special tokens in them are text. Of prompts and chats the completions, or the messages of
-    the assistant, are in the loss. A chat gives several documents where the template changes a turn
-    when others follow. Raises ValueError for a template that fails or leaves out a part.
-    """
-    names = [name for name in batch if name not in NOTES]
-    columns = [batch[name] for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    found: list[tuple[Tokens, int]] = []  # each with the number of its row
-    if names == ["text"]:
-        begin, end = tokenizing.begin_tokens(tokenizer), [tokenizer.eos_token_id]
-        begin = begin or (end if with_masks else [])
-        for i, ids in enumerate(tokenizing.tokenize_texts(batch["text"], tokenizer)):
-            tokens = np.concatenate([begin, ids, end]).astype(np.int32)
-            found.append(((tokens, np.ones(len(tokens), np.uint8)), i))
-    else:
-        places = batch.get("place") or ["a row"] * len(rows)
-        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-            if "chat" in row:
-                texts = chats.render_chat(chats.as_chat(row), place, tokenizer)
-                found += [(tokenizing.tokenize_answers(*each, tokenizer), i) for each in texts]
-            else:
-                found.append((tokenize_prompt(row, tokenizer), i))
-    dtype = tokenizing.id_type(tokenizer)
-    result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
-    batch = {"source": [0] * len(rows), **batch}  # rows of a task's own have none
-    for name in sequences.NUMBERS:
-        if name in batch:
-            result[name] = [batch[name][i] for _, i in found]
-    if with_masks:
-        result["loss_mask"] = [mask for (_, mask), _ in found]
-    return result
-
-
-def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
-    """A prompt with its completion and the end-of-text token, which are the items in the loss."""
-    whole = row["prompt"] + row["completion"]
-    ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
-    begin = tokenizing.begin_tokens(tokenizer)
-    ids = np.array([*begin, *ids, tokenizer.eos_token_id], np.int32)
-    return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)
+# ---- What the trained model is asked -------------------------------------------------------------
 
 
 def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
@@ -315,9 +228,6 @@ def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
     return [*begin, *tokens] or [tokenizer.eos_token_id]
 
 
-# ---- What the trained model is asked -------------------------------------------------------------
-
-
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     """Texts that a model writes after the sample prompt, and after prompts that are held out."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
@@ -325,22 +235,34 @@ def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
         row = data["validation"][number]
         prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]
-    longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
+    texts = {}
     for name, prompt in prompts.items():
-        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
-        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
-        # Greedy, as sampling would draw random numbers; the penalty prevents loops.
-        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
-        answer = model.generate(input_ids=tokens, **settings)
-        texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+        prompt = prompt[-longest_input(model) // 2 :]
+        # The penalty prevents loops.
+        answer = generate(model, prompt, 100, repetition_penalty=1.2)
+        texts[name] = tokenizer.decode(answer, skip_special_tokens=True).rstrip()
     return texts
+
+
+def longest_input(model: Any) -> int:
+    """Tokens that a model sees at once; 1,024 where there is no limit."""
+    return getattr(model.config, "max_position_embeddings", None) or 1024
+
+
+def generate(model: Any, prompt: Sequence[int], most: int, **settings: Any) -> torch.Tensor:
+    """A prompt with what the model writes after it, at most so many tokens: int64 (T,). The search
+    is greedy, as sampling would draw random numbers."""
+    tokens = torch.tensor([[*prompt]], device=model.device)
+    most = min(max(longest_input(model) - len(prompt), 1), most)
+    settings |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": most}
+    return model.generate(input_ids=tokens, do_sample=False, **settings)[0]
 
 
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """Test inputs of the export: the beginnings of texts, or chats of one and two questions."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
-    texts: list[Any] = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
     asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]

@@ -10,8 +10,9 @@ import datasets
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, labels, sources
 from samestep.data.files import TABLES
+from samestep.data.inputs import RowFormat, find_inputs
 from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.rows import NOTES, RowFormat, find_inputs, load_rows
+from samestep.data.rows import NOTES, load_rows
 from samestep.data.views import Rows
 from samestep.models import classification, next_token, pretrained
 from samestep.text import tokenizing
@@ -48,13 +49,10 @@ def check_config(cfg: Any) -> None:
 
 def normalize(row: dict, cfg: Any) -> dict[str, Any]:
     """The texts of a row and its label, parsed; raises ValueError for one without them."""
-    found = {"text": row[cfg.text_column]}
-    sources.require_text("text", found["text"])
+    found = {"text": sources.require_text("text", row[cfg.text_column])}
     if cfg.text_pair_column:
-        found["text_pair"] = row[cfg.text_pair_column]
-        sources.require_text("second text", found["text_pair"])
-    found["label"] = labels.read_label(row, cfg)
-    return found
+        found["text_pair"] = sources.require_text("second text", row[cfg.text_pair_column])
+    return found | {"label": labels.read_label(row, cfg)}
 
 
 def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
@@ -64,16 +62,15 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     kinds = {SINGLE: datasets.Value("string"), NUMBER: datasets.Value("float64")}
     kinds[MULTI] = datasets.List(datasets.Value("string"))
     names = TEXTS if cfg.text_pair_column else TEXTS[:1]
+    columns = filter(None, [cfg.text_column, cfg.text_pair_column, cfg.label_column])
     form = RowFormat(
+        dict.fromkeys(columns, True),
         partial(normalize, cfg=cfg),
         {name: datasets.Value("string") for name in names} | {"label": kinds[cfg.problem_type]},
         group=lambda row: "\0".join(row[name] for name in names),
     )
     bundled = {"stdlib": demo_data.area_rows}
     inputs = find_inputs(cfg, bundled, (*TABLES, ".txt"), in_classes=True)
-    columns = [cfg.text_column, cfg.text_pair_column, cfg.label_column]
-    for each in inputs:
-        each.columns = dict.fromkeys(filter(None, columns), True)
     is_given = any(each.is_validation for each in inputs)
     rows = load_rows(inputs, cfg, form)
     labels.learn(rows, cfg, folder, is_given)
@@ -83,30 +80,15 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer.
-
-    Raises ValueError for a pretrained model that was made for shorter texts, or for texts without a
-    pair.
-    """
-    names = [name for name in TEXTS if name in rows.column_names]
-    texts = (text for row in tokenizing.spread_rows(rows, names) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["pad_token"],
-        model_input_names=["input_ids", "attention_mask"],
-        model_max_length=cfg.max_length,
-    )
+def check_tokenizer(tokenizer: Any, cfg: Any) -> None:
+    """Raise ValueError for a pretrained model that was made for shorter texts, or for texts without
+    a pair."""
     most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
     if cfg.text_pair_column and special(pair=True) <= special(pair=False):
         text = f"the tokenizer of {cfg.model_name_or_path} puts nothing between two texts"
         hint = "put them into one column, or give another model"
         raise ValueError(f"task.text_pair_column: {text}; {hint}")
-    return tokenizer
 
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
@@ -125,34 +107,25 @@ def scores(sums: dict, data: Any) -> dict[str, float]:
     return classification.score_errors(sums, labels.read(data.folder)["std"])
 
 
-def report(sums: dict, names: list[str], output: Path, data: Any) -> dict[str, Any]:
-    """The same for people: the scores of each class and a picture of the confusion."""
-    if "table" in sums:
-        return classification.report_table(sums["table"], names, output)
-    return {}
+def finish_model(model: Any, cfg: Any, data: Any) -> None:
+    """Write what samestep predict needs into the config of the model: _MARKS.
 
-
-def check_padding(model: Any, tokenizer: Any) -> None:
-    """Raises ValueError where padding on the left changes the answer to a text: a model with
-    learned positions, such as GPT-2, counts the padding."""
-    if tokenizer.padding_side != "left" or model.device.type == "meta":
-        return
-    padding = copy.deepcopy(tokenizer)  # one that has padded is saved so that it pads
-    with next_token.evaluating(model):
-        answers = [
-            model(**padding(texts, padding=True, return_tensors="pt")).logits[-1]
-            for texts in (["a"], ["a b c d e f", "a"])
-        ]
-    if not next_token.are_close(*answers):
-        raise ValueError(
-            "task.model_name_or_path: its tokenizer pads on the left, and the positions of a "
-            f"{model.config.model_type} count the padding, so that a text gets another answer "
-            'beside a longer one; write "padding_side": "right" in tokenizer_config.json'
-        )
-
-
-def set_marks(model: Any, cfg: Any, data: Any) -> None:
-    """Writes what samestep predict needs into the config of the model: _MARKS."""
+    Raises ValueError where padding on the left changes the answer to a text: a model with learned
+    positions, such as GPT-2, counts the padding.
+    """
+    padding = copy.deepcopy(tokenizing.load_tokenizer(data.folder))  # one that has padded is saved
+    if padding.padding_side == "left" and model.device.type != "meta":
+        answers = []
+        with next_token.evaluating(model):
+            for texts in (["a"], ["a b c d e f", "a"]):
+                inputs = padding(texts, padding=True, return_tensors="pt")
+                answers.append(model(**inputs).logits[-1])
+        if not next_token.are_close(*answers):
+            raise ValueError(
+                "task.model_name_or_path: its tokenizer pads on the left, and the positions of a "
+                f"{model.config.model_type} count the padding, so that a text gets another answer "
+                'beside a longer one; write "padding_side": "right" in tokenizer_config.json'
+            )
     for name in _MARKS:  # an earlier training may have left its own
         vars(model.config).pop(name, None)
     if cfg.problem_type == NUMBER:
@@ -165,13 +138,13 @@ def set_marks(model: Any, cfg: Any, data: Any) -> None:
 def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]:
     """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
-    texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
-    asked = [{"text": text} for text in texts if text.strip()]
-    if cfg.text_pair_column:
-        asked = [{**each, "text_pair": texts[0]} for each in asked]
-    inputs = [
-        tokenizer(**each, truncation=True, max_length=cfg.max_length, return_tensors="np")
-        for each in asked
-    ]
-    named = [{name: found[name] for name in TOKENS if name in found} for found in inputs]
-    return [*zip(asked, named, strict=True)]
+    texts = tokenizer.batch_decode([row["input_ids"] for row in rows], skip_special_tokens=True)
+    options = {"truncation": True, "max_length": cfg.max_length, "return_tensors": "np"}
+    inputs = []
+    for text in filter(str.strip, texts):
+        asked = {"text": text}
+        if cfg.text_pair_column:
+            asked["text_pair"] = texts[0]
+        tokens = tokenizer(**asked, **options)
+        inputs.append((asked, {name: tokens[name] for name in TOKENS if name in tokens}))
+    return inputs

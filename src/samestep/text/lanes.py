@@ -8,8 +8,7 @@ A sample's id says all that a lane has to know to go on after it: epoch, shard, 
 in the permuted block.
 """
 
-import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,19 @@ def unpack_id(sample: int) -> list[int]:
     return parts[::-1]
 
 
-class ShardStream(abc.ABC, Stream):
+class ShardStream(Stream):
     """Samples of shards, by their positions in the run.
 
     `lanes`: at most as many as shards; they divide the global batch size. Positions are to be read
     in ascending order: those between are skipped, and earlier ones are read from the beginning of
     the run, or from where it resumed. `begin` is called before.
+
+    A subclass has blocks(shard), an iterator over the blocks of a shard, the same each time, of
+    which those that are skipped are only read; and samples(block), a sequence.
     """
+
+    blocks: Callable[[str], Iterator[Any]]
+    samples: Callable[[Any], Sequence]
 
     def __init__(self, shards: list[str], lanes: int):
         self.shards, self.lanes = shards, lanes
@@ -57,14 +62,6 @@ class ShardStream(abc.ABC, Stream):
                 f"most {len(shards)}, or cut the data into more files"
             )
         self.begin(0, lanes)
-
-    @abc.abstractmethod
-    def blocks(self, shard: str) -> Iterator[Any]:
-        """The blocks of a shard, the same each time. Those that are skipped are only read."""
-
-    @abc.abstractmethod
-    def samples(self, block: Any) -> Sequence:
-        """The samples of a block; there may be none."""
 
     def begin(self, seed: int, step: int, first: int = 0, last: list[int] | None = None) -> None:
         """Sets the seed, the samples of a step, and the position from which the run goes on, where

@@ -12,7 +12,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, require_text
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -33,10 +34,8 @@ def check_config(cfg: Any) -> None:
 
 def normalize(row: dict, cfg: Any) -> dict[str, str]:
     """A row as it is stored; raises ValueError for one without two texts."""
-    texts = {"source": row[cfg.source_column], "target": row[cfg.target_column]}
-    for name, text in texts.items():
-        require_text(name, text)
-    return {"text": texts["source"], "text_target": texts["target"]}
+    text = require_text("source", row[cfg.source_column])
+    return {"text": text, "text_target": require_text("target", row[cfg.target_column])}
 
 
 def read_rows(cfg: Any) -> datasets.DatasetDict:
@@ -46,40 +45,24 @@ def read_rows(cfg: Any) -> datasets.DatasetDict:
     Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text.
     """
     tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
-    config = tokenizing.config_of(cfg)
+    config = pretrained.config_of(cfg)
     if config and not getattr(config, "is_encoder_decoder", False):
         text = f"{cfg.model_name_or_path} is not an encoder-decoder; give another"
         raise ValueError(f"task.model_name_or_path: {text}")
     inputs = find_inputs(cfg, {"dates": demo_data.date_rows}, TABLES)
-    for each in inputs:
-        each.columns = {cfg.source_column: True, cfg.target_column: True}
+    columns = {cfg.source_column: True, cfg.target_column: True}
     features = {name: datasets.Value("string") for name in TEXTS}
-    form = RowFormat(partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
+    form = RowFormat(columns, partial(normalize, cfg=cfg), features, group=lambda row: row["text"])
     return load_rows(inputs, cfg, form)
 
 
-def prepare_tokenizer(cfg: Any, folder: Path, rows: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
+def set_languages(tokenizer: Any, cfg: Any, folder: Path) -> Any:
+    """Let a tokenizer write the languages of cfg into texts, and save it in `folder`.
+
+    Raises ValueError for a language that is missing, or unknown to the tokenizer.
+    """
     from transformers import AutoTokenizer
 
-    texts = (text for row in tokenizing.spread_rows(rows, [*TEXTS]) for text in row.values())
-    tokenizer = tokenizing.save_tokenizer(
-        cfg,
-        folder,
-        texts,
-        ends=True,
-        needs=["eos_token"],
-        model_input_names=["input_ids", "attention_mask"],
-    )
-    _set_languages(tokenizer, cfg)
-    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
-    tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
-
-
-def _set_languages(tokenizer: Any, cfg: Any) -> None:
-    """Lets a tokenizer write the languages of cfg into texts, and save them; raises ValueError for
-    one that is missing, or unknown to the tokenizer."""
     known = tokenizing.languages_of(tokenizer)
     for name, attribute in (("source_lang", "src_lang"), ("target_lang", "tgt_lang")):
         given = getattr(cfg, name)
@@ -94,25 +77,9 @@ def _set_languages(tokenizer: Any, cfg: Any) -> None:
             check_fields(cfg, [(name, False, text)])
         tokenizer.init_kwargs[attribute] = given  # which is saved
         setattr(tokenizer, attribute, given)
-
-
-def _set_target_language(model: Any, tokenizer: Any) -> None:
-    """Lets a model begin each target that it generates with the language, as labels have it."""
-    if not tokenizing.languages_of(tokenizer):
-        return
-    language = tokenizing.language_id(tokenizer, tokenizer.tgt_lang)
-    labels = tokenizer(text_target="a").input_ids
-    if labels[0] == language:  # NLLB, mBART-50, M2M100
-        model.generation_config.forced_bos_token_id = language
-    elif labels[-1] == language:  # mBART, whose targets begin with what the labels end with
-        model.generation_config.forced_bos_token_id = None
-        model.generation_config.decoder_start_token_id = language
-        model.config.decoder_start_token_id = language
-    else:
-        raise ValueError(
-            f"task.target_lang: the tokenizer does not write {tokenizer.tgt_lang} at either end of "
-            "a target; give another model"
-        )
+    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)  # some keep in Rust what they had before
 
 
 def view(dataset: datasets.Dataset, cfg: Any) -> Rows:
@@ -134,8 +101,21 @@ def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[str, dict]]
 
 def set_generation(model: Any, cfg: Any, tokenizer: Any) -> None:
     """Writes the search of cfg, the language of targets and the prefix of sources into the configs
-    of the exported model."""
-    _set_target_language(model, tokenizer)
+    of the exported model: each target begins with the language, as labels have it."""
+    if tokenizing.languages_of(tokenizer):
+        language = tokenizing.language_id(tokenizer, tokenizer.tgt_lang)
+        labels = tokenizer(text_target="a").input_ids
+        if labels[0] == language:  # NLLB, mBART-50, M2M100
+            model.generation_config.forced_bos_token_id = language
+        elif labels[-1] == language:  # mBART, whose targets begin with what the labels end with
+            model.generation_config.forced_bos_token_id = None
+            model.generation_config.decoder_start_token_id = language
+            model.config.decoder_start_token_id = language
+        else:
+            raise ValueError(
+                f"task.target_lang: the tokenizer does not write {tokenizer.tgt_lang} at either "
+                "end of a target; give another model"
+            )
     model.config.source_prefix = cfg.source_prefix  # for samestep predict
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)

@@ -1,21 +1,19 @@
 """Preferences: a prompt with a chosen and a rejected answer; read, tokenized, and shown as rows."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import torch
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES
-from samestep.data.rows import RowFormat, find_inputs, load_rows
+from samestep.data.inputs import RowFormat, find_inputs
+from samestep.data.rows import load_rows
 from samestep.data.sources import IncompleteRow
 from samestep.data.views import Rows
 from samestep.models import pretrained
@@ -42,7 +40,7 @@ def check_config(cfg: Any) -> None:
     """Raise ValueError for fields of the data and the model that do not fit each other."""
     sources.check_data_config(cfg, [*BUNDLED])
     check_adapters(cfg)
-    chats.check_template(cfg.chat_template)
+    chats.read_template(cfg.chat_template)
     differ = len({cfg.prompt_column, cfg.chosen_column, cfg.rejected_column}) == 3
     wanted = "another column than the prompt's and the chosen"
     below = "below 0.5: swap the columns instead"
@@ -60,13 +58,12 @@ def load_pairs(cfg: Any) -> datasets.DatasetDict:
 
     Pairs of one prompt are all in one split. Raises ValueError for rows that cannot be used.
     """
-    inputs = find_inputs(cfg, BUNDLED, TABLES)
-    for each in inputs:
-        each.columns = {cfg.chosen_column: True, cfg.rejected_column: True}
-        for name in ("prompt", "tools"):  # a column that is named must be there
-            if column := getattr(cfg, f"{name}_column"):
-                each.columns[column] = column != name
-    return load_rows(inputs, cfg, RowFormat(partial(normalize, cfg=cfg), READ, _key_of, _group_of))
+    columns = {cfg.chosen_column: True, cfg.rejected_column: True}
+    for name in ("prompt", "tools"):  # a column that is named must be there
+        if column := getattr(cfg, f"{name}_column"):
+            columns[column] = column != name
+    form = RowFormat(columns, partial(normalize, cfg=cfg), READ, _key_of, _group_of)
+    return load_rows(find_inputs(cfg, BUNDLED, TABLES), cfg, form)
 
 
 def _group_of(row: dict) -> str:
@@ -87,21 +84,25 @@ def normalize(row: dict, cfg: Any) -> dict:
     Answers are texts or messages, with the prompt in front or without; a row without a prompt has
     it at the beginning of both answers. Raises IncompleteRow, and ValueError for any other mistake.
     """
-    given = [row.get(getattr(cfg, f"{name}_column")) for name in ("prompt", *ANSWERS)]
-    names = ("prompt", *ANSWERS)
-    prompt, *answers = map(_text_or_messages, given, names)
-    for name, answer in zip(ANSWERS, answers, strict=True):
-        if answer is None:
+    found = {}
+    for name in ("prompt", *ANSWERS):
+        value = row.get(getattr(cfg, f"{name}_column"))
+        value = None if value != value else chats.parse_messages(value)  # tables have NaN for null
+        if not isinstance(value, str | list | None):
+            raise ValueError(f"the {name} is {value!r:.60} but must be text or messages")
+        found[name] = value
+    prompt, *answers = found.values()
+    for name in ANSWERS:
+        if found[name] is None:
             raise IncompleteRow(f"the {name} is empty")
-    kinds = {type(answer) for answer in answers}
-    if len(kinds) > 1:
+    if type(answers[0]) is not type(answers[1]):
         raise ValueError("one of chosen and rejected is text, and the other has messages")
-    if list in (*kinds, type(prompt)):
-        if list not in kinds:
+    if list in map(type, found.values()):
+        if isinstance(answers[0], str):
             answers = [[{"role": "assistant", "content": text}] for text in answers]
         tools = row.get(cfg.tools_column)
-        found = _split_chats(prompt or [], answers, tools)
-        stored = {name: json.dumps(value, default=str) for name, value in found.items()}
+        parts = _split_chats(prompt or [], answers, tools)
+        stored = {name: json.dumps(value, default=str) for name, value in parts.items()}
         return {**stored, "is_chat": True}
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
@@ -119,19 +120,6 @@ def normalize(row: dict, cfg: Any) -> dict:
     chosen, rejected = answers
     texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": ""}
     return {**texts, "is_chat": False}
-
-
-def _text_or_messages(value: Any, name: str) -> str | list | None:
-    """Read a text, or a list of messages, which cells of tables hold as JSON; None: it is missing.
-
-    Raises ValueError for other values.
-    """
-    if value is None or value != value:  # tables have NaN for null
-        return None
-    value = chats.parse_messages(value)
-    if not isinstance(value, str | list):
-        raise ValueError(f"the {name} is {value!r:.60} but must be text or messages")
-    return value
 
 
 def _split_chats(prompt: str | list, answers: list, tools: Any) -> dict[str, list]:
@@ -173,26 +161,7 @@ def _count_equal(first: Any, second: Any) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def texts_of(pairs: datasets.Dataset) -> Iterator[str]:
-    """Give all text of the pairs, for a tokenizer to be trained on."""
-    for pair in tokenizing.spread_rows(pairs, [*READ]):
-        parts = [pair[name] for name in ("prompt", *ANSWERS)]
-        if pair["is_chat"]:
-            messages = [message for part in parts for message in json.loads(part)]
-            yield from chats.chat_texts({"messages": messages, "tools": json.loads(pair["tools"])})
-        else:
-            yield from parts
-
-
 # ---- Tokens --------------------------------------------------------------------------------------
-
-
-def prepare_tokenizer(cfg: Any, folder: Path, pairs: datasets.Dataset) -> Any:
-    """The tokenizer in `folder`, or one that is saved there: see tokenizing.save_tokenizer."""
-    default = chats.CHAT_TEMPLATE if pairs[0]["is_chat"] else ""
-    template, texts = chats.read_template(cfg.chat_template), texts_of(pairs)
-    options: dict[str, Any] = {"lengths": ["max_length"], "model_max_length": cfg.max_length}
-    return tokenizing.save_tokenizer(cfg, folder, texts, template, default, **options)
 
 
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
@@ -216,20 +185,16 @@ def _tokenize_answer(pair: dict, name: str, tokenizer: Any) -> tuple[np.ndarray,
     """Tokenize the prompt with one answer: ids, and a mask of the tokens of the answer, (T,)."""
     if not pair["is_chat"]:
         row = {"prompt": pair["prompt"], "completion": pair[name]}
-        return formats.tokenize_prompt(row, tokenizer)
-    texts = chats.render_chat(_chat_of(pair, name), pair["place"], tokenizer)
+        return tokenizing.tokenize_prompt(row, tokenizer)
+    context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
+    chat = {"messages": context + json.loads(pair[name]), "tools": json.loads(pair["tools"])}
+    texts = chats.render_chat(chat, pair["place"], tokenizer)
     if len(texts) > 1:
         raise ValueError(
             f"task.chat_template: {pair['place']}: the template changes an answer of {name} when "
             "others follow; give pairs that differ in their last message alone"
         )
     return tokenizing.tokenize_answers(*texts[0], tokenizer)
-
-
-def _chat_of(pair: dict, name: str) -> dict[str, list]:
-    """Make a chat of the prompt, as context, and one answer."""
-    context = [{**message, "weight": 0} for message in json.loads(pair["prompt"])]
-    return {"messages": [*context, *json.loads(pair[name])], "tools": json.loads(pair["tools"])}
 
 
 def truncate(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray, ...]]:
@@ -257,9 +222,7 @@ def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
 def test_inputs(rows: list[dict], data: Any) -> list[tuple[Any, dict]]:
     """Make what the check of the export asks: prompts, or chats."""
     tokenizer = tokenizing.load_tokenizer(data.folder)
-    prompts: list[Any] = [
-        tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows
-    ]
+    prompts = tokenizer.batch_decode([*map(prompt_of, rows)], skip_special_tokens=True)
     return formats.ask(prompts, "Why?", data["validation"][0]["is_chat"], tokenizer)
 
 
@@ -269,14 +232,9 @@ def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
     held = view(data["validation"], cfg)
     rows = [held[i] for i in range(min(2, len(held)))]
     for number, prompt in enumerate(map(prompt_of, rows), 1):
-        tokens = torch.tensor(prompt, device=model.device, dtype=torch.long)[None]
         shown = one_line(tokenizer.decode(prompt, skip_special_tokens=True), 100)
-        limit = getattr(model.config, "max_position_embeddings", None) or 1024
-        # Sampling would draw random numbers.
-        settings = {"max_new_tokens": min(60, max(limit - len(prompt), 1)), "do_sample": False}
         for name, each in before_and_after(model):
-            mask = torch.ones_like(tokens)
-            found = each.generate(input_ids=tokens, attention_mask=mask, **settings)
-            text = tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
+            answer = formats.generate(each, prompt.tolist(), 60)[len(prompt) :]
+            text = tokenizer.decode(answer, skip_special_tokens=True)
             texts[f"{name} {number}"] = f"{shown} -> {one_line(text, 200)}"
     return texts

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from samestep.data import readers
 from samestep.data.files import File, describe_shards, split_shards
-from samestep.data.rows import Input, stored_rows
+from samestep.data.inputs import Input, RowFormat
 from samestep.text import formats, sequences, tokenizing
 from samestep.text.lanes import ShardStream
 
@@ -29,22 +30,34 @@ class RowStream(ShardStream):
     def __init__(self, cfg: Any, folder: Path):
         self.cfg, self.folder = cfg, folder
         own = split_shards(cfg)[0]
-        self.form = formats.row_format(cfg)
-        self.columns = formats.recognize_format(Input("data", cfg.data, "", own), cfg)[1]
         self.longest = sequences.longest_piece(cfg)
         self.described = describe_shards(own)
         super().__init__([each.path for each in own], cfg.lanes)
 
+    def choose(self, source: Input, first: dict) -> RowFormat:
+        """Choose the format of a shard; raises ValueError for other rows than were prepared."""
+        kind, form = formats.choose_format(source, first, self.cfg, self.cfg.rows)
+        if kind != self.cfg.rows:
+            shard = source.files[0].path
+            raise ValueError(
+                f"task.data: rows are {self.cfg.rows} elsewhere, and {kind} in {shard}"
+            )
+        return form
+
     def blocks(self, shard: str) -> Iterator[Block]:
         """Raises ValueError for a row that cannot be used. (How many are left out is printed of
         those that are prepared: several processes may read a shard, and each epoch again.)"""
-        source = Input("data", self.cfg.data, "", [File(shard, "", 0)], columns=self.columns)
-        names = [*self.form.features, "place"]
+        source = Input("data", self.cfg.data, "", [File(shard, "", 0)], choose=self.choose)
+        names = [*formats.STORED[self.cfg.rows], "place"]
         full = _SEQUENCES * self.cfg.context_length * _BYTES_A_TOKEN
         block: Block = {name: [] for name in names}
         size = 0
-        for stored, _, place in stored_rows(source, self.form, self.cfg, []):
-            for row in _pieces_of(stored):
+        for stored, _, place in readers.read(source, self.cfg, []):
+            rows = [stored]
+            if text := stored.get("text"):  # a long one is several: a block's are numbered
+                starts = range(0, len(text), _LONGEST)
+                rows = [{"text": text[start : start + _LONGEST]} for start in starts]
+            for row in rows:
                 for name in names:
                     block[name].append(row.get(name, str(place)))
                 size += sum(map(len, row.values()))
@@ -59,23 +72,14 @@ class RowStream(ShardStream):
         packed whole."""
         cfg, length = self.cfg, self.cfg.context_length
         is_packed = formats.is_packed(cfg)
-        tokens = formats.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
+        tokens = tokenizing.tokenize(block, tokenizing.load_tokenizer(self.folder), is_packed)
         if is_packed:
             documents = zip(tokens["input_ids"], tokens["loss_mask"], strict=True)
             found = sequences.pack(documents, cfg, self.longest)
         else:
             ids = np.concatenate(tokens["input_ids"])
             found = {"input_ids": [*ids[: len(ids) // length * length].reshape(-1, length)]}
-        rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-        return sequences.training_rows(rows, length) if rows else []
+        return sequences.training_rows(found, length) if found["input_ids"] else []
 
     def digest(self) -> str:
         return self.described
-
-
-def _pieces_of(row: dict[str, str]) -> list[dict[str, str]]:
-    """The row; of a long text several, since the samples of a block are numbered."""
-    if "text" not in row:
-        return [row]
-    text = row["text"]
-    return [{"text": text[start : start + _LONGEST]} for start in range(0, len(text), _LONGEST)]

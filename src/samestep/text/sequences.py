@@ -7,25 +7,22 @@ the first document. Rows to evaluate on also have the `bytes` of text in the los
 """
 
 import re
-import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
-from datasets.arrow_writer import ArrowWriter
 
-from samestep.data.views import Rows, cells_of, lengths_of, values_of
+from samestep.data.rows import NUMBERS
+from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of, write_tables
 from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about
 READ = 100  # documents that are read at once: each may have a megabyte
 COLUMNS = ("input_ids", "loss_mask", "lengths", "bytes", "unigram_loss")
-NUMBERS = ("source", "file", "line")  # of a document
 Documents = Iterable[tuple[np.ndarray, np.ndarray]]  # token ids, and which are in the loss
 
 
@@ -46,7 +43,8 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
         rows = _spread(rows, cfg.validation_rows)
 
     def count_loss(row: dict) -> dict:
-        labels = training_rows([row], cfg.context_length)[0]["labels"][1:]
+        columns = {name: [value] for name, value in row.items()}
+        labels = training_rows(columns, cfg.context_length)[0]["labels"][1:]
         counted = labels[labels != IGNORE_INDEX]
         return {"bytes": sizes[counted].sum(), "unigram_loss": losses[counted].sum()}
 
@@ -79,10 +77,8 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
         features["lengths"] = List(Value("int32"))
     names = getattr(features["source"], "names", None) or ["data"]
     numbers = values_of(documents, "source")
-    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pieces = 0
-    with ArrowWriter(features=features, path=str(path)) as writer:
+
+    def tables() -> Iterator[pa.Table]:
         for source in np.unique(numbers).tolist():
             own = documents.select(np.flatnonzero(numbers == source))
             size = 0
@@ -92,8 +88,7 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 first = found.pop("first")
                 found |= {each: values[first] for each, values in numbers_of.items()}
                 size += sum(map(len, found["input_ids"]))
-                pieces += sum(map(len, found.get("lengths", ())))
-                writer.write_table(pa.Table.from_pydict(found, features.arrow_schema))
+                yield pa.Table.from_pydict(found, features.arrow_schema)
             if is_packed and not size:
                 text = f"{names[source]} has no token in the loss; raise it"
                 raise ValueError(f"task.context_length: {text}")
@@ -102,18 +97,19 @@ def write_sequences(documents: datasets.Dataset, cfg: Any, name: str) -> dataset
                 hint = "give more, or a smaller task.context_length"
                 text = f"{names[source]} has {size} tokens to train on, {text}; {hint}"
                 raise ValueError(f"task.data: {text}")
-        writer.finalize()
-    rows = datasets.Dataset.from_file(str(path))
-    _print_use(documents, rows, cfg, name, pieces)
+
+    rows = write_tables(tables(), features)
+    _print_use(documents, rows, cfg, name)
     return rows
 
 
-def _print_use(documents: Any, rows: Any, cfg: Any, name: str, pieces: int) -> None:
+def _print_use(documents: Any, rows: Any, cfg: Any, name: str) -> None:
     """Prints the number of sequences, how full they are, and how many documents are too long."""
     size = int(lengths_of(rows, "input_ids").sum())
     text = f"{len(rows):,} sequences, {100 * size / (len(rows) * cfg.context_length):.0f} %"
     text += " of their tokens used"
-    if pieces:
+    if "lengths" in rows.column_names:
+        pieces = int(lengths_of(rows, "lengths").sum())
         truncate = cfg.overlong == "truncate"
         lengths = lengths_of(documents, "input_ids")
         if long := int((lengths > longest_piece(cfg)).sum()):
@@ -261,31 +257,31 @@ class Sequences(Rows):
         self.length = cfg.context_length
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        return training_rows(super().__getitems__(places), self.length)
+        return training_rows(self.columns(places), self.length)
 
 
-def training_rows(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Prepared rows as they are trained on, padded to the length. The first token of each packed
-    document is not in the loss."""
+def training_rows(columns: dict[str, list], length: int) -> list[dict[str, Any]]:
+    """The rows that are trained on, of columns of prepared ones, padded to the length. The first
+    token of each packed document is not in the loss."""
 
     def padded(values: np.ndarray, padding: int) -> np.ndarray:
-        table = np.full((len(rows), length), padding)
+        table = np.full((len(sizes), length), padding)
         table[is_inside] = values
         return table
 
-    sizes = np.array([len(row["input_ids"]) for row in rows])
+    sizes = np.array([len(each) for each in columns["input_ids"]])
     is_inside = np.arange(length) < sizes[:, None]
-    ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
+    ids = np.concatenate(columns["input_ids"]).astype(np.int64)
     labels = ids
     found = {"input_ids": padded(ids, 0)}
-    if "lengths" in rows[0]:
-        lengths = np.concatenate([row["lengths"] for row in rows])
+    if "lengths" in columns:
+        lengths = np.concatenate(columns["lengths"])
         begins = np.cumsum(lengths) - lengths
-        is_counted = np.concatenate([row["loss_mask"] for row in rows]) != 0
+        is_counted = np.concatenate(columns["loss_mask"]) != 0
         is_counted[begins] = False
         labels = np.where(is_counted, ids, IGNORE_INDEX)
         found["position_ids"] = padded(np.arange(len(ids)) - np.repeat(begins, lengths), 0)
     found["labels"] = padded(labels, IGNORE_INDEX)
-    for name in {"bytes", "unigram_loss"} & {*rows[0]}:
-        found[name] = np.array([row[name] for row in rows])
-    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    for name in {"bytes", "unigram_loss"} & {*columns}:
+        found[name] = np.array(columns[name])
+    return rows_of(found)

@@ -5,26 +5,31 @@ token that is a loss term and 0 for context.
 """
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samestep.base.fields import check_fields
+from samestep.data.rows import NOTES, NUMBERS
 from samestep.data.views import lengths_of
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
+from samestep.text import chats
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
 _SAMPLE = 50_000_000  # bytes of text that a tokenizer is trained on
+_TEXTS = ("text", "text_pair", "text_target", "prompt", "completion", "chosen", "rejected")
+_CHATS = ("chat", "tools", "is_chat")  # more columns of rows with messages
 PAD, END_OF_TEXT = "<pad>", "<|endoftext|>"  # of a new tokenizer
 _NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
@@ -40,18 +45,9 @@ _SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if 
 # ---- Models to start from ------------------------------------------------------------------------
 
 
-def config_of(cfg: ModelConfig) -> Any:
-    """The config of the model to start from; None: a new model."""
-    if not cfg.model_name_or_path:
-        return None
-    from transformers import AutoConfig
-
-    return pretrained.load(AutoConfig, cfg)
-
-
 def most_tokens(cfg: ModelConfig) -> int:
     """Tokens that the model to start from sees at once; 2**30 where there is no limit."""
-    config = config_of(cfg)
+    config = pretrained.config_of(cfg)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return 2**30
@@ -86,7 +82,7 @@ def _check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
     A mask token and those of other inputs may lack one, as in BART (cnn) and Gemma 3 (1b): no text
     has them.
     """
-    rows = getattr(config_of(cfg).get_text_config(), "vocab_size", None)
+    rows = getattr(pretrained.config_of(cfg).get_text_config(), "vocab_size", None)
     unused = {getattr(tokenizer, f"{name}_token", None) for name in _UNUSED}
     ids = [number for token, number in tokenizer.get_vocab().items() if token not in unused]
     needed = max(ids) + 1
@@ -101,30 +97,31 @@ def _check_embeddings(cfg: ModelConfig, tokenizer: Any) -> None:
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
 
-def save_tokenizer(
-    cfg: Any,
-    folder: Path,
-    texts: Iterable[str],
-    template: str = "",
-    default: str = "",
-    *,
-    ends: bool = False,
-    needs: Sequence[str] = ("eos_token", "is_fast"),
-    lengths: Sequence[str] = (),
-    **options: Any,
-) -> Any:
-    """The tokenizer in `folder`, which a run that resumes keeps; else one that is saved there.
+def prepare_tokenizer(
+    cfg: Any, folder: Path, rows: Any, length: str, is_packed: bool = False, *,
+    ends: bool = False, needs: Sequence[str] = ("eos_token", "is_fast"),
+) -> Any:  # fmt: skip
+    """Load the tokenizer in `folder`, which a run that resumes keeps; else save one there.
 
     That of cfg.model_name_or_path, with its own special tokens; that of the run that cfg.vocabulary
-    names; or a new one, trained on the texts, which puts its end-of-text token after each if it
-    `ends` them, with further `options`. The end-of-text token is the pad token where there is none.
-    It gets the chat template, or the default if it has none. Raises ValueError for one without one
-    of `needs`, which are keys of _NEEDS, and where the pretrained model cannot see `lengths`, names
-    of fields, or has fewer embeddings than tokens.
+    names; or a new one, trained on the texts of `rows`. The end-of-text token is the pad token
+    where there is none. Rows of chats need a template: cfg.chat_template, the tokenizer's, or ours.
+
+    length      the field with the maximum number of tokens of a row.
+    is_packed   whether a row is documents that do not see each other: it may be longer than what a
+                pretrained model can see.
+    ends        whether a new tokenizer puts its end-of-text token after each text.
+    needs       keys of _NEEDS: what the tokenizer must have.
+
+    Raises ValueError for a tokenizer without one of `needs`, and for a pretrained model that cannot
+    see the length, or has fewer embeddings than tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    check_lengths(cfg, *lengths)
+    if not is_packed:
+        check_lengths(cfg, length)
+    template = chats.read_template(getattr(cfg, "chat_template", ""))
+    default = chats.CHAT_TEMPLATE if chats.is_chat(rows[0]) else ""
     kept = getattr(cfg, "vocabulary", "")
     if (folder / FILE).exists():
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -137,10 +134,17 @@ def save_tokenizer(
         _check_embeddings(cfg, tokenizer)
     else:
         print("Preparing data: training a tokenizer", flush=True)
-        learn_vocabulary(texts, cfg.vocab_size, folder, ends)
-        options |= {"tokenizer_file": str(folder / FILE), "eos_token": END_OF_TEXT}
-        options |= {"pad_token": PAD} if ends else {"bos_token": END_OF_TEXT}
-        tokenizer = PreTrainedTokenizerFast(**options)
+        learn_vocabulary(texts_of(rows), cfg.vocab_size, folder, ends)
+        options: dict[str, Any] = {"bos_token": END_OF_TEXT}
+        if ends:
+            names = ["input_ids", "attention_mask"]
+            options = {"pad_token": PAD, "model_input_names": names}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / FILE),
+            eos_token=END_OF_TEXT,
+            model_max_length=getattr(cfg, length),
+            **options,
+        )
     tokenizer.chat_template = template or tokenizer.chat_template or default or None
     last = pretrained.answer_ends(tokenizer)
     if default and not last:
@@ -188,11 +192,27 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def spread_rows(rows: Any, names: list[str]) -> Iterable[dict[str, Any]]:
-    """Rows of these columns, evenly spread over a split, of about _SAMPLE bytes together: what a
-    tokenizer is trained on."""
+def texts_of(rows: Any) -> Iterator[str]:
+    """Give the texts of rows that are evenly spread over a split, of about _SAMPLE bytes together:
+    what a tokenizer is trained on. Those of messages are contents, and tool calls and tools as
+    JSON."""
+    names = [name for name in (*_TEXTS, *_CHATS) if name in rows.column_names]
     chosen = rows.select_columns(names)
-    return chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // _SAMPLE)))
+    for row in chosen.select(range(0, len(rows), max(1, chosen.data.nbytes // _SAMPLE))):
+        if not chats.is_chat(row):
+            yield from (row[name] for name in names if name in _TEXTS)
+            continue
+        if "chat" in row:
+            chat = json.loads(row["chat"])
+        else:
+            parts = (json.loads(row[name]) for name in ("prompt", "chosen", "rejected"))
+            chat = {"messages": [*chain(*parts)], "tools": json.loads(row["tools"])}
+        for message in chat["messages"]:
+            yield message["content"]
+            for call in message.get("tool_calls", []):
+                yield json.dumps(call["function"], ensure_ascii=False)
+        for tool in chat.get("tools", []):
+            yield json.dumps(tool, ensure_ascii=False)
 
 
 def say_lengths(rows: Any, lengths: dict[str, int]) -> None:
@@ -291,3 +311,50 @@ def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) 
         for first, last in encoded["offset_mapping"]
     ]
     return np.array(encoded["input_ids"], np.int32), np.array(mask, np.uint8)
+
+
+def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
+    """Documents as token ids, for `map`: input_ids, the numbers of their row (source, file, line)
+    and, `with_masks`, loss_mask.
+
+    Texts begin and end with the tokens that the tokenizer puts there, or at least with its end of
+    text; special tokens in them are text. Of prompts and chats the completions, or the messages of
+    the assistant, are in the loss. A chat gives several documents where the template changes a turn
+    when others follow. Raises ValueError for a template that fails or leaves out a part.
+    """
+    names = [name for name in batch if name not in NOTES]
+    columns = [batch[name] for name in names]
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    found: list[tuple[Tokens, int]] = []  # each with the number of its row
+    if names == ["text"]:
+        begin, end = begin_tokens(tokenizer), [tokenizer.eos_token_id]
+        begin = begin or (end if with_masks else [])
+        for i, ids in enumerate(tokenize_texts(batch["text"], tokenizer)):
+            tokens = np.concatenate([begin, ids, end]).astype(np.int32)
+            found.append(((tokens, np.ones(len(tokens), np.uint8)), i))
+    else:
+        places = batch.get("place") or ["a row"] * len(rows)
+        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+            if "chat" in row:
+                texts = chats.render_chat(json.loads(row["chat"]), place, tokenizer)
+                found += [(tokenize_answers(*each, tokenizer), i) for each in texts]
+            else:
+                found.append((tokenize_prompt(row, tokenizer), i))
+    dtype = id_type(tokenizer)
+    result: dict[str, list] = {"input_ids": [ids.astype(dtype) for (ids, _), _ in found]}
+    batch = {"source": [0] * len(rows), **batch}  # rows of a task's own have none
+    for name in NUMBERS:
+        if name in batch:
+            result[name] = [batch[name][i] for _, i in found]
+    if with_masks:
+        result["loss_mask"] = [mask for (_, mask), _ in found]
+    return result
+
+
+def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
+    """A prompt with its completion and the end-of-text token, which are the items in the loss."""
+    whole = row["prompt"] + row["completion"]
+    ids, mask = tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
+    begin = begin_tokens(tokenizer)
+    ids = np.array([*begin, *ids, tokenizer.eos_token_id], np.int32)
+    return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)

@@ -1,61 +1,246 @@
-"""What Training asks of a script: a mistake that would be silent is found, and said in a line."""
+"""What a script of one's own gives Training, checked: a mistake that would be silent is a line.
+
+`Script` has what train.py's run has, too (run/run.py): what a run is made of before its first step.
+"""
 
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import send_to_device
 
+from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import Failed, UserError
-from samestep.processes import alike
+from samestep.base.errors import UserError, attempt
+from samestep.processes import alike, exclusions, failures
 from samestep.processes.mesh import layout_of_accelerator
-from samestep.state import provenance, weights
-from samestep.step import exact, seeds, trial
-from samestep.step.loader import MicroBatch
-from samestep.step.model import bare_model, eager, form_of, is_compiled, keep_modes
-from samestep.step.samples import check_repeated, choose_probes, collate, hash_batch, read_samples
+from samestep.processes.ranks import Ranks
+from samestep.processes.stop import StopRequest, launcher_process
+from samestep.state import checkpoints, consistency, provenance, weights
+from samestep.step import exact, samples, seeds
+from samestep.step.model import bare_model, form_of, is_compiled
+from samestep.step.plan import plan_step
+from samestep.training.resume import ResumePoint, describe_run
 
-if TYPE_CHECKING:
-    from samestep.step.step import Step
-    from samestep.training.training import Training
-
-# ---- Before training -----------------------------------------------------------------------------
+# Names that tell what a line of metrics is about; others are refused where the line is written.
+NOT_VALUES = ("step", "started", "event", "state", "committed_step", "eval_loss")
+NOT_SCORES = (*NOT_VALUES[:-1], "loss", "samples")
 
 
-def end_in_one_line(run: "Training") -> None:
-    """What ends the script is one line, if it is a UserError or of another process; the exit code
-    is that of train.py. The status of the run tells it, too."""
-    others = sys.excepthook
+class Script:
+    """A run of a script. training: has its other arguments, see there.
 
-    def say(kind: type, error: BaseException, trace: Any) -> None:
-        code = 2 if isinstance(error, UserError) else 1
-        with contextlib.suppress(OSError):
-            run.write_state("failed", exit_code=code)
-        if not isinstance(error, UserError | Failed):
-            return others(kind, error, trace)
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(code)
+    functions: collate, count and augment, by name; None for one that the script does not give."""
+
+    # What train.py's run has otherwise.
+    optimizer_settings: list[dict] = []  # noqa: RUF012
+    sets_lr = False  # whether the loop sets the learning rate of each step
+    mixture = None
+    verb = "continuing from"
+    shows_lines = False  # a script prints what it likes
+    evaluates_last = False  # whether nothing of a step changes after its evaluation
+    profile_steps = None
+    about = ""
+    trial_mode = contextlib.nullcontext  # where the loop is tried: its body may need gradients
+    tries_backward = True
+    rounds = False  # whether products are rounded below float32
+    loss_name, prefix = "the loss", ""
+    loss_remedy = (
+        "step.backward takes the sum over the items, not their mean (reduction='sum', or mean=True "
+        "with the count of that mean); if rows depend on each other by intent, give "
+        "rows_depend=True"
+    )
+
+    def __init__(
+        self, training: Any, rows: Any, global_batch_size: int, micro_batch_size: int,
+        settings: dict, functions: dict[str, Callable | None],
+    ):  # fmt: skip
+        self.training, self.folder = training, training.folder
+        self.label = f"{self.folder}: "  # before lines of the library, among those of the script
+        self.lock: run_folder.RunLock | None = None
+        self.has_ended = False  # by an error, or since it was asked to stop
+        self.stop: StopRequest | None = None
+        _end_in_one_line(self)  # first: it tells errors in status.json, too
+        accelerator, is_exact, seed = training.accelerator, training.exact, training.seed
+        check_whole(
+            1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size,
+            log_every=training.log_every,
+        )  # fmt: skip
+        check_whole(
+            0, seed=seed, keep_checkpoints=training.keep_checkpoints,
+            keep_every=training.keep_every, num_workers=training.num_workers or 0,
+            max_skipped_steps=training.max_skipped_steps,
+        )  # fmt: skip
+        check_rows(rows)
+        check_prepared(accelerator, training.model, training.optimizer)
+        if is_exact:
+            prepare_exact(accelerator, training.model, training.optimizer)
+        layout = layout_of_accelerator(accelerator)
+        self.ranks = Ranks(layout)
+        self.plan = plan_step(
+            global_batch_size, micro_batch_size, layout.replicas, is_exact,
+            rank=layout.replica, in_step=layout.in_step,
+        )  # fmt: skip
+        self.task = SimpleNamespace(**{name: f for name, f in functions.items() if f})
+        self.unit = "items" if functions["count"] else "samples"
+        fixed = {"seed": seed, "global_batch_size": global_batch_size, "exact": is_exact}
+        if is_exact:
+            fixed["micro_batch_size"] = micro_batch_size
+        self.model = bare_model(accelerator, training.model)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.trained_bytes = sum(p.nbytes for p in trained)
+        self.manifest = self.describe(rows, _merge_settings(fixed, settings))
+
+    def describe(self, rows: Any, settings: dict) -> dict:
+        """Return the entries of all manifests: settings, rows and model, the same on all processes.
+
+        Raises UserError if the same rows are another batch the second time, or processes differ.
+        """
+        # Reading rows seeds it.
+        drawn = provenance.short_hash(torch.get_rng_state().numpy().tobytes())
+        with self.ranks.fail_together():
+            config = json.loads(json.dumps(settings, default=str))  # as it will be read
+            hashes = []
+            for number in range(2):
+                seeds.seed_everything(number)
+                read = samples.read_samples(rows, self.task, 1 + number, training=True)
+                hashes.append(samples.hash_batch(rows, self.task, read))
+            samples.check_repeated(*hashes)
+            seeds.seed_everything(self.training.seed)
+            # To try the loop on: the shortest first, the longest last.
+            self.samples = samples.choose_probes(read, self.task)
+        accelerator = self.training.accelerator
+        on_gpu = accelerator.device.type == "cuda"
+        manifest = provenance.describe(
+            config=config,
+            data={"samples": len(rows), "fingerprint": hashes[0]},
+            code=provenance.script_code(),
+            versions=provenance.versions(accelerator.mixed_precision, on_gpu),
+        )
+        facts = consistency.collect_facts(manifest, self.training.exact)
+        alike.check_same(self.ranks, facts | self.describe_model(drawn))
+        device = accelerator.device.type
+        hardware = provenance.describe_hardware(self.ranks, device, manifest["hardware"])
+        frozen = weights.frozen_digest(self.model)
+        return manifest | {"hardware": hardware, "frozen_weights": frozen}
+
+    def describe_model(self, drawn: str) -> dict[str, str]:
+        """Return what must be the same on all processes, since it was built by each.
+
+        The weights of DDP are those of process 0. FSDP takes each part from the process that keeps
+        it: if all have drawn the same numbers, they have the same weights.
+        """
+        form = provenance.short_hash(repr(form_of(self.model)).encode())
+        facts = {"model (names and shapes of its weights)": form}
+        plugin = getattr(self.training.accelerator.state, "fsdp_plugin", None)
+        if self.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
+            facts["random state (call set_seed before the model is built)"] = drawn
+        return facts
+
+    def check_state(self, training: Any) -> None:
+        """Raise UserError, before a resume, for what no checkpoint would hold."""
+        _adopt_schedulers(training.accelerator, training.optimizer)
+
+    def find_start(self, training: Any) -> ResumePoint:
+        """Lock the folder, and find where the run starts."""
+        point = ResumePoint()
+        with self.ranks.fail_together():
+            if training.accelerator.is_main_process:  # one process: verifying reads all bytes
+                self.lock = self.lock or run_folder.RunLock(self.folder)
+                replay = training.replay
+                point.find(self.folder, replay.checkpoint if replay else "auto")
+                if not point.checkpoint:
+                    checkpoints.check_none_saved(self.folder)
+                accepts = training.accept_changes or bool(replay)
+                point.compare(self.manifest, accepts, {}, {})
+                if point.in_folder:
+                    point.best = point.saved.get("best")
+                point.write_running(self.folder)
+                provenance.write_hardware(self.folder, self.manifest)
+        point = self.ranks.from_main(point)
+        self.hardware = describe_run(training.accelerator, self.plan.describe())
+        print_on_main(f"{self.label}{self.hardware}")
+        point.say(self.manifest["hardware"])
+        return point
+
+    def same_validation(self, saved: dict) -> bool:
+        """Return whether a checkpoint's scores are of today's rows: a script's settings say."""
+        return True
+
+    def prepare_steps(self, training: Any) -> None:
+        """Prepare the model for the first step."""
+        if training.exact and training.gradients is None:
+            exact.sum_inside_blocks(self.model)
+
+    def after_trial(self, training: Any, batch: Any) -> None:
+        """Check more after the loop was tried: nothing in a script."""
+
+    def start_stopping(self) -> Callable[[], int]:
+        """Turn signals into flags from here on; return what tells whether there was one."""
+        if not self.stop:
+            self.stop = StopRequest(launcher_process())
+            self.stop.__enter__()
+        return self.stop.requested
+
+    def end_stopping(self) -> None:
+        """Give signals back to the script."""
+        if self.stop:
+            self.stop.__exit__()
+        self.stop = None
+
+    def end_steps(self, training: Any) -> None:
+        """End the run after its last step."""
+        training.close()
+        training.write_status("finished", exit_code=0)
+
+    def end_early(self, training: Any) -> None:
+        """End the run after a break out of the steps."""
+        if not self.has_ended:
+            training.saver.join()
+            training.note_commits()
+            training.write_status("stopped")
+
+    def leave(self, training: Any) -> None:
+        """Note that this process ends, since it was asked to stop."""
+        self.has_ended = True
+
+    def end_tracking(self, training: Any) -> None:
+        """End the trackers of a run that was asked to stop."""
+        attempt("the tracker was not closed", training.accelerator.end_training)
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def _end_in_one_line(run: Script) -> None:
+    """End a script that fails with a line and an exit code, as train.py ends; the status of the run
+    has it, too. Tracebacks stay on the screen."""
+
+    def say(_: type, error: BaseException, __: Any) -> None:
+        program, output = Path(sys.argv[0]).name, run.folder if run.lock else None
+        run.has_ended = True
+        sys.exit(failures.report(error, program, output, in_script=True))
 
     sys.excepthook = say
 
 
 def check_whole(least: int, **numbers: Any) -> None:
-    """Raises UserError unless these are whole numbers, and none is too small."""
+    """Raise UserError unless these are whole numbers, and none is too small."""
     for name, value in numbers.items():
         if not isinstance(value, int) or value < least:
             raise UserError(f"{name} is {value!r}; give a whole number, at least {least}")
 
 
 def check_rows(rows: Any) -> None:
-    """Raises UserError unless rows can be addressed, and there is one."""
+    """Raise UserError unless rows can be addressed, and there is one."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(f"rows are a {type(rows).__name__}; give a dataset with len() and [i]")
     if not len(rows):
@@ -63,14 +248,14 @@ def check_rows(rows: Any) -> None:
 
 
 def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """Raises UserError unless these come from accelerator.prepare, and can be trained."""
+    """Raise UserError unless these come from accelerator.prepare, and can be trained."""
     if hasattr(model, "_orig_mod"):
         raise UserError(
             "torch.compile has wrapped the model: call model.compile() before accelerator.prepare, "
             "without dynamo_backend"
         )
-    known = [accelerator.unwrap_model(each) for each in accelerator._models]
-    is_known = any(accelerator.unwrap_model(model) is each for each in known)
+    known = [accelerator.unwrap_model(prepared) for prepared in accelerator._models]
+    is_known = any(accelerator.unwrap_model(model) is prepared for prepared in known)
     if not is_known or not isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             "Training takes what accelerator.prepare(model, optimizer) returns; prepare the model "
@@ -101,30 +286,30 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
 
 
 def prepare_exact(accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
-    """Makes torch deterministic, on CPUs with one thread; raises UserError for what is not."""
+    """Make torch deterministic, on CPUs with one thread; raise UserError for what is not."""
     precision, is_fsdp = accelerator.mixed_precision, accelerator.distributed_type.value == "FSDP"
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     on_cpu = accelerator.device.type == "cpu"
     # Under FSDP on CPUs a fused optimizer rounds the last values of a shard in another way.
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    excluded = {
-        "fp8": precision == "fp8",
-        f"{precision} under FSDP2": is_fsdp and precision != "no",
-        "offload": is_fsdp and hasattr(plugin.cpu_offload, "pin_memory"),  # a CPUOffloadPolicy
-        "fused=True under FSDP2 on CPUs": on_cpu and is_fsdp and is_fused,
-        "an Apple GPU": accelerator.device.type == "mps",
-        "torch.compile": is_compiled(model),
-    }
-    for name, is_there in excluded.items():
-        if is_there:
-            raise UserError(f"exact cannot be combined with {name}; leave one of them out")
+    exclusions.check(
+        {
+            "exact": True,
+            "fp8": precision == "fp8",
+            "half precision under FSDP2": is_fsdp and precision != "no",
+            "offload": is_fsdp and hasattr(plugin.cpu_offload, "pin_memory"),  # a CPUOffloadPolicy
+            "fused=True under FSDP2 on CPUs": on_cpu and is_fsdp and is_fused,
+            "an Apple GPU": accelerator.device.type == "mps",
+            "compile": is_compiled(model),
+        }
+    )
     exact.be_deterministic()
     if on_cpu:
         torch.set_num_threads(1)  # sums depend on the number of threads
 
 
-def merge_settings(fixed: dict, settings: dict) -> dict:
-    """Training's own settings and those of the script; raises UserError if they differ."""
+def _merge_settings(fixed: dict, settings: dict) -> dict:
+    """Merge Training's own settings and the script's; raise UserError if they differ."""
     if not isinstance(settings, dict):
         raise UserError(f"settings are a {type(settings).__name__}; give a dict, as vars(args)")
     for name in fixed.keys() & settings.keys():
@@ -136,179 +321,33 @@ def merge_settings(fixed: dict, settings: dict) -> dict:
     return fixed | settings
 
 
-def describe(run: "Training", settings: dict) -> dict:
-    """The entries of all manifests: settings, rows and model; the same on all processes.
-
-    Raises UserError if the same rows are another batch the second time, or processes differ.
-    """
-    drawn = provenance.short_hash(torch.get_rng_state().numpy().tobytes())  # reading rows seeds it
-    with run.ranks.fail_together():
-        config = json.loads(json.dumps(settings, default=str))  # as it will be read
-        found = []
-        for number in range(2):
-            seeds.seed_everything(number)
-            samples = read_samples(run.rows.dataset, run.task, 1 + number, training=True)
-            found.append(hash_batch(run.rows.dataset, run.task, samples))
-        check_repeated(*found)
-        seeds.seed_everything(run.seed)
-        run.few = choose_probes(samples, run.task)
-    data = {"samples": len(run.rows), "fingerprint": found[0]}
-    check_same(run, config, data, drawn)
-    device = run.accelerator.device
-    numbers = provenance.versions(run.accelerator.mixed_precision, device.type == "cuda")
-    return {
-        "config": config,
-        "data": data,
-        "identity": "",
-        "prepared": "",
-        "code": provenance.script_code(),
-        "library": provenance.library_digest(),
-        "hardware": provenance.describe_hardware(run.ranks, device.type, numbers),
-        "frozen_weights": weights.frozen_digest(bare_model(run.accelerator, run.model)),
-    }
+def plain_values(values: dict[str, Any], reserved: tuple[str, ...]) -> dict[str, Any]:
+    """Return values for a line of metrics as numbers and texts; raise UserError for anything else,
+    and for names that a line has of itself."""
+    return {name: _plain_value(name, value, reserved) for name, value in values.items()}
 
 
-def check_same(run: "Training", config: dict, data: dict, drawn: str) -> None:
-    """Raises UserError unless all processes have the same settings, rows and model.
-
-    The weights of DDP are those of process 0. FSDP takes each part from the process that keeps it:
-    if all have drawn the same numbers, they have the same weights.
-    """
-    facts = {f"setting {name}": repr(value) for name, value in config.items()}
-    facts |= {f"data {name}": repr(value) for name, value in data.items()}
-    form = form_of(bare_model(run.accelerator, run.model))
-    facts["model (names and shapes of its weights)"] = provenance.short_hash(repr(form).encode())
-    plugin = getattr(run.accelerator.state, "fsdp_plugin", None)
-    if run.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
-        facts["random state (call set_seed before the model is built)"] = drawn
-    alike.check_same(run.ranks, facts)
+def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
+    if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
+        value = value.item()
+    if name in reserved or not isinstance(value, float | int | str):
+        raise UserError(
+            f"{name} is {value!r:.60}; log a number or a text, under another name than those of a "
+            "line of metrics.jsonl"
+        )
+    return value
 
 
-def adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Lets a prepared scheduler make one step when it is told to, not one for each process. Raises
-    UserError for a scheduler that no checkpoint would hold."""
+def _adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Let a prepared scheduler make one step a call, not one for each process, as accelerate does
+    (huggingface/accelerate#1382). Raise UserError for one that no checkpoint would hold."""
     for scheduler in accelerator._schedulers:
         scheduler.split_batches = True
     steps = (optimizer.step, optimizer.optimizer.step)
-    has_scheduler = any(hasattr(each, "_wrapped_by_lr_sched") for each in steps)
+    has_scheduler = any(hasattr(function, "_wrapped_by_lr_sched") for function in steps)
     known = [*accelerator._schedulers, *accelerator._custom_objects]
-    if has_scheduler and not any(hasattr(each, "get_last_lr") for each in known):
+    if has_scheduler and not any(hasattr(one, "get_last_lr") for one in known):
         raise UserError(
             "no checkpoint would hold the learning rate scheduler of this optimizer: call "
             "accelerator.register_for_checkpointing(scheduler) before the first step"
         )
-
-
-# ---- Is the loss a sum? --------------------------------------------------------------------------
-
-
-def try_loop(step: "Step") -> Iterator[Any]:
-    """Gives a short and a long row together to the body of the loop, then each alone, in eval mode:
-    the loss of both must be the sum of the losses of each.
-
-    Where random numbers are drawn it compares the loss per item of eight rows. For the passes in
-    train mode before that see trial.backward_passes.
-    """
-    run = step.training
-    rows = [run.few[0], run.few[-1]]
-    print_on_main(f"{run.folder}: tries the loop on {len(rows)} rows")
-    before = _states_of_others(run)
-    with keep_modes(run.model), eager(run.model):
-        for _ in trial.backward_passes(run.ranks, run.model):
-            yield from _try_batch(step, rows)
-        run.model.eval()
-        together = yield from _try_batch(step, rows)
-        if together.draws:
-            rows = run.few
-            together = yield from _try_batch(step, rows)
-        alone = []
-        for number, row in enumerate(() if run.rows_depend else rows):
-            alone.append((yield from _try_batch(step, [row], number)))
-    step.losses = []
-    if _states_of_others(run) != before:
-        raise UserError(
-            "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
-            "it runs once for each batch, and before the first step; do that after the loop"
-        )
-    is_half = any(parameter.element_size() < 4 for parameter in run.model.parameters())
-    limit = 5e-2 if is_half or run.accelerator.mixed_precision != "no" else 1e-4
-    problem = alone and trial.differ("the loss", together, alone, limit)
-    if problem:
-        raise UserError(
-            f"{problem}: step.backward takes the sum over the items, not their mean "
-            "(reduction='sum', or mean=True with the count of that mean); if rows depend on each "
-            "other by intent, give rows_depend=True"
-        )
-
-
-def _states_of_others(run: "Training") -> tuple[dict, dict]:
-    """What tells whether schedulers and registered objects are as before."""
-    packed, tensors = run.saver.state.pack_others()
-    states = {name: str(each) for name, each in packed.items() if not name.startswith("group.")}
-    return states, {name: alike.bit_sums(each).tolist() for name, each in tensors.items()}
-
-
-def _try_batch(
-    step: "Step", samples: list[tuple], number: int = 0
-) -> Generator[Any, None, trial.Computed]:
-    """Gives these samples to the body of the loop as one batch; returns a Computed. `number`: that
-    of its random numbers."""
-    run, accelerator = step.training, step.training.accelerator
-    seeds.seed_micro_batch(run.seed, 1, number)
-    before = trial.random_state(accelerator.device)
-    batch, (num_items, ids_hash), ids = collate(run.task, samples)
-    micro_batch = MicroBatch(0, batch, num_items, ids_hash, ids)
-    accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
-    step.losses = []
-    yield from step.compute(micro_batch, send_to_device(batch, accelerator.device))
-    trial.check_reduced(run.model)
-    draws = trial.random_state(accelerator.device) != before
-    return trial.Computed(batch, num_items, {"": step.losses[0]}, draws)
-
-
-# ---- In the loop ---------------------------------------------------------------------------------
-
-
-def check_backward(times: int, accumulated: int) -> None:
-    """Raises UserError unless a batch had its backward pass, once, inside one `accumulate`."""
-    if times != 1:
-        raise UserError(f"step.backward was called {times} times for a batch; call it once")
-    if accumulated != 1:
-        raise UserError("the loop calls accelerator.accumulate; leave it out: the step does so")
-
-
-def check_order(step: "Step", wanted: str, what: str) -> None:
-    """Raises UserError for what comes too early, or twice."""
-    if step.gradient != wanted:
-        raise UserError(
-            f"{what} in step {step.number}, whose gradient is {step.gradient}: first `for batch in "
-            "step` to its end, then step.clip(...), then optimizer.step(), each once"
-        )
-
-
-def watch_optimizer(run: "Training") -> None:
-    """Lets the optimizer make one step where it is due, and no other, and clear no part of it."""
-
-    def use(*_: Any) -> None:
-        if run.current:
-            check_order(run.current, "clipped", "optimizer.step()")
-            run.current.gradient = "used"
-
-    def clear(*args: Any, **named: Any) -> None:
-        if run.current and run.current.gradient == "not added up":
-            raise UserError(
-                "optimizer.zero_grad() in the loop over the batches deletes the gradients of those "
-                "before; leave it out: each step begins without gradients"
-            )
-        zero_grad(*args, **named)
-
-    inner = run.optimizer.optimizer
-    inner.register_step_pre_hook(use)
-    zero_grad, inner.zero_grad = inner.zero_grad, clear
-
-
-def check_complete(step: "Step") -> None:
-    """Raises UserError unless the optimizer has used the gradient of a step."""
-    scaler = step.training.accelerator.scaler  # of fp16, which skips steps
-    if not (step.gradient == "clipped" and scaler and step.training.optimizer.step_was_skipped):
-        check_order(step, "used", "the end of the loop's body")

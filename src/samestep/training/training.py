@@ -5,16 +5,20 @@
     training = Training(accelerator, model, optimizer, rows, folder="runs/mine", seed=0, **given)
     for step in training.steps(max_steps=1000, save_every=200):  # resumes
         for batch in step:
-            step.backward(model(**batch).loss, mean=True)
+            with accelerator.accumulate(model):
+                step.backward(lambda: model(**batch).loss, mean=True)
         step.clip(1.0)
         optimizer.step()
 
-It is no Trainer: the loop, the loss and the optimizer's step are the script's own.
+It is no Trainer: the loop, the loss and the optimizer's step are the script's own. train.py is such
+a script.
 """
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,32 +27,38 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import as_user_error
+from samestep.base.errors import attempt
 from samestep.base.launching import STOPPED
-from samestep.processes.mesh import layout_of_accelerator
-from samestep.processes.ranks import Ranks
-from samestep.processes.stop import StopRequest, launcher_process
+from samestep.processes.failures import Ended
+from samestep.report import speed, tracking
 from samestep.state import checkpoints, provenance
 from samestep.state.optimizers import settings_as_text
 from samestep.state.saver import Saver
 from samestep.state.weights import TrainingState
-from samestep.step import inputs
-from samestep.step.gradient import StepGradients
-from samestep.step.loader import EvalLoader, StepLoader
+from samestep.step import exact
+from samestep.step.evaluation import Evaluation
+from samestep.step.loader import StepLoader
 from samestep.step.model import bare_model
-from samestep.step.plan import plan_step
+from samestep.step.monitor import StepMonitor
 from samestep.step.samples import SampleDataset
 from samestep.step.seeds import seed_micro_batch
-from samestep.step.step import Step
-from samestep.step.sums import EvaluationSums
-from samestep.training import script
+from samestep.step.step import Step, watch_optimizer
+from samestep.training import replay, script
+from samestep.training.log import RunLog
+from samestep.training.resume import ResumePoint
+from samestep.training.trial import try_loop
+
+
+def _never() -> int:
+    """Return 0: no signal asks this process to stop."""
+    return 0
 
 
 class Training:
     """A run of a prepared model and its optimizer. All processes make it, and use it alike.
 
     rows: a dataset with len() and [i].
-    folder: of the run. `checkpoints` and `status.json` lie in it.
+    folder: of the run. `checkpoints`, `metrics.jsonl` and `status.json` lie in it.
     seed: of the order of the rows, of what is drawn in a step, and of the generators from here on.
     global_batch_size: rows of a step, over all processes; micro_batch_size: of a batch, at most.
     collate(list of rows): a batch.
@@ -56,11 +66,14 @@ class Training:
     settings: those that determine the result; a run that resumes must have the same.
     exact: whether the weights are bitwise the same on any number of processes.
     augment(row, generator): the row for training; draws from this generator.
-    keep_checkpoints: the newest so many; 0: all.
+    keep_checkpoints: the newest so many; 0: all. keep_every: those of such steps for good; 0: none.
+    async_save: whether checkpoints are written in the background, from a copy in host memory.
     num_workers: processes that fetch rows ahead; 0: this process does.
-    log_every: steps between two whose `loss` is computed, which waits for the device.
+    log_every: steps between two lines of metrics.jsonl, for which a step waits for the device.
+    max_skipped_steps: so many in a row that are not finite end the run; 0: any number may be.
     rows_depend: whether the loss of a row depends on others by intent.
     accept_changes: whether a run resumes with other settings.
+    run: what train.py has prepared before the processes met; None in a script of one's own.
     """
 
     def __init__(
@@ -68,170 +81,359 @@ class Training:
         folder: str | Path, seed: int, global_batch_size: int, micro_batch_size: int,
         collate: Callable = default_collate, count: Callable | None = None,
         settings: dict | None = None, exact: bool = False, augment: Callable | None = None,
-        keep_checkpoints: int = 3, num_workers: int = 0, log_every: int = 1,
-        rows_depend: bool = False, accept_changes: bool = False,
+        keep_checkpoints: int = 3, keep_every: int = 0, async_save: bool = False,
+        num_workers: int | None = 0, log_every: int = 1, max_skipped_steps: int = 10,
+        rows_depend: bool = False, accept_changes: bool = False, run: Any = None,
     ):  # fmt: skip
-        self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
-        script.end_in_one_line(self)  # first: it tells errors in status.json, too
-        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-        script.check_whole(1, **sizes, log_every=log_every)
-        numbers = {"seed": seed, "keep_checkpoints": keep_checkpoints, "num_workers": num_workers}
-        script.check_whole(0, **numbers)
-        script.check_rows(rows)
-        script.check_prepared(accelerator, model, optimizer)
-        if exact:
-            script.prepare_exact(accelerator, model, optimizer)
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.replay = replay.read_question()
         self.folder, self.seed, self.exact = Path(folder), seed, exact
-        self.keep_checkpoints, self.accept_changes = keep_checkpoints, accept_changes
-        self.num_workers, self.log_every, self.rows_depend = num_workers, log_every, rows_depend
-        layout = layout_of_accelerator(accelerator)
-        self.ranks = Ranks(layout)
-        self.plan = plan_step(
-            global_batch_size, micro_batch_size, layout.replicas, exact,
-            rank=layout.replica, in_step=layout.in_step,
-        )  # fmt: skip
-        given = {"collate": collate, "count": count, "augment": augment}
-        self.task = SimpleNamespace(**{name: f for name, f in given.items() if f})
-        self.rows = SampleDataset(rows, self.task, seed)
-        self.few: list[tuple] = []  # rows to try the loop on: the shortest first, the longest last
-        fixed = {"seed": seed, "global_batch_size": global_batch_size, "exact": exact}
-        if exact:
-            fixed["micro_batch_size"] = micro_batch_size
-        self.manifest = script.describe(self, script.merge_settings(fixed, settings or {}))
-        self.step = 0  # steps that are done
-        self.not_finite = 0  # losses or gradients in a row
-        self.norms: list[torch.Tensor] = []  # of the gradient of the newest step that was clipped
-        self.saver: Saver | None = None
-        self.gradients: StepGradients | None = None
+        self.keep_checkpoints, self.keep_every = keep_checkpoints, keep_every
+        self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
+        self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
+        self.accept_changes = accept_changes
+        if self.replay:
+            self.folder, self.max_skipped_steps = self.replay.folder / "run", 0
+        self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
+        if run is None:
+            run = script.Script(
+                self, rows, global_batch_size, micro_batch_size, settings or {},
+                {"collate": collate, "count": count, "augment": augment},
+            )  # fmt: skip
+        self.run, self.ranks, self.plan, self.task = run, run.ranks, run.plan, run.task
+        self.manifest: dict[str, Any] = run.manifest  # the entries that all checkpoints have
+        self.rows = SampleDataset(rows, self.task, seed, run.mixture)
+        self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
+        self.exported = model  # what is evaluated and exported: an average of the weights may be
+        self.step = 0  # the number of steps that are done
+        self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
         self.current: Step | None = None
-        script.watch_optimizer(self)
+        self.gradients: Any = None  # see step.gradient; made when the loop was tried
+        self.point = ResumePoint()
+        self.saver: Saver | None = None
+        self.loader: StepLoader | None = None
+        self.metrics: RunLog | None = None  # while steps are computed
+        self.requested: Callable[[], int] = _never  # 1: this process was asked to stop
+        self.lanes: dict[int, int] = {}  # of a stream: see StepLoader.last_of_lanes
+        self.evaluated: Evaluation | None = None  # the newest: its workers are kept
+        watch_optimizer(self)
+
+    # ---- The start
 
     def resume(self) -> int:
-        """Loads the newest checkpoint in the folder, unless that was done; the steps that are done.
+        """Load the newest checkpoint in the folder, unless that was done; return the steps done.
 
         Prepare or register schedulers, and what else has a state, before.
         """
-        script.adopt_schedulers(self.accelerator, self.optimizer)
+        run = self.run
+        run.check_state(self)
         if self.saver:
             return self.step
-        found: Any = (None, None, {}, [])
-        with self.ranks.fail_together():
-            if self.accelerator.is_main_process:  # one process: verifying reads all bytes
-                found = self.lock_and_find()
-        self.lock, found = found[0], found[1:]
-        path, saved, lines = self.ranks.from_main(found)
+        self.point = point = run.find_start(self)
+        self.lock = run.lock
+        if self.replay:
+            self.replay.check_rows(self.manifest)
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
-            state = TrainingState(*prepared, self.ranks.layout, sets_lr=False)
+            options = run.optimizer_settings, run.sets_lr
+            state = TrainingState(*prepared, self.ranks.layout, *options)
         self.manifest["optimizer"] = settings_as_text(state.settings)  # with those of schedulers
         saver = Saver(
-            self.folder, self.ranks, state, self.manifest, self.keep_checkpoints, self.lock
-        )
-        print_on_main(f"{self.folder}: a step of {self.plan.describe()}")
-        for line in lines:
-            print_on_main(f"{self.folder}: {line}")
-        if path:
-            saver.restore(path, saved)
-            self.step = saver.step
-        samples = saver.samples(self.step)
-        history = provenance.extend_history(saved, self.manifest, self.step, samples)
+            self.folder, self.ranks, state, self.manifest, self.lock, more=self.describe_lanes,
+            keep=self.keep_checkpoints, keep_every=self.keep_every, in_background=self.async_save,
+        )  # fmt: skip
+        if point.checkpoint:
+            saver.restore(point.checkpoint, point.saved)
+            print_on_main(f"{run.label}{run.verb} {point.checkpoint}")
+        else:
+            with self.ranks.fail_together():
+                if saver.main:  # AdamW will keep two moments of each weight
+                    checkpoints.check_disk_space(saver.folder, 3 * run.trained_bytes)
+        self.step, samples = saver.step, saver.samples(saver.step)
+        history = provenance.extend_history(point.saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
+        if "eval_loss" in point.saved and run.same_validation(point.saved):
+            self.scores = {"eval_loss": point.saved["eval_loss"]}
+        saver.best = point.best
+        saver.takes_scores = point.in_folder and self.scores is None and not point.changed
+        if self.rows.is_stream:
+            lanes = point.saved.get("lanes")
+            self.rows.dataset.begin(self.seed, self.plan.samples, samples, lanes)
         self.saver = saver  # not before: what fails half restored is restored again
         return self.step
 
-    def lock_and_find(self) -> tuple:
-        """Locks the folder, and finds the newest valid checkpoint in it: the lock, the path, its
-        manifest, and lines to print."""
-        lock, folder = self.lock or run_folder.RunLock(self.folder), self.folder / "checkpoints"
-        path, saved, passed_over = checkpoints.find_checkpoint(folder, "auto")
-        lines = [f"passed over: {reason}" for reason in passed_over]
-        if path:
-            _, changes = provenance.compare(path, saved, self.manifest, self.accept_changes, {}, {})
-            lines += changes
-            if line := provenance.hardware_line(saved["hardware"], self.manifest["hardware"]):
-                lines.append(line)
-            lines.append(f"continues from {path}")
-        else:
-            checkpoints.check_none_saved(self.folder)
-        run_folder.write_status(self.folder, "running", saved=saved.get("step", 0))
-        return lock, path, saved, lines
+    def describe_lanes(self) -> dict[str, list[int]]:
+        """Return a manifest's entry about a stream: the last sample of each lane, of all ranks."""
+        if not self.rows.is_stream:
+            return {}
+        last: dict[int, int] = {}
+        for lanes in self.ranks.gather(self.lanes):
+            last |= lanes
+        return {"lanes": [last[lane] for lane in sorted(last)]}
+
+    def open_log(self, max_steps: int) -> RunLog:
+        """Open metrics.jsonl, unless it is open."""
+        if self.metrics:
+            return self.metrics
+        shows_lines = self.run.shows_lines
+        lines = tracking.Log(self.accelerator, self.folder, self.step, max_steps, shows_lines)
+        monitor = StepMonitor(self.accelerator, self.ranks, self.plan, self.max_skipped_steps)
+        profiler = speed.Profiler(self.meter, self.run.profile_steps, self.folder)
+        self.metrics = RunLog(
+            lines, monitor, self.meter, profiler, self.rows, self.samples, self.step, self.run.about
+        )
+        self.metrics.note(started=provenance.describe_start(self.manifest))
+        if self.point.changed:
+            self.metrics.note(event="changed", changes=self.point.changed)
+        return self.metrics
+
+    def lacks_scores(self, every: int | str, max_steps: int) -> bool:
+        """Return whether the step that the run resumes from has yet to be evaluated, since a kill
+        came before: score it then, before the next step."""
+        number = self.resume()
+        step = Step(self, number, [], 0, last=number >= max_steps)
+        lacks = number > 0 and self.scores is None and step.due(every)
+        if lacks:
+            self.requested = self.run.start_stopping()
+            self.open_log(max_steps)
+        return lacks
+
+    # ---- The loop
 
     def steps(self, max_steps: int, save_every: int = 0) -> Iterator[Step]:
-        """The steps that are left. Saves every so many (0: none) and the last.
+        """Yield the steps that are left. Save every so many (0: none) and the last.
 
         Where a signal asks the run to stop, it saves the step and exits with code 75: the same
         command continues.
         """
         script.check_whole(0, max_steps=max_steps, save_every=save_every)
         self.resume()
-        with self.ranks.fail_together():
-            if self.lock and self.lock.file.closed:  # after the steps of another call
-                self.lock = self.saver.lock = run_folder.RunLock(self.folder)
-            self.write_state("running")
+        self.write_status("running")
         begin = self.complete()
         left = max(max_steps - begin, 0)
-        with StopRequest(launcher_process()) as stop:  # from here on signals are flags
-            first, device = self.saver.samples(begin), self.accelerator.device
-            loader = StepLoader(
-                self.rows, self.task, self.plan, self.ranks, stop.requested, first, left,
-                self.num_workers, device,
+        log = self.open_log(max_steps)
+        self.requested = self.run.start_stopping()  # from here on signals are flags
+        try:
+            event = self.run.prepare_steps(self)  # may assign micro-batches anew: self.plan
+            log.monitor.plan = self.plan
+            if event:
+                log.note(**event)
+            self.loader = StepLoader(
+                self.rows, self.task, self.plan, self.ranks, first=self.samples(begin), steps=left,
+                workers=self.num_workers, device=self.accelerator.device,
+                requested=self.requested, waiting=self.waiting,
             )  # fmt: skip
-            loader.prefetch()
             if not bare_model(self.accelerator, self.model).training:
                 print_on_main("the model was in eval mode; now all of it is in train mode")
                 self.model.train()
+            self.meter.start()
+            self.loader.prefetch()
             for number in range(begin + 1, begin + left + 1):
-                self.current = Step(self, number, loader)
+                log.start_step(number)
+                self.current = self.next_step(number, last=number == max_steps)
                 try:
                     yield self.current
-                except GeneratorExit:  # a break; an error writes its own state
-                    self.write_state("stopped")
+                except GeneratorExit:  # a break, or an error, which is told elsewhere
+                    self.run.end_early(self)
                     raise
-                step, stopped = self.complete(), loader.should_stop()
-                if stopped or step == max_steps or (save_every and step % save_every == 0):
+                self.complete()
+                if self.loader.should_stop():
+                    self.end_stopped()
+                if self.current.is_last or (save_every and number % save_every == 0):
                     self.save()
-                if stopped:
-                    self.write_state("stopped", exit_code=STOPPED)
-                    print_on_main(f"stopped after step {step}; the same command continues")
-                    raise SystemExit(STOPPED)
-        self.write_state("finished", exit_code=0)
-        if self.lock:
-            self.lock.file.close()  # lets others use the folder
+            if any(self.ranks.sum_over_ranks(self.requested())):  # in the last step
+                self.end_stopped()
+            self.run.end_steps(self)
+            self.current = None  # the optimizer is the script's again
+        finally:
+            self.requested = self.run.end_stopping() or _never
 
-    def write_state(self, state: str, **more: Any) -> None:
-        """Writes the state of the run into its status, while the run has its folder."""
-        if self.lock and not self.lock.file.closed:
-            run_folder.write_status(self.folder, state, **more)
+    def next_step(self, number: int, last: bool) -> Step:
+        """Return the next step, whose micro-batches are there."""
+        assert self.loader
+        micro_batches, facts = self.loader.next_step()
+        if self.rows.is_stream:
+            self.lanes = self.loader.last_of_lanes()
+        tokens = sum(micro_batch.count_tokens() for micro_batch in micro_batches)
+        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.counts_items)
+        return Step(self, number, micro_batches, facts.num_items, last)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the body as waiting for rows; raise an error of the background."""
+        if self.saver and self.saver.problem:
+            raise self.saver.problem
+        with self.meter.waiting():
+            yield
+
+    def prefetch(self) -> None:
+        """Fetch the next step, while the device computes."""
+        assert self.loader
+        self.loader.prefetch()
+
+    def try_others(self, step: Step) -> Iterator[Any]:
+        """Give other batches to the body of the loop before those of a step: a few rows before the
+        first one, and what `samestep replay` asks."""
+        if self.gradients is None:
+            yield from try_loop(self, step)
+            given = self.accelerator, self.ranks, self.model, self.exact
+            self.gradients = exact.step_gradients(*given)
+            self.meter.stopwatch.watch(self.model)
+        if self.replay and step.number == self.replay.step:
+            yield from self.replay.ask(self, step)
+
+    def read_loss(self, step: Step) -> None:
+        """Read the loss of a step that is logged, when its last batch is computed."""
+        assert self.metrics
+        self.metrics.monitor.add(step)
+        if self.replay and step.number == self.replay.step:
+            self.replay.answer |= replay.describe(self, step)
+        if step.number % self.log_every == 0:
+            self.metrics.monitor.read_losses()
+            assert step.total is not None
+            step.loss = step.total / step.items if step.items else math.nan
 
     def complete(self) -> int:
-        """The steps that are done; raises UserError in the middle of one."""
-        if self.current:
-            script.check_complete(self.current)
-            self.step = self.current.number
+        """Return how many steps are done; raise UserError in the middle of one."""
+        step = self.current
+        if step and step.gradient != "not begun" and step.number != self.step:
+            self.log(step)
         return self.step
 
+    # ---- What a script does between two steps
+
+    def log(self, step: Step, **values: Any) -> None:
+        """Log a step whose weights are updated. Every `log_every` steps there is a line of
+        metrics.jsonl, the tracker and the screen, with these values, numbers or texts.
+
+        Without a call the loop does it, after the body.
+        """
+        values, metrics = script.plain_values(values, script.NOT_VALUES), self.open_log(self.step)
+        if self.step == step.number:  # its line may be written
+            if values:
+                metrics.note(**values)
+            return
+        step.check_complete()
+        self.step, self.scores = step.number, None
+        metrics.add(step, values)
+        if step.number in self.replay.lines if self.replay else step.due(self.log_every):
+            metrics.write_means()
+        if self.replay and step.number == self.replay.last:
+            self.replay.finish(self)
+        self.note_commits()
+
+    def note_commits(self) -> None:
+        """Write a line about each save in the background that is now done."""
+        for line in self.saver.take_committed() if self.saver else ():
+            if self.metrics:
+                self.metrics.note(**line)
+
     def save(self) -> None:
-        """Saves a checkpoint of the newest step: before a `break`, for instance.
+        """Save a checkpoint of the newest step, unless there is one; before a `break`, too.
 
         What follows it in the body, such as scheduler.step(), is not in the checkpoint.
         """
         self.resume()
-        self.saver.save_step(self.complete())
+        step = self.complete()
+        assert self.saver
+        if step == self.saver.step or self.replay:
+            return
+        self.write_line()  # all lines of a step before its checkpoint
+        began = time.perf_counter()
+        with self.meter.paused():
+            entries = self.saver.save(step)
+        if self.metrics:
+            self.metrics.note(save_seconds=time.perf_counter() - began, **entries)
+        if self.scores:  # it was evaluated before
+            self.saver.add_scores(step, self.scores)
+
+    def write_line(self) -> None:
+        """Write a line about the steps since the last one."""
+        if self.metrics and not self.replay:
+            self.metrics.write_means()
+
+    def score(self, scores: dict[str, float]) -> None:
+        """Log the scores of the newest step, and add them to its checkpoint, if it has one.
+
+        The best step is that with the smallest `eval_loss`; its checkpoint stays.
+        """
+        step = self.complete()
+        self.scores = script.plain_values(scores, script.NOT_SCORES)
+        self.write_line()
+        self.open_log(step).note(**self.scores)
+        assert self.saver
+        self.saver.add_scores(step, self.scores)
+
+    def evaluation(self, rows: Any) -> Evaluation:
+        """Return the batches of an evaluation of these rows, each once, over all processes.
+
+        A signal ends it, and the process exits with code 75, if the newest step is saved. What
+        follows in the body may change more of a step that is not: then it is answered after it.
+        """
+        self.resume()
+        step = self.complete()
+        self.write_line()
+        requested = self.requested
+        if not self.run.evaluates_last and self.saver and self.saver.step != step:
+            requested = _never
+        if self.evaluated is None or self.evaluated.rows.dataset is not rows:
+            given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
+            self.evaluated = Evaluation(rows, *given)
+        callbacks = requested, self.meter.paused, self.end_stopped
+        return self.evaluated.start(self.exported, *callbacks)
 
     @torch.no_grad()
     def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
-        """Sums of eval_sums(model, batch), a dict of tensors, over all rows, each once: float64."""
+        """Sum eval_sums(model, batch), a dict of tensors, over all rows, each once, in float64."""
         script.check_rows(rows)
-        self.resume()
-        loader = EvalLoader(rows, self.task, self.plan, self.ranks, 0, self.accelerator)
-        totals = EvaluationSums(loader.sampler, self.accelerator.device)
-        for batch in loader.batches(self.model):
-            sums = eval_sums(self.model, batch)
-            with as_user_error():
-                inputs.check_sums(sums)
-            totals.add(sums)
+        evaluation = self.evaluation(rows)
+        for batch in evaluation:
+            evaluation.add(eval_sums(self.exported, batch))
         # What the script draws from here on is the same on all processes.
         seed_micro_batch(self.seed, self.step + 1)
-        found: list[dict[str, Any]] = totals.total(self.ranks)
-        return {name: sum(each[name] for each in found) for name in found[0]}
+        sums = evaluation.sums()
+        return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
+
+    def load_best(self) -> int:
+        """Load the weights of the best step, if there is one: see `score`. Return the step of the
+        weights that the model has then."""
+        self.resume()
+        assert self.saver
+        self.saver.wait()
+        return self.saver.load_best() or self.step
+
+    def samples(self, step: int) -> int:
+        """Return the samples of the run up to the end of this step."""
+        assert self.saver
+        return self.saver.samples(step)
+
+    def epochs(self, step: int) -> int:
+        """Return the passes over the rows that are complete at the end of this step."""
+        return self.samples(step) // len(self.rows)
+
+    # ---- The end
+
+    def end_stopped(self) -> None:
+        """Save the newest step, and end this process with exit code 75."""
+        self.save()
+        self.close()
+        self.write_status("stopped", exit_code=STOPPED)
+        print_on_main(f"stopped after step {self.step}; the same command continues the run")
+        attempt("the processes were not left", self.run.leave, self)
+        self.run.end_tracking(self)
+        raise Ended(STOPPED)
+
+    def close(self) -> None:
+        """Wait for the last save, and close the log."""
+        self.write_line()
+        if self.saver:
+            self.saver.wait()
+            self.note_commits()
+        if self.metrics:
+            self.metrics.lines.close()
+        self.metrics = None
+
+    def write_status(self, state: str, **more: Any) -> None:
+        """Write the state of the run into its status, from the main process."""
+        if self.lock and not self.lock.file.closed:  # another run of this process may have it
+            run_folder.write_status(self.folder, state, **more)

@@ -4,7 +4,6 @@ A machine with an older copy of the project, with other data or another library 
 would train something else.
 """
 
-import ast
 import functools
 import os
 import socket
@@ -17,7 +16,7 @@ from samestep.base.files import read_json_object
 from samestep.processes import alike
 from samestep.processes.ranks import Ranks
 from samestep.state.checkpoints import flatten
-from samestep.state.provenance import LIBRARY, short_hash
+from samestep.state.provenance import LIBRARY, hash_functions, short_hash
 
 # Other versions, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
@@ -29,10 +28,9 @@ _FOLDER_SECONDS = 10  # for a network disk to show a new file
 
 
 def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
-    """What must be the same on all processes, by names that a person understands.
+    """Collect what must be the same on all processes, by names that a person understands.
 
-    Beside train.py and task.py, modules of the project count on the processes that have loaded
-    them.
+    Beside train.py and task.py, modules of the project count on the processes that have them.
     """
     versions = manifest["hardware"]
     if not exact:
@@ -52,8 +50,8 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
 
 
 def _loaded_modules(project: Path) -> dict[str, Path]:
-    """The files of modules below the project's folder, by their names there; no environment's."""
-    found, root = {}, project.resolve()
+    """Find the files of the project's loaded modules, by their names in it; no environment's."""
+    files, root = {}, project.resolve()
 
     @functools.cache  # thousands of modules lie in few folders
     def inside(folder: str) -> bool:
@@ -68,61 +66,19 @@ def _loaded_modules(project: Path) -> dict[str, Path]:
             continue
         name = path.relative_to(root)
         if not any(part.startswith(".") or part == "site-packages" for part in name.parts):
-            found[str(name)] = path
-    return found
-
-
-def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
-    """The statements of a file, each with the name that it binds: a function, a class or a
-    constant; empty for others.
-
-    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
-    count.
-    """
-    found = []
-    for number, node in enumerate(ast.parse(path.read_bytes()).body):
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        name = getattr(node, "name", "")
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name):
-            name = targets[0].id
-        if isinstance(node, ast.ClassDef) and name == "TaskConfig":
-            kept = [each for each in node.body if not _is_field(each)]
-            node.body = kept or ast.parse("pass").body
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if number or not is_text:
-            found.append((name, node))
-    return found
-
-
-def _is_field(node: ast.stmt) -> bool:
-    """Whether a statement of a dataclass is one of its fields, or a text below it."""
-    if isinstance(node, ast.AnnAssign):
-        kind = ast.unparse(node.annotation)
-        return "ClassVar" not in kind and "InitVar" not in kind
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def hash_functions(path: Path, file: str) -> dict[str, str]:
-    """16 hex digits of the SHA-256 of each function, class and constant of a file, such as
-    task.loss_sum, and of all its other statements, under the name of the file: see statements_of.
-    """
-    module = file.removesuffix(".py").replace(os.sep, ".")
-    texts = {file: ""}
-    for bound, node in statements_of(path):
-        name = f"{module}.{bound}" if bound else file
-        texts[name] = f"{texts.get(name, '')}{ast.unparse(node)}\n"
-    return {name: short_hash(text.encode()) for name, text in texts.items()}
+            files[str(name)] = path
+    return files
 
 
 def hash_project(project: Path) -> dict[str, dict[str, str]]:
-    """hash_functions of train.py, task.py and each module of the project that is loaded, the
+    """Hash the functions of train.py, task.py and each module of the project that is loaded, the
     program among them. `project`: the folder of train.py and task.py."""
     files = _loaded_modules(project) | {name: project / name for name in OWN}
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 
 def check_shared(processes: Ranks, output: Path) -> None:
-    """Raises UserError on all processes if one of them does not see the main one's run folder: each
+    """Raise UserError on all processes if one of them does not see the main one's run folder: each
     must read the holder of its lock, which is the main one."""
     if processes.layout.processes == 1:
         return
@@ -134,7 +90,7 @@ def check_shared(processes: Ranks, output: Path) -> None:
     place = os.path.join(os.getcwd(), output)
     seen = processes.gather((socket.gethostname(), place, is_shared))
     main, shared, _ = seen[0]
-    without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
+    without = dict.fromkeys(f"{place} on {host}" for host, place, is_seen in seen if not is_seen)
     if without:
         raise UserError(
             f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "

@@ -1,0 +1,29 @@
+"""What cannot be combined: one table, for train.py and for any script.
+
+Each pair would change the numbers, hang, or fail in a library's code: docs/hardware.md says why.
+"""
+
+from samestep.base.errors import UserError
+
+# Of the first and any of the others one is left out.
+_EXCLUDED = {
+    "exact": (
+        *("compile", "offload", "fp8", "DeepSpeed"),
+        *("tensor parallelism", "context parallelism", "stages", "an Apple GPU"),
+        *("half precision under FSDP2", "fused=True under FSDP2 on CPUs"),
+    ),
+    "compile": ("DeepSpeed", "context parallelism", "stages"),
+    "device_shares": ("sharded weights",),
+    "async_save": ("DeepSpeed",),
+    "fp16": ("sharded weights", "a CPU"),
+    "fp8": ("DeepSpeed", "tensor parallelism", "context parallelism", "stages"),
+}
+
+
+def check(there: dict[str, bool]) -> None:
+    """Raises UserError for two things that cannot be combined. `there`: what a run has, by the
+    names of the table."""
+    for name, others in _EXCLUDED.items():
+        for other in others:
+            if there.get(name) and there.get(other):
+                raise UserError(f"{name} cannot be combined with {other}; leave one of them out")

@@ -1,0 +1,103 @@
+"""An evaluation: each row counts exactly once, over all processes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+
+from samestep.base.errors import as_user_error, catch
+from samestep.processes import sharding
+from samestep.processes.ranks import Ranks
+from samestep.step import context_parallel, inputs
+from samestep.step.inputs import Batch
+from samestep.step.loader import iterate, make_loader
+from samestep.step.model import eager, keep_modes
+from samestep.step.outputs import EvaluationOutputs
+from samestep.step.plan import StepPlan
+from samestep.step.samples import EvaluationSampler, SampleDataset
+from samestep.step.seeds import seed_micro_batch
+from samestep.step.sums import EvaluationSums
+
+
+class Evaluation:
+    """The batches of an evaluation, and the sums and outputs of its rows.
+
+    for batch in evaluation:
+        evaluation.add(eval_sums(model, batch))
+    sums = evaluation.sums()
+
+    rows: a dataset. plan: see EvaluationSampler. workers: see StepLoader.
+    """
+
+    def __init__(
+        self, rows: Any, task: Any, plan: StepPlan, ranks: Ranks, accelerator: Accelerator,
+        workers: int | None,
+    ):  # fmt: skip
+        self.rows, self.ranks, self.accelerator = SampleDataset(rows, task), ranks, accelerator
+        self.sampler = EvaluationSampler(plan, self.rows)
+        device = accelerator.device
+        self.loader = make_loader(self.rows, self.sampler, task, workers, device)
+
+    def start(
+        self, model: torch.nn.Module, requested: Callable[[], int], paused: Callable[[], Any],
+        end_stopped: Callable[[], None],
+    ) -> "Evaluation":  # fmt: skip
+        """Start to count anew, with a prepared model.
+
+        requested(): 1 if this process was asked to stop. end_stopped(): ends it, on all processes.
+        paused(): a context in which batches are computed.
+        """
+        self.model, self.requested, self.paused = model, requested, paused
+        self.end_stopped = end_stopped
+        self.totals = EvaluationSums(self.sampler, self.accelerator.device)
+        self.outputs = EvaluationOutputs(self.ranks)
+        self.ids = np.empty(0)  # (B,) the rows of the batch, by number
+        self.problem: Exception | None = None  # of a batch, which all processes must raise
+        return self
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of this process on its device, as many as on every other.
+
+        The model computes in eval mode, without its compiled code.
+        """
+        iterator, stop = iterate(self.loader), 0
+        with self.paused(), keep_modes(self.model), eager(self.model):
+            self.model.eval()
+            sharding.share_buffers(self.model, self.ranks.layout.fsdp)
+            for _ in range(len(self.loader)):
+                fetched, problem = catch(next, iterator)
+                problem = problem or self.problem
+                (stop,) = self.ranks.sum_over_ranks(self.requested(), problem=problem)
+                if stop:
+                    break
+                batch, (_, ids_hash), self.ids = fetched
+                batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+                # A model that draws noise: by the rows of the batch, whoever evaluates them.
+                seed_micro_batch(0, 1, ids_hash)
+                with context_parallel.split_rows(self.accelerator, batch):
+                    yield batch
+        if stop:
+            self.end_stopped()
+
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add the sums of a batch over its rows."""
+        with as_user_error():
+            inputs.check_sums(sums)
+        self.totals.add(sums)
+
+    def keep(self, outputs: dict[str, torch.Tensor]) -> None:
+        """Keep the outputs of a batch, each (B, ...)."""
+        self.outputs.add(outputs, self.ids)
+        self.problem = self.outputs.problem
+
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Return the sums over all rows of each source, float64; all processes must call it."""
+        return self.totals.total(self.ranks)
+
+    def gathered(self) -> Batch | None:
+        """Return the outputs of all rows in their order, (rows, ...), on the main process;
+        elsewhere None. All processes must call it."""
+        return self.outputs.gather(len(self.rows))

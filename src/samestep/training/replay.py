@@ -1,0 +1,159 @@
+"""What `samestep replay` asks the loop of a run: a step computed again, and its rows alone.
+
+The run's own program trains again from a checkpoint, in a scratch folder. Before the batches of the
+step that is asked about, its loop gets others: rows alone, and the step without some rows.
+"""
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.base.errors import UserError
+from samestep.processes import sharding
+from samestep.processes.failures import Ended
+from samestep.step import trial
+from samestep.step.gradient import StepGradients
+from samestep.step.loader import MicroBatch
+from samestep.step.model import eager, keep_modes
+from samestep.step.monitor import StepMonitor
+from samestep.step.samples import collate
+from samestep.step.step import Step
+from samestep.training.trial import try_batch
+
+VARIABLE = "SAMESTEP_REPLAY"  # names the scratch folder
+
+
+class Replay:
+    """The question in `folder`/question.json; its answer is written beside it.
+
+    step: that is asked about. last: with which the run ends. lines: the steps whose lines of
+    metrics.jsonl are written. without: rows to leave out. gradients: whether those of each row are
+    computed. checkpoint: from which it begins, or "never". data: the fingerprint of the rows.
+    prepared: the name of the prepared data of then.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        question = json.loads((folder / "question.json").read_text())
+        self.step, self.last, self.lines = question["step"], question["last"], question["lines"]
+        self.without, self.gradients = {*question["without"]}, question["gradients"]
+        self.checkpoint, self.prepared = question["checkpoint"], question["prepared"]
+        self.data = question["data"]
+        self.answer: dict[str, Any] = {"rows": []}
+
+    def check_rows(self, manifest: dict) -> None:
+        """Raise UserError unless the rows are those of then."""
+        if self.data not in ("", manifest["data"]["fingerprint"]):
+            raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
+
+    def ask(self, run: Any, step: Step) -> Iterator[Any]:
+        """Give other batches to the loop before those of the step. `run` is the Training."""
+        rows, plan = run.rows, run.plan
+        end = run.samples(step.number)
+        self.positions = [*rows.sort(range(end - plan.samples, end))]
+        self.samples = rows.__getitems__(self.positions)
+        ids = {number for number, _ in self.samples}
+        if missing := sorted(self.without - ids):
+            raise UserError(f"--without {missing[0]} is not a row of the step; see samestep rows")
+        if self.without == ids:
+            raise UserError("--without leaves no row of the step")
+        if run.rows_depend and self.without:
+            raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
+        with trial.nothing_changes(run.model):
+            self.answer["again"] = yield from self.compute(run, step, lambda _: True)
+            if run.rows_depend:
+                return
+            yield from self.compute_rows(run, step)
+            if self.without:
+                left = lambda row: row not in self.without  # noqa: E731
+                self.answer["without"] = yield from self.compute(run, step, left)
+            for entry in self.answer["rows"] if self.gradients else ():
+                alone = yield from self.compute(run, step, entry["row"].__eq__)
+                entry["norm"] = alone["norm"]
+
+    def compute(
+        self, run: Any, step: Step, kept: Callable[[int], bool]
+    ) -> Generator[Any, None, dict[str, Any]]:
+        """Compute the step with these samples alone; return what `describe` does. Each process
+        computes as many micro-batches as in training: one without a sample counts nothing."""
+        plan, micro_batches = run.plan, []
+        filler = [sample for sample in self.samples if kept(sample[0])][:1]
+        for number in plan.run():
+            assigned = plan.positions(self.samples, number)
+            samples = [sample for sample in assigned if kept(sample[0])]
+            run.rows.seed_collate(plan.positions(self.positions, number))
+            batch, (items, ids_hash), ids = collate(run.task, samples or filler)
+            items = items if samples else 0
+            micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
+        items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.counts_items
+        (items,) = run.ranks.sum_over_ranks(items)
+        whole = step.micro_batches, step.items
+        step.micro_batches, step.items = micro_batches, items
+        yield from step.compute_all()
+        run.gradients.reduce()
+        result = describe(run, step)
+        for parameter in run.gradients.parameters:
+            parameter.grad = None
+        step.micro_batches, step.items = whole
+        step.losses, step.total = [], None
+        return result
+
+    def compute_rows(self, run: Any, step: Step) -> Iterator[Any]:
+        """Compute the loss of each row alone, without dropout."""
+        with keep_modes(run.model), eager(run.model):
+            run.model.eval()
+            sharding.share_buffers(run.model, run.ranks.layout.fsdp)
+            gradients, run.gradients = run.gradients, None  # losses alone
+            with run.run.trial_mode():
+                for sample in self.samples:
+                    computed = yield from try_batch(run, step, [sample], sample[0], first=0)
+                    items, loss = computed.num_items, float(computed.sums[""])
+                    entry = {"row": sample[0], "items": items, "loss": loss / max(items, 1)}
+                    self.answer["rows"].append(entry)
+            run.gradients, step.losses = gradients, []
+        if run.ranks.layout.fsdp:
+            sharding.reshard(run.model)
+
+    def finish(self, run: Any) -> None:
+        """Write the answer, and end the process."""
+        changed = [remark for remark in run.point.remarks if remark.startswith("changed")]
+        self.answer["about"] = [run.run.hardware, *changed]
+        if run.accelerator.is_main_process:
+            (self.folder / "answer.json").write_text(json.dumps(self.answer))
+        raise Ended(0)
+
+
+def read_question() -> Replay | None:
+    """Read the question of `samestep replay`, if it has started this process."""
+    folder = os.environ.get(VARIABLE)
+    return Replay(Path(folder)) if folder else None
+
+
+def describe(run: Any, step: Step) -> dict[str, Any]:
+    """Return loss, items and norms of a gradient that is complete, before it is clipped."""
+    layers = _norms_by_layer(run.gradients)
+    monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
+    monitor.add(step)
+    monitor.read_losses()
+    assert step.total is not None
+    loss, norm = step.total / max(step.items, 1), math.hypot(*layers.values())
+    return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}
+
+
+def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
+    """Return the norm of the gradient of each layer."""
+    squares: dict[str, float] = defaultdict(float)
+    scaler = gradients.accelerator.scaler
+    for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+        if parameter.grad is not None:
+            layer = re.match(r".*?\.\d+(?=\.|$)", name)
+            name = layer[0] if layer else re.sub(r"\.(weight|bias)$", "", name)
+            grad = sharding.full_tensor(parameter.grad).detach().double()
+            squares[name] += float(grad.square().sum())
+    scale = scaler.get_scale() if scaler else 1.0  # of fp16's losses
+    return {name: math.sqrt(value) / scale for name, value in squares.items()}

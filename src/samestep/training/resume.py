@@ -1,0 +1,73 @@
+"""Where a run starts: its newest valid checkpoint, and what has changed since."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from samestep.base import run_folder
+from samestep.base.console import print_on_main
+from samestep.state import checkpoints, provenance
+
+
+@dataclass
+class ResumePoint:
+    """Where a run starts. The main process finds it, and tells the others."""
+
+    checkpoint: Path | None = None  # to resume from
+    in_folder: bool = False  # whether it lies in that of this run; a run may begin from another's
+    saved: dict = field(default_factory=dict)  # its manifest
+    best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    # Accepted changes of settings, and of code: what was before, and is now.
+    changed: dict[str, list] = field(default_factory=dict)
+
+    def find(
+        self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True
+    ) -> None:
+        """Find the checkpoint to start from: see checkpoints.find_checkpoint.
+
+        evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
+
+        Raises ValueError where checkpoints exist but none can be used.
+        """
+        folder = output / "checkpoints"
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"the folder of the run, {output}, is a file; give another")
+        result = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
+        self.checkpoint, self.saved, passed_over = result
+        self.remarks += [f"passed over: {reason}" for reason in passed_over]
+        if self.checkpoint:
+            self.in_folder = self.checkpoint.resolve().parent == folder.resolve()
+
+    def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
+        """Note what has changed since the checkpoint; raise UserError for what must not change.
+
+        manifest: that of this start. accept: whether changes of settings are accepted.
+        effects, defaults: of each setting, see checkpoints.check_settings.
+        """
+        if self.checkpoint:
+            given = self.checkpoint, self.saved, manifest, accept, effects, defaults
+            self.changed, lines = provenance.compare(*given)
+            self.remarks += lines
+
+    def say(self, hardware: dict) -> None:
+        """Print the remarks, and what differs in the hardware of now."""
+        for remark in self.remarks:
+            print_on_main(remark)
+        if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
+            print_on_main(line)
+
+    def write_running(self, output: Path) -> None:
+        """Write into the status that this process runs; the main process calls it."""
+        saved = self.saved.get("step", 0) if self.in_folder else 0
+        run_folder.write_status(output, "running", saved=saved)
+
+
+def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:
+    """Say what runs on what. `step`: its samples as a product. `kept`: of the weights."""
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    return (
+        f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, {kept}"
+        f"distributed: {accelerator.distributed_type.value}; a step of {step}"
+    )
