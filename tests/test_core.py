@@ -141,6 +141,14 @@ def test_a_mistake_is_said_and_nothing_of_it_is_saved(tmp_path, mistake):
         assert (about["state"], about["exit_code"]) == ("failed", ended[0][0])
 
 
+def test_a_mean_is_refused_in_half_precision_and_where_a_run_resumes(plain, tmp_path):
+    ((code, _, errors),) = script(1, "mean", tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
+    assert code == 2 and "the loss is " in errors
+    shutil.copytree(plain(1)[0], tmp_path / "run")
+    ((code, _, errors),) = script(1, "mean", tmp_path / "run", 6)
+    assert code == 2 and "the loss is " in errors
+
+
 # Facts of an Accelerator, whether exact is asked for, and words of the line.
 SETUPS = [
     ({"tp_size": 2}, False, "not with tensor or context parallelism"),

@@ -12,7 +12,7 @@ from samestep.ask import again
 from samestep.ask.record import Record
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.prepared import preview
+from samestep.prepared import preview, run_data
 from samestep.run import startup
 from samestep.settings import config
 from samestep.step.order import SampleOrder, hash64, permute
@@ -134,10 +134,10 @@ class RunData:
         with tempfile.TemporaryDirectory() as folder:
             recipe = again.write_recipe(self.record.settings(step), Path(folder))
             cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
-        data, task, views, samples = startup.read_data(
+        data, task, views, samples = run_data.read_data(
             cfg, self.task, self.record.folder, entry["prepared"]
         )
-        digest = startup.digest_view(views[0]) or samples.fingerprints[0]
+        digest = run_data.digest_view(views[0]) or samples.fingerprints[0]
         if entry["data"] not in ("", digest):
             raise UserError(
                 f"the data of the steps from {entry['step'] + 1} on have changed, and those of "

@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 
 from samestep.contract import contract
 from samestep.launch.device import allow_tf32, compile_blocks
+from samestep.prepared.run_data import read_data
 from samestep.run import startup
 from samestep.settings import config
 from samestep.step import seeds
@@ -67,6 +68,6 @@ def read_project(flags: list[str], about: str | None = None) -> Project:
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")
-    data, bound, views, _ = startup.read_data(cfg, task)
+    data, bound, views, _ = read_data(cfg, task)
     rows = SampleDataset(views[0], bound, cfg.seed)
     return Project(cfg, recipe, bound, data, views, rows)

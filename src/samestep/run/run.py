@@ -15,11 +15,12 @@ from samestep.base.console import print_on_main
 from samestep.base.errors import as_user_error, attempt
 from samestep.contract import contract, dtypes
 from samestep.launch import device
+from samestep.prepared.run_data import IDENTITY
 from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
 from samestep.report import tracking
 from samestep.run import probes
-from samestep.run.startup import IDENTITY, RunStart, agree_on_start
+from samestep.run.startup import RunStart, agree_on_start
 from samestep.state import checkpoints, deepspeed, provenance, weights
 from samestep.state.optimizers import optimizer_settings, settings_as_text
 from samestep.step import context_parallel, exact, seeds, shares
@@ -45,6 +46,7 @@ class Run:
     """
 
     verb = "continuing from"
+    warns_of_rounding = True
     sets_lr = True  # the loop sets the learning rate of each step
     shows_lines = True
     evaluates_last = True  # in the body of the loop

@@ -29,7 +29,6 @@ from samestep.launch import launched, shutdown
 from samestep.launch.combinations import check_combinations
 from samestep.launch.device import check_devices, use_cpu
 from samestep.prepared import preview
-from samestep.prepared.run_data import IDENTITY as IDENTITY
 from samestep.prepared.run_data import digest_view, read_data, run_of
 from samestep.processes import alike
 from samestep.processes.mesh import Layout

@@ -51,6 +51,7 @@ class Script:
     about = ""
     trial_mode = contextlib.nullcontext  # where the loop is tried: its body may need gradients
     tries_backward = True
+    warns_of_rounding = False  # whether rounding may make the trial of the loss a warning
     rounds = False  # whether products are rounded below float32
     loss_name, prefix = "the loss", ""
     loss_remedy = (
