@@ -148,7 +148,8 @@ class Record:
         path = checkpoints.checkpoint_folder(self.folder / "checkpoints", step)
         manifest = checkpoints.verify(path)
         tensors = state_hash.hash_tensors(path, [*manifest["files"]])
-        if state_hash.state_of(tensors) != manifest["state"]:
+        version = manifest.get("state_version", 1)
+        if state_hash.state_of(tensors, manifest, version) != manifest["state"]:
             raise UserError(f"{path} does not hold the state that its manifest names")
         weights: dict[str, list] = {}
         for name, about in sorted(tensors.items()):

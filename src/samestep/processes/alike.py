@@ -8,7 +8,7 @@ import torch
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import UserError, some
 from samestep.processes.ranks import Ranks
-from samestep.processes.sharding import full_tensor
+from samestep.processes.sharding import full_tensor, local
 
 LOADED = "module "  # begins the name of a fact that some processes may lack
 _ALIKE = 1e-3  # largest relative difference of the sums of weights on devices of several kinds
@@ -63,37 +63,93 @@ def say_kinds(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
-    """Raises UserError unless all processes have the same trained weights, where each has all of
-    them: a checkpoint takes a part from each. `when`: for its line.
+    """Raises UserError unless all processes have the same weights, frozen ones, too, where each has
+    all of them: a checkpoint takes a part from each. `when`: for its line.
 
-    On devices of one kind they are the same bit for bit; kinds are compared by their sums.
+    The copies of a sharded model are compared part by part. On devices of one kind weights are the
+    same bit for bit; kinds are compared by their sums.
     """
-    if ranks.layout.processes == 1 or ranks.layout.sharded:
+    layout = ranks.layout
+    # Neighbours hold the parts of one copy of the model.
+    parts = layout.processes // layout.dp_replicate if layout.sharded else 1
+    if parts == layout.processes or layout.deepspeed or layout.stages > 1:
         return
-    trained = [p for p in model.parameters() if p.requires_grad]
-    bits = torch.cat([bit_sums(p) for p in trained]).cpu().numpy().tobytes()
-    sizes = torch.stack([p.detach().abs().sum(dtype=torch.float64) for p in trained])
-    kind = kind_of_device(trained[0].device)
-    found = ranks.gather((kind, hashlib.sha256(bits).hexdigest(), float(sizes.sum())))
-    first: dict[str, tuple] = {}  # of each kind
+    weights = [local(p.detach()) for p in model.parameters()]
+    trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    sizes = torch.stack([p.abs().sum(dtype=torch.float64) for p in trained or weights])
+    kind = kind_of_device(weights[0].device)
+    found = ranks.gather((kind, hash_bits(weights), float(sizes.sum())))
+    first: dict[tuple, tuple] = {}  # of each part and kind
     for rank, each in enumerate(found):
-        _, digest, size = first.setdefault(each[0], each)
-        far = abs(size - found[0][2]) > _ALIKE * found[0][2]
+        part = rank % parts
+        _, digest, size = first.setdefault((part, each[0]), each)
+        far = abs(size - found[part][2]) > _ALIKE * found[part][2]
         if digest != each[1] or far:
             raise UserError(
-                f"{when} process {rank} has other weights than process 0, and nothing "
+                f"{when} process {rank} has other weights than process {part}, and nothing "
                 "was saved: call the model that accelerator.prepare has returned, not the one "
                 "inside, and let no process change weights alone"
             )
 
 
+def check_equal(ranks: Ranks, digests: dict[str, str], when: str) -> None:
+    """Raises UserError unless these are the same on all processes; the line has the first name."""
+    if ranks.layout.processes == 1:
+        return
+    everything = hashlib.sha256(repr(digests).encode()).hexdigest()
+    if len({*ranks.gather(everything)}) == 1:
+        return
+    first, *others = ranks.gather(digests)
+    for rank, other in enumerate(others, 1):
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                raise UserError(
+                    f"{when} {name} differs between process 0 and process {rank}, and a checkpoint "
+                    "has one for all: compute it from what is the same on all processes, such as "
+                    "weights after optimizer.step() or numbers that accelerator.gather returns"
+                )
+
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of all values as integers, (numel,)."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.detach().contiguous().flatten().view(_BITS[values.element_size()])
 
 
 def bit_sums(values: torch.Tensor) -> torch.Tensor:
     """Integer sums of the bits of 64 slices, which are the same on any device, in any order.
     Processes that share a tensor must call it together."""
-    values = full_tensor(values.detach())
-    numbers = torch.view_as_real(values) if values.is_complex() else values
-    bits = numbers.flatten().view(_BITS[numbers.element_size()])
+    bits = _as_integers(full_tensor(values.detach()))
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
+
+
+def bit_digest(values: torch.Tensor) -> torch.Tensor:
+    """Two integers, (2,) int64: the sum of the bits of this process's values, and the sum of the
+    bits times their places. They are the same on any device, and see the order of values."""
+    bits = _as_integers(local(values.detach()))
+    on_cpu = bits.device.type == "cpu"
+    size = 1 << 16 if on_cpu else 1 << 24  # of a piece: as a cache holds, or as a device computes
+    places = torch.arange(min(size, bits.numel()), device=bits.device)
+    total = weighted = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), size):
+        piece = bits[start : start + size].long()
+        own = places[: piece.numel()]
+        first = piece.sum()
+        total = total + first
+        # int64 wraps around; CUDA has no dot of integers.
+        by_place = torch.dot(piece, own) if on_cpu else (piece * own).sum()
+        weighted = weighted + by_place + first * start
+    return torch.stack([total, weighted])
+
+
+def hash_bits(tensors: list[torch.Tensor]) -> str:
+    """Hash this process's values of tensors, with their types and shapes, in hex."""
+    digest = hashlib.sha256(repr([(str(t.dtype), (*t.shape,)) for t in tensors]).encode())
+    if tensors:
+        digests = torch.stack([bit_digest(tensor).cpu() for tensor in tensors])
+        digest.update(digests.numpy().tobytes())
+    return digest.hexdigest()

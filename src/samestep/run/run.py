@@ -242,7 +242,9 @@ class Run:
         with self.ranks.fail_together():
             model.train()
             seeds.seed_everything(self.cfg.seed)
-            seconds = shares.measure_micro_batch(model, lambda: model(self.task.loss_sum, batch))
+            put_back = training.saver.state.keep()
+            loss_of = lambda: model(self.task.loss_sum, batch)  # noqa: E731
+            seconds = shares.measure_micro_batch(model, loss_of, put_back)
         speeds = [1 / duration for duration in self.ranks.gather(seconds)]
         assigned = assign_micro_batches(plan.count, speeds, least=1)
         training.plan = self.plan = dataclasses.replace(plan, shares=assigned)

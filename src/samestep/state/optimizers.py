@@ -4,12 +4,17 @@ A checkpoint takes what torch's contract names: `state`, by weight, and `param_g
 a project find an optimizer that keeps more, or learning rates, elsewhere.
 """
 
+import gc
 import inspect
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.processes.sharding import full_groups
 
 NOT_SETTINGS = ("params", "param_names")  # of a parameter group; what else it has are settings
@@ -42,8 +47,54 @@ def check_weights(optimizer: torch.optim.Optimizer, names: dict) -> None:
             "build_optimizer gives a weight that is not in the model, so no checkpoint would hold "
             "it; make it a part of the model, in task.build_model"
         )
-    for key in [key for key in optimizer.state if key not in names]:
+    for key in [key for key in optimizer.state if torch.is_tensor(key) and key not in names]:
         del optimizer.state[key]
+
+
+def check_all_in_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise UserError for weights that are to be trained, and that the optimizer does not have."""
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in parameters.items() if p.requires_grad and p not in known]
+    if names:
+        raise UserError(
+            f"no optimizer has {some(names, 3)}, so it would never change: give the optimizer all "
+            "weights that train, after the last change of the model, or call requires_grad_(False)"
+        )
+
+
+def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Raise UserError for a scheduler of torch that no checkpoint would hold."""
+    known = [*accelerator._schedulers, *accelerator._custom_objects]
+    known += [getattr(scheduler, "scheduler", scheduler) for scheduler in known]
+    for scheduler in holders(optimizer):
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and scheduler not in known:
+            inside = [getattr(each, "_schedulers", ()) for each in known]  # of a SequentialLR
+            if any(scheduler in each for each in inside):
+                continue
+            raise UserError(
+                f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
+                "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "
+                "the first step"
+            )
+
+
+def holders(optimizer: AcceleratedOptimizer) -> list[Any]:
+    """Return the objects that have an optimizer as an attribute, but for the library's own."""
+    found = []
+    for each in gc.get_referrers(optimizer, optimizer.optimizer):
+        if isinstance(each, dict):  # perhaps the attributes of an object
+            found += [one for one in gc.get_referrers(each) if getattr(one, "__dict__", 0) is each]
+        elif hasattr(each, "__dict__"):
+            found.append(each)
+    foreign = ("accelerate.", "samestep.")
+    kinds = (type(optimizer), types.ModuleType, types.FunctionType)
+    return [
+        one
+        for one in found
+        if not isinstance(one, kinds) and not f"{type(one).__module__}.".startswith(foreign)
+    ]
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:

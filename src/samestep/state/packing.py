@@ -1,36 +1,74 @@
-"""Packs what `state_dict()` gives as JSON and tensors, without pickle.
+"""Packs what `state_dict()` gives, and values of attributes, as JSON and tensors, without pickle.
 
 A checkpoint keeps the tensors in its files and the JSON in its manifest.
 """
 
-from collections import Counter
+import random
+from collections import Counter, deque
 from typing import Any
 
+import numpy as np
 import torch
 
 Tensors = dict[str, torch.Tensor]
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def set_generator(generator: Any, state: Any) -> Any:
+    """Set the state of a generator, which is returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+    return generator
 
 
 def pack(state: Any, name: str) -> tuple[Any, Tensors]:
     """Return a state as JSON, and its tensors by names that begin with `name`.
 
-    None, numbers, texts, tensors, and lists, tuples, dicts and Counters of them come back as they
-    were; a number of NumPy comes back as one of Python. Raises ValueError for anything else.
+    None, numbers, texts, bytes, tensors, arrays, and lists, tuples, sets, deques, dicts and
+    Counters of them come back as they were; a number of NumPy comes back as one of Python; of a
+    generator its state does. Raises ValueError for anything else.
     """
     tensors: Tensors = {}
 
     def convert(value: Any, name: str) -> Any:
+        if isinstance(value, GENERATORS):
+            value = generator_state(value)
+        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biuf":
+            return {"array": convert(torch.from_numpy(value.copy()), name)["tensor"]}
         if torch.is_tensor(value):
             while name in tensors:  # of the keys 1 and "1"
                 name += "'"
-            tensors[name] = value
+            tensors[name] = value.detach()
             return {"tensor": name}
         if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, list | tuple):
-            kind = "tuple" if isinstance(value, tuple) else "list"
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        if isinstance(value, set | frozenset):
+            return {"set": sorted((convert(entry, name) for entry in value), key=repr)}
+        if isinstance(value, list | tuple | deque):
+            kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind)).__name__
             return {kind: [convert(entry, f"{name}.{i}") for i, entry in enumerate(value)]}
         if isinstance(value, dict):
             pairs = []
@@ -50,11 +88,18 @@ def unpack(packed: Any, tensors: Tensors) -> Any:
     ((kind, value),) = packed.items()
     if kind == "tensor":
         return tensors[value]
+    if kind == "array":
+        return tensors[value].numpy()
+    if kind == "complex":
+        return complex(*value)
+    if kind == "bytes":
+        return bytes.fromhex(value)
     if kind in ("dict", "counter"):
         state = {unpack(key, tensors): unpack(entry, tensors) for key, entry in value}
         return Counter(state) if kind == "counter" else state
     entries = [unpack(entry, tensors) for entry in value]
-    return tuple(entries) if kind == "tuple" else entries
+    make = {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind]
+    return make(entries)
 
 
 def tensor_names(packed: Any) -> list[str]:
@@ -64,4 +109,4 @@ def tensor_names(packed: Any) -> list[str]:
     if not isinstance(packed, dict):
         return []
     ((kind, value),) = packed.items()
-    return [value] if kind == "tensor" else tensor_names(value)
+    return [value] if kind in ("tensor", "array") else tensor_names(value)

@@ -97,8 +97,11 @@ class Saver:
         if self.ranks.layout.deepspeed:  # which writes what it holds
             return None, manifest
         with self.ranks.fail_together():
-            tensors, manifest["others"] = self.state.collect()
-        return tensor_files.take_share(tensors, self.ranks), manifest
+            self.state.look()
+            tensors, entries = self.state.collect()
+            digests = self.state.digests()
+        alike.check_equal(self.ranks, digests, f"after step {step}")
+        return tensor_files.take_share(tensors, self.ranks), manifest | entries
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """Write the shares of all processes; then the main process makes the checkpoint valid."""
@@ -121,8 +124,10 @@ class Saver:
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
             files = {name: about for part in ranks.gather(hashed) for name, about in part.items()}
             # DeepSpeed's files have no hash of the state.
-            self.hashed = state_hash.describe_state(partial, [*files] if share else [], ranks)
-            manifest |= {"state": self.hashed["state"], "previous": self.previous}
+            listed = [*files] if share else []
+            self.hashed = state_hash.describe_state(partial, listed, ranks, manifest)
+            manifest |= {"state": self.hashed["state"], "state_version": state_hash.VERSION}
+            manifest["previous"] = self.previous
             with ranks.fail_together():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)

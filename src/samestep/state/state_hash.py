@@ -1,11 +1,14 @@
 """The hash of a training state: SHA-256 that depends on no layout, from the files of a checkpoint.
 
-It is that of the weights, the buffers, and what the optimizer keeps for each weight: by name, the
-dtype, the shape and the SHA-256 of the whole tensor. One process, DDP and FSDP2 get the same hash
-for the same state, however many files hold it. This module needs neither torch nor accelerate.
+It is that of all that a resumed run continues from: of each tensor the name, the kind, the dtype,
+the shape and the SHA-256 of the whole; and of the rest, such as learning rates, the JSON. One
+process, DDP and FSDP2 get the same hash for the same state, however many files hold it. Numbers
+that may differ between processes (counters of calls, times) are saved, and not hashed. This module
+needs neither torch nor accelerate.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -17,7 +20,8 @@ import numpy as np
 from samestep.state.checkpoints import hashing_threads, read_bytes
 
 PLACES = "DCP_SHARDING_INFO"  # the entry of a safetensors file with the places of its tensors
-KINDS = ("model.", "state.", "number.")  # see weights.py
+VERSION = 2  # of the hash, as `state_version` in a manifest
+_KINDS_OF_VERSION_1 = ("model.", "state.", "number.")  # see weights.py
 
 
 class Part(NamedTuple):
@@ -37,7 +41,7 @@ class Tensor(NamedTuple):
 
 
 def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
-    """List the tensors that count, by name, from the headers of safetensors files in a folder."""
+    """List tensors, by name, from the headers of safetensors files in a folder."""
     tensors: dict[str, Tensor] = {}
     for path in (folder / name for name in sorted(files)):
         with open(path, "rb") as file:
@@ -45,8 +49,6 @@ def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
             header = json.loads(file.read(length))
         places = json.loads(header.pop("__metadata__")[PLACES])
         for name, about in header.items():
-            if not name.startswith(KINDS):
-                continue
             begin, end = about["data_offsets"]
             place = places[name]
             tensor = tensors.setdefault(name, Tensor(about["dtype"], place["shape"], []))
@@ -57,8 +59,16 @@ def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
 
 
 def _hash_tensor(tensor: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a whole tensor, in C order."""
+    """Return the SHA-256 of the bytes of a whole tensor, in C order.
+
+    Raises ValueError unless its parts tile it: a resumed run would have other values in a gap.
+    """
     digest = hashlib.sha256()
+    places = [[*zip(part.offsets, part.shape, strict=True)] for part in tensor.parts]
+    if sum(math.prod(part.shape) for part in tensor.parts) != math.prod(tensor.shape) or any(
+        _overlap(one, other) for one, other in itertools.combinations(places, 2)
+    ):
+        raise ValueError(f"the parts of {tensor.parts[0].path.parent} do not make whole tensors")
     if all(part.shape[1:] == tensor.shape[1:] for part in tensor.parts):  # cut by rows
         for part in sorted(tensor.parts, key=lambda part: part.offsets):
             for piece in read_bytes(part.path, part.start, part.size):
@@ -76,6 +86,12 @@ def _hash_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
+    """Return whether two parts share a value: (offset, size) of each dimension."""
+    pairs = zip(one, other, strict=True)
+    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in pairs)
+
+
 def hash_tensors(
     folder: Path, files: list[str], share: int = 0, shares: int = 1
 ) -> dict[str, list]:
@@ -91,12 +107,45 @@ def hash_tensors(
         }
 
 
-def state_of(tensors: dict[str, list]) -> str:
-    """Hash a state, of what `hash_tensors` of all processes have returned together."""
-    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+def rest_of(manifest: dict) -> dict[str, Any]:
+    """Return what a state is beside its tensors, from the manifest of a checkpoint."""
+    hashed = {f"attribute.{path}" for path in manifest.get("hashed_attributes", ())}
+    others = {}
+    for name, packed in manifest.get("others", {}).items():
+        if name.startswith("registered."):  # it may count the calls of its process
+            others[name] = _without_numbers(packed)
+        elif not name.startswith("attribute.") or name in hashed:
+            others[name] = packed
+    names = ("step", "samples", "lanes", "trains", "added_groups")
+    return {"others": others, **{name: manifest.get(name) for name in names}}
 
 
-def describe_state(folder: Path, files: list[str], ranks: Any) -> dict[str, Any]:
+def _without_numbers(packed: Any) -> Any:
+    """Return a packed state with None in place of its numbers, unless a torch scheduler has them:
+    these have `last_epoch`."""
+    if isinstance(packed, dict):
+        ((kind, value),) = packed.items()
+        if kind == "dict" and any(key == "last_epoch" for key, _ in value):
+            return packed
+        return {kind: _without_numbers(value)}
+    if isinstance(packed, list):
+        return [_without_numbers(entry) for entry in packed]
+    is_number = isinstance(packed, int | float) and not isinstance(packed, bool)
+    return None if is_number else packed
+
+
+def state_of(tensors: dict[str, list], manifest: dict, version: int = VERSION) -> str:
+    """Hash a state, of what `hash_tensors` of all processes have returned together, and of the
+    manifest. Version 1 counted weights and moments alone."""
+    if version == 1:
+        counted = {n: about for n, about in tensors.items() if n.startswith(_KINDS_OF_VERSION_1)}
+        return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
+    entries = [[name, name.partition(".")[0], *about] for name, about in sorted(tensors.items())]
+    text = json.dumps([entries, rest_of(manifest)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_state(folder: Path, files: list[str], ranks: Any, manifest: dict) -> dict[str, Any]:
     """Return the hash of the state in these files, "" without any, and the seconds it took.
 
     All processes must call it, when the files are on the disk. Each hashes a share of the tensors.
@@ -107,7 +156,8 @@ def describe_state(folder: Path, files: list[str], ranks: Any) -> dict[str, Any]
     with ranks.fail_together():
         share = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
     tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
-    return {"state": state_of(tensors), "hash_seconds": time.perf_counter() - began}
+    state = state_of(tensors, manifest)
+    return {"state": state, "hash_seconds": time.perf_counter() - began}
 
 
 def chain_hash(manifest: dict) -> str:

@@ -9,12 +9,13 @@ and their places, nothing that is executed. torch's HuggingFaceStorageReader rea
 not written by its HuggingFaceStorageWriter: that keeps two more copies of a file in memory.
 """
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from samestep.processes.ranks import Ranks
 from samestep.state.state_hash import PLACES
@@ -49,6 +50,25 @@ def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
         dtype = str(part.dtype).removeprefix("torch.")
         share.places[name] = {"saved_offsets": [*chunk.offsets], "shape": [*whole], "dtype": dtype}
     return share
+
+
+@functools.cache
+def _holds(dtype: torch.dtype) -> bool:
+    """Return whether a file can hold tensors of this type."""
+    try:
+        save({"": torch.zeros(1, dtype=dtype)})
+    except Exception:  # safetensors raises KeyError, torch others
+        return False
+    return True
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a tensor that no file could hold."""
+    if not _holds(dtype):
+        raise ValueError(
+            f"{name} is of {dtype}, and a checkpoint holds none of that type: keep its parts, such "
+            "as torch.view_as_real(...)"
+        )
 
 
 def write_share(share: Share, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from samestep.base.console import print_on_main
-from samestep.base.errors import UserError
-from samestep.processes.alike import bit_sums
+from samestep.base.errors import UserError, some
+from samestep.processes.alike import bit_sums, hash_bits
 from samestep.processes.mesh import Layout
 from samestep.processes.sharding import full_groups, is_dtensor
 from samestep.state import deepspeed, packing
+from samestep.state.inventory import Inventory
 from samestep.state.optimizers import (
     NOT_SETTINGS,
+    check_all_in_optimizer,
+    check_schedulers,
     check_weights,
     optimizer_settings,
     restore,
     settings_as_text,
 )
-from samestep.state.tensor_files import TensorReader
+from samestep.state.tensor_files import TensorReader, check_dtype
 from samestep.step.model import bare_model, bare_name
 
 # A checkpoint holds these tensors. NAME is that of a weight in the task's model.
-#   model.NAME               a weight that is trained, or a buffer
+#   model.NAME               a weight that training has changed, or a buffer
 #   state.NAME.KEY           a tensor that the optimizer keeps for a weight, such as exp_avg
 #   number.NAME.KEY          a number that it keeps for a weight
 # What else training continues from is in the manifest, as `others`, and its tensors beside these:
@@ -35,25 +38,27 @@ from samestep.step.model import bare_model, bare_name
 #   scheduler.INDEX.NAME     of a prepared scheduler of the learning rate
 #   scaler.NAME              of fp16's loss scaler
 #   group.INDEX.KEY          a setting of a parameter group, since some optimizers keep state there
+#   optimizer.KEY            what the optimizer's `state` has beside that of weights
+#   attribute.PATH           of an object, that a step has changed: see inventory.py
 # Random numbers are functions of the step.
 
 
-def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return trained weights and buffers, tied weights once, by their first name.
-
-    Frozen weights come with the pretrained model: a manifest holds their digest alone.
-    """
+def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return weights and buffers, tied weights once, by their first name."""
     state, seen = {}, set()
     for name, values in model.state_dict(keep_vars=True).items():
         if not torch.is_tensor(values):
             raise ValueError(
                 f"the model's state has {name}, which is no tensor, so it is not saved"
             )
-        frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
-        if not frozen and id(values) not in seen:
+        if id(values) not in seen:
             state[bare_name(name)] = values
         seen.add(id(values))
     return state
+
+
+def _is_frozen(values: torch.Tensor) -> bool:
+    return isinstance(values, torch.nn.Parameter) and not values.requires_grad
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
@@ -88,12 +93,29 @@ class TrainingState:
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
 
     def __post_init__(self):
-        self.settings = self.settings or optimizer_settings(self.bare_optimizer())
-        if not self.layout.deepspeed:
-            names = {parameter: name for name, parameter in self.parameters().items()}
-            check_weights(self.bare_optimizer(), names)
-            self.pack_others()  # raises for what no checkpoint can hold
-            self.left_out = _sums_of_buffers_left_out(self.model())
+        inner = self.bare_optimizer()
+        self.settings = self.settings or optimizer_settings(inner)
+        if self.layout.deepspeed:
+            return
+        model, parameters = self.model(), self.parameters()
+        check_weights(inner, {parameter: name for name, parameter in parameters.items()})
+        check_all_in_optimizer(inner, parameters)
+        self.groups = [self.names_of(group) for group in full_groups(inner.param_groups)]
+        self.trains = [name for name, p in parameters.items() if p.requires_grad]
+        self.form = _form_of(model)
+        # What comes with the model: saved as soon as it changes.
+        given = {name: values for name, values in _state_of(model).items() if _is_frozen(values)}
+        given |= _buffers_left_out(model)
+        self.given = {name: hash_bits([values]) for name, values in given.items()}
+        roots = {f"registered.{i}": each for i, each in enumerate(self.accelerator._custom_objects)}
+        roots = {name: each for name, each in roots.items() if not hasattr(each, "get_last_lr")}
+        roots = {"model": model, "optimizer": inner, **roots}
+        self.inventory = Inventory(roots, model, lambda: self.pack_registered()[1].values())
+
+    def names_of(self, parts: list[dict]) -> list[str]:
+        """Return the names of the weights of a parameter group, which may be in parts."""
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        return [names[p] for part in parts for p in part["params"]]
 
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -112,15 +134,21 @@ class TrainingState:
             objects["scaler"] = self.accelerator.scaler
         return objects
 
+    def pack_registered(self) -> tuple[dict, packing.Tensors]:
+        """Pack the states of `others`: JSON, and their tensors."""
+        return _pack_all({name: owner.state_dict() for name, owner in self.others().items()})
+
     def pack_others(self) -> tuple[dict, packing.Tensors]:
-        """Pack the states of `others` and the optimizer's settings: JSON, and their tensors."""
-        states = {name: owner.state_dict() for name, owner in self.others().items()}
+        """Pack what has a state beside weights and moments: JSON, and its tensors."""
+        states: dict[str, Any] = {}
         for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
             states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
-        packed, tensors = {}, {}
-        for name, state in states.items():
-            packed[name], state_tensors = packing.pack(state, name)
-            tensors |= state_tensors
+        state = self.bare_optimizer().state
+        states["optimizer"] = {key: v for key, v in state.items() if not torch.is_tensor(key)}
+        packed, tensors = _pack_all(states)
+        for more, more_tensors in (self.pack_registered(), self.inventory.pack()):
+            packed |= more
+            tensors |= more_tensors
         return packed, tensors
 
     def read_others(self, reader: TensorReader, saved: dict) -> dict[str, Any]:
@@ -134,29 +162,87 @@ class TrainingState:
         reader.read(tensors)
         return {n: packing.unpack(packed, tensors) for n, packed in saved["others"].items()}
 
+    def look(self) -> list[str]:
+        """Look at all that a step may have changed; return lines about it, each once.
+
+        Raises UserError or ValueError for what no checkpoint could hold, or no resumed run load.
+        """
+        if self.layout.deepspeed:
+            return []
+        model = self.model()
+        if _form_of(model) != self.form:
+            names = [name for name, *_ in {*_form_of(model)} ^ {*self.form}]
+            raise UserError(
+                f"the weights of the model have other names or shapes than at the start: "
+                f"{some(sorted(names), 3)}; no run could load them: change the model before "
+                "accelerator.prepare, and no more"
+            )
+        check_all_in_optimizer(self.bare_optimizer(), self.parameters())
+        check_schedulers(self.accelerator, self.optimizer)
+        self.inventory.look()
+        tensors, _ = self.collect()
+        for dtype in {values.dtype for values in tensors.values()}:
+            name = next(name for name, values in tensors.items() if values.dtype == dtype)
+            check_dtype(name, dtype)
+        return self.inventory.remarks()
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that puts frozen weights, buffers and attributes back as they are now.
+
+        Frozen weights are copied for it, if they need at most 1 GB or twice what trains.
+        """
+        if self.layout.deepspeed:
+            return lambda: None
+        model, put_back = self.model(), self.inventory.keep()
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if sum(p.nbytes for p in frozen) > max(1e9, 2 * trained_bytes):
+            frozen = []
+        kept = [(values, values.detach().clone()) for values in (*model.buffers(), *frozen)]
+
+        def put_all_back() -> None:
+            put_back()
+            for values, before in kept:
+                values.data.copy_(before)
+
+        return put_all_back
+
+    def moved_weights(self) -> list[str]:
+        """Return the names of frozen weights, and of buffers that no state_dict has, that are not
+        as they came with the model."""
+        state = _state_of(self.model()) | _buffers_left_out(self.model())
+        names = [name for name in self.given if name in state]
+        return [name for name in names if not self.is_given(name, state[name])]
+
+    def is_given(self, name: str, values: torch.Tensor) -> bool:
+        """Return whether a frozen weight, or a buffer that no state_dict has, is as at the start:
+        such come with the model."""
+        return name in self.given and self.given[name] == hash_bits([values])
+
+    def tensors_of_model(self) -> packing.Tensors:
+        """Return what training has changed, or may change, by its name in the model."""
+        model, tensors = self.model(), {}
+        for name, values in _state_of(model).items():
+            if not (_is_frozen(values) and self.is_given(name, values)):
+                tensors[name] = values
+        for name, values in _buffers_left_out(model).items():
+            if not self.is_given(name, values):
+                tensors[name] = values
+        return tensors
+
     def collect(self) -> tuple[packing.Tensors, dict]:
-        """Return all tensors of a checkpoint, by name, and `others` of its manifest. DTensors are
+        """Return all tensors of a checkpoint, by name, and entries of its manifest. DTensors are
         sharded; other tensors are whole.
 
         Only the main process has the buffers, which may differ between processes: DDP sends those
-        of the main process to the others. A buffer that changes and is in no checkpoint is named,
-        once: it may be a cache, and a run is not to end for it.
+        of the main process to the others.
         """
-        for name, sums in _sums_of_buffers_left_out(self.model()).items():
-            if sums != self.left_out.get(name, sums):
-                del self.left_out[name]
-                print_on_main(
-                    f"warning: training changes the buffer {name}, which no checkpoint holds; a "
-                    "resumed run begins with its first values: register it without persistent=False"
-                )
-        tensors = {}
-        for name, values in _saved_tensors(self.model()).items():
-            is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
-            if is_weight or self.accelerator.is_main_process:
+        tensors, is_main = {}, self.accelerator.is_main_process
+        for name, values in self.tensors_of_model().items():
+            if isinstance(values, torch.nn.Parameter) or is_dtensor(values) or is_main:
                 tensors[f"model.{name}"] = values
         others, other_tensors = self.pack_others()
         # Their numbers are those of the main process, too.
-        is_main = self.accelerator.is_main_process
         tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -164,7 +250,36 @@ class TrainingState:
                     kind = "state" if torch.is_tensor(value) else "number"
                     value = as_tensor(value, f"the optimizer's {key} of {name}")
                     tensors[f"{kind}.{name}.{key}"] = value
-        return tensors, others
+        groups = full_groups(self.bare_optimizer().param_groups)
+        entries = {
+            "others": others,
+            "trains": [name for name, p in self.parameters().items() if p.requires_grad],
+            "added_groups": [self.names_of(group) for group in groups[len(self.groups) :]],
+            "hashed_attributes": sorted(self.inventory.hashed & self.inventory.saved),
+        }
+        if entries["trains"] == self.trains:
+            del entries["trains"]
+        return tensors, entries
+
+    def digests(self) -> dict[str, str]:
+        """Hash what must be the same on all processes beside weights: see alike.check_equal."""
+        packed, tensors = self.pack_others()
+        hashed, digests = {f"attribute.{path}" for path in self.inventory.hashed}, {}
+        for name, value in packed.items():
+            if name.startswith(("registered.", "scheduler.", "group.", "optimizer")):
+                names = packing.tensor_names(value)
+                # A number of a registered object may count calls of its process, or be a time.
+                text = "" if name.startswith("registered.") else repr(value)
+                of_name = [tensors[n] for n in names if not is_dtensor(tensors[n])]
+                digests[name] = f"{text} {hash_bits(of_name)}"
+            elif name in hashed:
+                of_name = [tensors[n] for n in packing.tensor_names(value)]
+                digests[name] = f"{value!r} {hash_bits(of_name)}"
+        for name, parameter in self.parameters().items() if self.layout.sharded else ():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value) and not is_dtensor(value):
+                    digests[f"the optimizer's {key} of {name}"] = hash_bits([value])
+        return digests
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raise ValueError if a weight or a moment is not finite, or a buffer has a NaN.
@@ -211,15 +326,24 @@ class TrainingState:
                 group.update({name: self.settings[i][name] for name in changed})
             return
         reader = TensorReader(path)
+        for names in saved.get("added_groups", ()):  # by the loop, at a step before
+            weights = [self.parameters()[name] for name in names]
+            self.bare_optimizer().add_param_group({"params": weights})
         self.load_moments(reader)
         others = self.read_others(reader, saved)
+        self.bare_optimizer().state.update(others.get("optimizer", {}))
         for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
             for key, value in others.get(f"group.{i}", {}).items():
-                if before[i].get(key) != now[i].get(key) or (key == "lr" and self.sets_lr):
+                is_built = i < len(before)  # and not added later
+                if is_built and (before[i].get(key) != now[i].get(key) or self.sets_lr_of(key)):
                     continue
                 for part in parts:
                     old = part.get(key)
                     part[key] = value.to(old.device) if torch.is_tensor(old) else value
+
+    def sets_lr_of(self, key: str) -> bool:
+        """Return whether the loop gives this setting of a group anew in each step."""
+        return key == "lr" and self.sets_lr
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
@@ -246,18 +370,27 @@ class TrainingState:
                 f"this program of {', '.join(now) or 'nothing'}; prepare and register the same "
                 "objects in the same order, or give another folder"
             )
-        tensors = {f"model.{name}": values for name, values in _saved_tensors(bare).items()}
+        for name, parameter in self.parameters().items():
+            if "trains" in saved:  # other weights than at the start
+                parameter.requires_grad_(name in saved["trains"])
+        tensors = {}
+        for name, values in (_state_of(bare) | (left_out := _buffers_left_out(bare))).items():
+            # What came with the model is in no checkpoint, unless a step has changed it.
+            if f"model.{name}" in reader.shapes or not (name in left_out or _is_frozen(values)):
+                tensors[f"model.{name}"] = values
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
         _check_shapes(tensors | elsewhere, reader, path)
         _check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
-        state = {names[name]: values.detach() for name, values in tensors.items()}
+        state = {names[n]: values.detach() for n, values in tensors.items() if n in names}
         bare.load_state_dict(state, strict=False)
         states = self.read_others(reader, saved)
         for name, owner in objects.items():
             owner.load_state_dict(states[name])
+        attributes = {n: value for n, value in states.items() if n.startswith("attribute.")}
+        self.inventory.restore(attributes, saved.get("hashed_attributes", []))
 
     def load_moments(self, reader: TensorReader) -> None:
         """Give the optimizer the state that was saved for each weight, and no other."""
@@ -306,16 +439,29 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
         )
 
 
-def _sums_of_buffers_left_out(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Return bit sums of the buffers that a model leaves out of its state_dict, by name."""
-    sums = {}
+def _buffers_left_out(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a model leaves out of its state_dict, by name."""
+    buffers = {}
     for prefix, module in model.named_modules():
-        if "longrope" in str(getattr(module, "rope_type", "")):  # sets its own in each forward pass
-            continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] in module._non_persistent_buffers_set:
-                sums[bare_name(name)] = bit_sums(buffer).tolist()
-    return sums
+                buffers[bare_name(name)] = buffer
+    return buffers
+
+
+def _form_of(model: torch.nn.Module) -> list[tuple]:
+    """Return names and shapes of the weights of a model, and names of its buffers, in an order."""
+    weights = [(bare_name(name), (*p.shape,)) for name, p in model.named_parameters()]
+    return weights + [(bare_name(name),) for name, _ in model.named_buffers()]
+
+
+def _pack_all(states: dict[str, Any]) -> tuple[dict, packing.Tensors]:
+    """Pack states by their names: JSON of each, and the tensors of all."""
+    packed, tensors = {}, {}
+    for name, state in states.items():
+        packed[name], of_state = packing.pack(state, name)
+        tensors |= of_state
+    return packed, tensors
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:

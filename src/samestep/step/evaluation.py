@@ -11,14 +11,14 @@ from accelerate.utils import send_to_device
 from samestep.base.errors import as_user_error, catch
 from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
-from samestep.step import context_parallel, inputs
+from samestep.step import context_parallel, inputs, trial
 from samestep.step.inputs import Batch
 from samestep.step.loader import iterate, make_loader
 from samestep.step.model import eager, keep_modes
 from samestep.step.outputs import EvaluationOutputs
 from samestep.step.plan import StepPlan
 from samestep.step.samples import EvaluationSampler, SampleDataset
-from samestep.step.seeds import seed_micro_batch
+from samestep.step.seeds import seed_evaluation
 from samestep.step.sums import EvaluationSums
 
 
@@ -37,9 +37,14 @@ class Evaluation:
         workers: int | None,
     ):  # fmt: skip
         self.rows, self.ranks, self.accelerator = SampleDataset(rows, task), ranks, accelerator
+        self.task = task
         self.sampler = EvaluationSampler(plan, self.rows)
         device = accelerator.device
         self.loader = make_loader(self.rows, self.sampler, task, workers, device)
+
+    def is_of(self, rows: Any, collate: Callable) -> bool:
+        """Return whether it is one of these rows, in the batches of this function."""
+        return self.rows.dataset is rows and self.task.collate == collate
 
     def start(
         self, model: torch.nn.Module, requested: Callable[[], int], paused: Callable[[], Any],
@@ -61,9 +66,11 @@ class Evaluation:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of this process on its device, as many as on every other.
 
-        The model computes in eval mode, without its compiled code.
+        The model computes in eval mode, without its compiled code. What is drawn after the last
+        batch is what would be drawn without an evaluation.
         """
         iterator, stop = iterate(self.loader), 0
+        states = trial.random_states(self.accelerator.device)
         with self.paused(), keep_modes(self.model), eager(self.model):
             self.model.eval()
             sharding.share_buffers(self.model, self.ranks.layout.fsdp)
@@ -75,10 +82,10 @@ class Evaluation:
                     break
                 batch, (_, ids_hash), self.ids = fetched
                 batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
-                # A model that draws noise: by the rows of the batch, whoever evaluates them.
-                seed_micro_batch(0, 1, ids_hash)
+                seed_evaluation(ids_hash)  # for a model that draws noise
                 with context_parallel.split_rows(self.accelerator, batch):
                     yield batch
+        trial.set_random_states(self.accelerator.device, states)
         if stop:
             self.end_stopped()
 

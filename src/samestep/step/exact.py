@@ -145,8 +145,10 @@ class ExactGradients(StepGradients):
     DDP exchanges nothing: the sums are exchanged after the last micro-batch.
     """
 
-    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
-        super().__init__(accelerator, ranks, model)
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool]
+    ):  # fmt: skip
+        super().__init__(accelerator, ranks, model, prepared)
         self.sharded, self.tree = ranks.layout.sharded, TreeSum()
         self.plan, self.number = StepPlan(1, 1), 0  # of the step, of the micro-batch in it
         self.blocks: list[_TreeReduceScatter] = []
@@ -168,6 +170,9 @@ class ExactGradients(StepGradients):
             name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
             for name, buffer in self.model.named_buffers()
         }
+
+    def set_sync(self) -> None:
+        """Let DDP reduce nothing: `reduce` brings the sums to all processes, whatever trains."""
 
     def start_micro_batch(self, number: int) -> None:
         """Note the number of the micro-batch that comes next."""
@@ -242,11 +247,12 @@ class ExactGradients(StepGradients):
 
 
 def step_gradients(
-    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool
-) -> StepGradients:
+    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool],
+    exact: bool,
+) -> StepGradients:  # fmt: skip
     """Return what adds up the gradients of the steps of this prepared model."""
     kind = ExactGradients if exact else StepGradients
-    return kind(accelerator, ranks, model)
+    return kind(accelerator, ranks, model, prepared)
 
 
 # ---- Under FSDP ----------------------------------------------------------------------------------

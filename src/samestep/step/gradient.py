@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +21,16 @@ class StepGradients:
     DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
     """
 
-    def __init__(self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module):
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool]
+    ):  # fmt: skip
+        """prepared: for each weight of the model whether it trained when it was prepared."""
         self.accelerator, self.ranks, self.model = accelerator, ranks, model
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters, self.names = [*trained.values()], [*map(trial.own_name, trained)]
-        self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+        self.all = {trial.own_name(name): p for name, p in model.named_parameters()}
+        self.prepared = self.pattern = prepared
+        self.choose_trained()
+        self.by_hand = False  # whether DDP does not reduce, since others train than it was made for
+        self.modes: list[torch.nn.Module] = []  # the modules in train mode in the first step
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.steps = 0  # that were started
         self.is_checked = False  # whether check_loss has seen a loss
@@ -38,11 +44,49 @@ class StepGradients:
         if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
             model.broadcast_buffers = False  # nothing that training changes: a message less
 
+    def choose_trained(self) -> None:
+        """Note which weights train."""
+        trained = {name: p for name, p in self.all.items() if p.requires_grad}
+        self.parameters, self.names = [*trained.values()], [*trained]
+        self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+
+    def check_changes(self) -> None:
+        """Follow a loop that has changed which weights train; raise UserError where that cannot be,
+        and for parts that trained and are now in eval mode."""
+        if self.steps == 1:
+            self.modes = [module for module in self.model.modules() if module.training]
+        if not all(module.training for module in self.modes):
+            raise UserError(
+                "the model, or a part of it, is in eval mode, which trained before: call "
+                "model.train() after an evaluation of your own"
+            )
+        now = [p.requires_grad for p in self.all.values()]
+        if now == self.pattern:
+            return
+        self.pattern = now
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.choose_trained()
+        if self.ranks.layout.sharded:
+            raise UserError(
+                "requires_grad of a weight was changed, which sharded weights do not support: use "
+                "multi_gpu.yaml, or give the optimizer's groups of such weights a learning rate "
+                "of 0"
+            )
+        if isinstance(self.model, DistributedDataParallel):
+            self.by_hand = now != self.prepared
+            self.set_sync()
+
+    def set_sync(self) -> None:
+        """Let DDP reduce, unless other weights train than it was made for: it would wait."""
+        self.model.require_backward_grad_sync = not self.by_hand
+
     def start_step(self, plan: StepPlan) -> None:
         """Start a step with this plan, without gradients of before. Each loss is to be multiplied
         by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
         DDP or FSDP by the processes, over which they average."""
         self.steps += 1
+        self.check_changes()
         if self.steps == 1 and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
         if self.steps == 2:
@@ -75,6 +119,18 @@ class StepGradients:
         if self.ranks.layout.fsdp:
             self.check_used()
             self.drop_unused(self.used)
+        if self.by_hand:
+            self.average()
+
+    def average(self) -> None:
+        """Average the gradients over all processes, as DDP would."""
+        used = self.ranks.sum_over_ranks(*(int(p.grad is not None) for p in self.parameters))
+        for parameter, count in zip(self.parameters, used, strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if count:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.accelerator.num_processes
 
     def drop_unused(self, used: list[int]) -> None:
         """Remove the zeros that are gradients of unused weights: these would decay,

@@ -12,7 +12,7 @@ from samestep.step import inputs
 from samestep.step.inputs import Batch
 from samestep.step.order import SampleOrder, hash64, hash_integers
 from samestep.step.plan import StepPlan, assign_micro_batches
-from samestep.step.seeds import seed_host
+from samestep.step.seeds import AUGMENT, seed_host
 
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
 
@@ -135,7 +135,7 @@ class SampleDataset(torch.utils.data.Dataset):
                 ids = self.ids(positions)
                 rows = self.read(positions, ids)
         if self.augment:
-            numbers = self.seeds(positions, ids).view(np.int64).tolist()
+            numbers = hash64(AUGMENT, self.seeds(positions, ids)).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(number) for number in numbers]
             rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
         self.seed_collate(positions)

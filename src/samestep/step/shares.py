@@ -17,13 +17,15 @@ from samestep.step.trial import nothing_changes, without_exchange
 _MEASURED = 3  # micro-batches, after one to warm up
 
 
-def measure_micro_batch(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
+def measure_micro_batch(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], put_back: Callable[[], None]
+) -> float:
     """Measure the seconds that this device takes for loss and gradient of a micro-batch.
 
-    No process waits for another. Weights have no gradient before and after; buffers stay the same.
+    No process waits for another. For put_back see trial.nothing_changes.
     """
     seconds = []
-    with nothing_changes(model), without_exchange(model):
+    with nothing_changes(model, put_back), without_exchange(model):
         for _ in range(1 + _MEASURED):
             began = time.perf_counter()
             loss_of().backward()

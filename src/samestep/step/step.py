@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 
 from samestep.base.errors import UserError, as_user_error
 from samestep.processes.ranks import Ranks
-from samestep.step import context_parallel, inputs, monitor
+from samestep.step import context_parallel, inputs, monitor, trial
 from samestep.step.gradient import StepGradients
 from samestep.step.loader import MicroBatch
 from samestep.step.plan import StepPlan
@@ -60,6 +60,7 @@ class Step:
         self.prepare: Callable[[list[MicroBatch]], None] | None = None
         self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
         self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
+        self.leaves: list[torch.Tensor] = []  # that the loss of the newest batch depends on
 
     def due(self, every: int | str) -> bool:
         """Return whether what is due `every` so many steps or "epoch" (0: at the end) is now."""
@@ -125,6 +126,7 @@ class Step:
         if gradients is None:  # the loop is tried; without gradients it computes losses alone
             with as_user_error():
                 inputs.check_loss(loss, torch.is_grad_enabled())
+            self.leaves = trial.leaves_of(loss)
         self.losses.append(loss.detach())
         if gradients is not None:
             # loss * divisor / items: others divide by `divisor`, see StepGradients.start_step.

@@ -5,7 +5,7 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,28 +23,33 @@ SMALLEST = 0.01  # sums below it are compared as if they were so large
 
 
 @contextlib.contextmanager
-def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what passes in the body, in train mode, change. Weights have no gradient before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def nothing_changes(model: torch.nn.Module, put_back: Callable[[], None]) -> Iterator[None]:
+    """Put back what passes in the body, in train mode, change. Weights have no gradient before.
+
+    put_back(): puts back what the run can save, such as buffers.
+    """
     device = next(model.parameters()).device
-    states = _random_states(device)
+    states = random_states(device)
     try:
         with keep_modes(model):
             model.train()
             yield
     finally:
         model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        for state in states[3:]:
-            torch.get_device_module(device).set_rng_state(state)
+        put_back()
+        set_random_states(device, states)
 
 
-def _random_states(device: torch.device) -> list:
+def set_random_states(device: torch.device, states: list) -> None:
+    """Set the states of the generators that `random_states` gave."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    for state in states[3:]:
+        torch.get_device_module(device).set_rng_state(state)
+
+
+def random_states(device: torch.device) -> list:
     """Return the states of the generators that anything draws from without being given one."""
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device.type != "cpu":
@@ -57,28 +62,9 @@ def without_exchange(model: torch.nn.Module) -> Any:
     return getattr(model, "no_sync", contextlib.nullcontext)()
 
 
-def backward_passes(ranks: Ranks, model: torch.nn.Module) -> Iterator[None]:
-    """Ask for a backward pass of the same rows on all processes, once or twice, before the first
-    step of a start: `for _ in backward_passes(...): loss().backward()`.
-
-    Raises UserError where a weight gets no gradient and DDP would wait for it; a process alone
-    remarks it. The second is for DDP, which chooses its buckets anew after its first backward pass
-    (pytorch/pytorch#44326), and rounds in another way with others: a resumed run has the same ones.
-    """
-    if ranks.layout.sharded or getattr(model, "find_unused_parameters", False):
-        return
-    if not getattr(model, "static_graph", False):
-        with nothing_changes(model):
-            with without_exchange(model):
-                yield
-            _check_all_used(ranks, model)
-    if isinstance(model, DistributedDataParallel):
-        with nothing_changes(model):
-            yield
-
-
-def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Raise UserError for weights without a gradient on a process; a process alone remarks them."""
+def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
+    """Raise UserError for weights without a gradient on a process, for which DDP would wait; a
+    process alone remarks them."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
     pairs = zip(trained, used, strict=True)
@@ -87,6 +73,20 @@ def _check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
         raise UserError(_no_gradient(names))
     if names:
         print_on_main(_no_gradient(names))
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """List the tensors with gradients that a loss is computed from."""
+    leaves, seen, nodes = [], set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def check_reduced(model: torch.nn.Module) -> None:
@@ -121,7 +121,7 @@ def _no_gradient(names: list[str]) -> str:
 
 def random_state(device: torch.device) -> str:
     """Hash where the global generators stand."""
-    python, numpy, *of_device = _random_states(device)
+    python, numpy, *of_device = random_states(device)
     states = [python, numpy[1].tolist(), numpy[2], *(state.tolist() for state in of_device)]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 

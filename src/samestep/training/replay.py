@@ -64,7 +64,7 @@ class Replay:
             raise UserError("--without leaves no row of the step")
         if run.rows_depend and self.without:
             raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
-        with trial.nothing_changes(run.model):
+        with trial.nothing_changes(run.model, run.saver.state.keep()):
             self.answer["again"] = yield from self.compute(run, step, lambda _: True)
             if run.rows_depend:
                 return

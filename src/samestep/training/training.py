@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import attempt
 from samestep.base.launching import STOPPED
+from samestep.processes import alike
 from samestep.processes.failures import Ended
 from samestep.report import speed, tracking
 from samestep.state import checkpoints, provenance
@@ -41,7 +43,7 @@ from samestep.step.loader import StepLoader
 from samestep.step.model import bare_model
 from samestep.step.monitor import StepMonitor
 from samestep.step.samples import SampleDataset
-from samestep.step.seeds import seed_micro_batch
+from samestep.step.seeds import BEFORE, seed_micro_batch
 from samestep.step.step import Step, watch_optimizer
 from samestep.training import replay, script
 from samestep.training.log import RunLog
@@ -100,11 +102,13 @@ class Training:
                 self, rows, global_batch_size, micro_batch_size, settings or {},
                 {"collate": collate, "count": count, "augment": augment},
             )  # fmt: skip
+        self.prepared = [p.requires_grad for p in model.parameters()]  # which weights train
         self.run, self.ranks, self.plan, self.task = run, run.ranks, run.plan, run.task
         self.manifest: dict[str, Any] = run.manifest  # the entries that all checkpoints have
         self.rows = SampleDataset(rows, self.task, seed, run.mixture)
         self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
         self.exported = model  # what is evaluated and exported: an average of the weights may be
+        self.has_looked = False  # at what the first step changes
         self.step = 0  # the number of steps that are done
         self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
         self.current: Step | None = None
@@ -231,12 +235,14 @@ class Training:
             for number in range(begin + 1, begin + left + 1):
                 log.start_step(number)
                 self.current = self.next_step(number, last=number == max_steps)
+                seed_micro_batch(self.seed, number, BEFORE)
                 try:
                     yield self.current
                 except GeneratorExit:  # a break, or an error, which is told elsewhere
                     self.run.end_early(self)
                     raise
                 self.complete()
+                self.look()
                 if self.loader.should_stop():
                     self.end_stopped()
                 if self.current.is_last or (save_every and number % save_every == 0):
@@ -247,6 +253,20 @@ class Training:
             self.current = None  # the optimizer is the script's again
         finally:
             self.requested = self.run.end_stopping() or _never
+
+    def look(self) -> None:
+        """Look at what the first step has changed: what cannot be saved ends the run now. A step
+        that fp16 skips changes nothing."""
+        if self.has_looked or (self.accelerator.scaler and self.optimizer.step_was_skipped):
+            return
+        self.has_looked = True
+        assert self.saver
+        with self.ranks.fail_together():
+            lines = self.saver.state.look()
+            digests = self.saver.state.digests()
+        alike.check_equal(self.ranks, digests, f"after step {self.step}")
+        for line in lines:
+            print_on_main(f"{self.run.label}{line}")
 
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step, whose micro-batches are there."""
@@ -276,7 +296,7 @@ class Training:
         first one, and what `samestep replay` asks."""
         if self.gradients is None:
             yield from try_loop(self, step)
-            given = self.accelerator, self.ranks, self.model, self.exact
+            given = self.accelerator, self.ranks, self.model, self.prepared, self.exact
             self.gradients = exact.step_gradients(*given)
             self.meter.stopwatch.watch(self.model)
         if self.replay and step.number == self.replay.step:
@@ -364,7 +384,7 @@ class Training:
         assert self.saver
         self.saver.add_scores(step, self.scores)
 
-    def evaluation(self, rows: Any) -> Evaluation:
+    def evaluation(self, rows: Any, collate: Callable | None = None) -> Evaluation:
         """Return the batches of an evaluation of these rows, each once, over all processes.
 
         A signal ends it, and the process exits with code 75, if the newest step is saved. What
@@ -376,21 +396,27 @@ class Training:
         requested = self.requested
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
             requested = _never
-        if self.evaluated is None or self.evaluated.rows.dataset is not rows:
-            given = self.task, self.plan, self.ranks, self.accelerator, self.num_workers
+        task = self.task
+        if collate:
+            task = SimpleNamespace(collate=collate)
+        if self.evaluated is None or not self.evaluated.is_of(rows, collate or self.task.collate):
+            given = task, self.plan, self.ranks, self.accelerator, self.num_workers
             self.evaluated = Evaluation(rows, *given)
         callbacks = requested, self.meter.paused, self.end_stopped
         return self.evaluated.start(self.exported, *callbacks)
 
     @torch.no_grad()
-    def evaluate(self, rows: Any, eval_sums: Callable[[Any, Any], dict]) -> dict[str, torch.Tensor]:
-        """Sum eval_sums(model, batch), a dict of tensors, over all rows, each once, in float64."""
+    def evaluate(
+        self, rows: Any, eval_sums: Callable[[Any, Any], dict], collate: Callable | None = None
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Sum eval_sums(model, batch), a dict of tensors, over all rows, each once, in float64.
+
+        collate: as that of Training, which it is unless one is given: without augmentation, say.
+        """
         script.check_rows(rows)
-        evaluation = self.evaluation(rows)
+        evaluation = self.evaluation(rows, collate)
         for batch in evaluation:
             evaluation.add(eval_sums(self.exported, batch))
-        # What the script draws from here on is the same on all processes.
-        seed_micro_batch(self.seed, self.step + 1)
         sums = evaluation.sums()
         return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
 

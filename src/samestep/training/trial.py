@@ -1,13 +1,17 @@
 """Tries the body of the loop on a few rows before the first step: is the loss a sum over rows?"""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import torch
 from accelerate.utils import send_to_device
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.console import print_on_main
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
+from samestep.state import inventory
+from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
@@ -18,6 +22,8 @@ from samestep.step.step import Step
 
 # Largest relative difference in fp32 and below: right losses show 2.3e-7 and 6.1e-6.
 _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
+# Of a batch that is computed twice, where the device may round otherwise: of loss and gradient.
+_REPEATED, _REPEATED_GRADIENT = 1e-5, 1e-3
 # Below fp32 a script that differs by more ends: rounding does not explain it.
 _LIMIT_OF_SCRIPTS = 5e-2
 
@@ -26,15 +32,15 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """Give rows together to the body of the loop, then each alone, in eval mode: the loss of all
     must be the sum of the losses of each. `run` is the Training.
 
-    Where random numbers are drawn it compares the loss per item of eight rows. For the passes in
-    train mode before that see trial.backward_passes.
+    Where random numbers are drawn it compares the loss per item of eight rows. Before that it
+    computes a batch twice in train mode: see _try_twice.
     """
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
     before = _registered_states(run)
     with keep_modes(run.model), eager(run.model):
-        for _ in trial.backward_passes(run.ranks, run.model) if run.run.tries_backward else ():
-            yield from try_batch(run, step, rows)
+        if not (run.ranks.layout.deepspeed or getattr(run.model, "static_graph", False)):
+            yield from _try_twice(run, step, rows)
         run.model.eval()
         with run.run.trial_mode():
             first = together = yield from try_batch(run, step, rows)
@@ -59,6 +65,144 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
+
+
+def _try_twice(run: Any, step: Step, rows: list[tuple]) -> Iterator[Any]:
+    """Give a batch to the body of the loop twice, in train mode, with the same seed, after all that
+    a checkpoint holds was put back. What is other then is the loop's own, and would be lost.
+
+    DDP gets one more with its communication: it chooses its buckets anew after its first backward
+    pass (pytorch/pytorch#44326), and rounds in another way with others: a resumed run has the same.
+    """
+    state, model = run.saver.state, run.model
+    put_back, waits = state.keep(), not getattr(model, "find_unused_parameters", False)
+    with trial.nothing_changes(model, put_back), trial.without_exchange(model):
+        before = _changeable(state)
+        first = yield from try_batch(run, step, rows)
+        gradients, leaves = _gradients(model), step.leaves
+        if run.run.tries_backward and waits and not run.ranks.layout.sharded:
+            trial.check_all_used(run.ranks, model)
+        after = _changeable(state)
+        moved = {name for name in after if after[name] != before.get(name, inventory.NOTHING)}
+        slots = {path: slot for path, slot in state.inventory.slots.items() if path in moved}
+        values = {path: (slot, inventory.keep(slot.get())) for path, slot in slots.items()}
+        tensors = {path for path, slot in slots.items() if inventory.has_tensors(slot.get())}
+    with trial.nothing_changes(model, put_back), trial.without_exchange(model):
+        second = yield from try_batch(run, step, rows)
+        _check_repeated(run, (first, gradients), (second, _gradients(model)))
+        _check_leaves(run, leaves, step.leaves)
+    is_state = yield from _find_state(run, step, rows, values, second, put_back)
+    state.inventory.results |= tensors - is_state
+    _note_moved(run, moved, is_state)
+    if isinstance(model, DistributedDataParallel) and run.run.tries_backward and waits:
+        with trial.nothing_changes(model, put_back):
+            yield from try_batch(run, step, rows)
+
+
+def _changeable(state: TrainingState) -> dict[str, str]:
+    """Return a text for all that a forward pass may change, by its name; a buffer is "buffer NAME",
+    a frozen weight "weight NAME"."""
+    model, texts = state.model(), state.inventory.texts()
+    texts |= {f"buffer {n}": alike.hash_bits([buffer]) for n, buffer in model.named_buffers()}
+    weights = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    return texts | {f"weight {name}": alike.hash_bits([p]) for name, p in weights}
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Return this process's gradients of all weights that train."""
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    return [None if grad is None else sharding.local(grad) for grad in grads]
+
+
+def _check_repeated(run: Any, first: tuple, second: tuple) -> None:
+    """Raise UserError where a batch has another loss or gradient the second time: to the bit where
+    the device computes the same bits; elsewhere it is a line above 1e-5, for gradients 1e-3."""
+    losses = [computed.sums[""].detach().double() for computed, _ in (first, second)]
+    same_bits = run.accelerator.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    apart = float((losses[0] - losses[1]).abs() / losses[0].abs().clamp(min=trial.SMALLEST))
+    far = not torch.equal(*losses) if same_bits else apart > _REPEATED
+    for one, other in zip(first[1], second[1], strict=True):
+        if one is None or other is None:
+            far = far or one is not other
+        elif same_bits:
+            far = far or not torch.equal(one.nan_to_num(), other.nan_to_num())
+        else:
+            size = float(one.norm())
+            far = far or float((one - other).norm()) > _REPEATED_GRADIENT * size
+    if not any(run.ranks.sum_over_ranks(int(far))):
+        return
+    problem = (
+        f"{run.run.loss_name} or gradient of the same batch is another the second time "
+        f"({losses[0]:.9g}, then {losses[1]:.9g}): the loop over the batches keeps something of "
+        "its own, such as a running mean, a generator or a queue of rows, in no checkpoint. "
+        "Draw from the global generators, which are seeded; change a mean after that loop, from "
+        "step.loss, in an object that accelerator.register_for_checkpointing has got"
+    )
+    if same_bits:
+        raise UserError(problem)
+    print_on_main(f"warning: {problem}")
+
+
+def _check_leaves(run: Any, first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    """Raise UserError for a weight outside of the model that the loss depends on, and that no
+    optimizer has. Leaves of one batch alone are its inputs."""
+    if run.ranks.layout.sharded:  # autograd sees gathered weights
+        return
+    again = {id(leaf) for leaf in second}
+    known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    known |= {id(p) for p in run.model.parameters()}
+    for leaf in first:
+        kept = isinstance(leaf, torch.nn.Parameter) or id(leaf) in again
+        if kept and id(leaf) not in known:
+            raise UserError(
+                f"{run.run.loss_name} depends on a weight of shape {(*leaf.shape,)} outside of the "
+                "model, which no optimizer has and no checkpoint holds: make it a part of the "
+                "model and give it to the optimizer, or call requires_grad_(False)"
+            )
+
+
+def _find_state(
+    run: Any, step: Step, rows: list[tuple], values: dict[str, tuple], second: trial.Computed,
+    put_back: Callable[[], None],
+) -> Generator[Any, None, set[str]]:  # fmt: skip
+    """Return the attributes on which the loss depends: it is another one when they have the values
+    that a batch has given them. values: by path, the attribute and what gives that value."""
+
+    def differs(paths: list[str]) -> Generator[Any, None, bool]:
+        with trial.nothing_changes(run.model, put_back), trial.without_exchange(run.model):
+            for path in paths:
+                slot, value = values[path]
+                slot.replace(value())
+            computed = yield from try_batch(run, step, rows)
+            return not torch.equal(computed.sums[""], second.sums[""])
+
+    found: set[str] = set()
+    if values and (yield from differs([*values])):
+        for path in values:
+            if (yield from differs([path])):
+                found.add(path)
+        found = found or {*values}
+    return found
+
+
+def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
+    """Note what the forward pass changes: what is saved, and what it does to the result."""
+    known = run.saver.state.inventory
+    known.saved |= is_state
+    known.hashed |= is_state
+    weights = [name.removeprefix("weight ") for name in moved if name.startswith("weight ")]
+    buffers = [name.removeprefix("buffer ") for name in moved if name.startswith("buffer ")]
+    if run.exact and (names := sorted({*weights, *is_state})):
+        raise UserError(
+            f"exact: a forward pass changes {some(names, 3)}, so the result depends on which "
+            "process computes what; change it after the loop over the batches, from what is the "
+            "same on all processes, or set exact to false"
+        )
+    if buffers and run.ranks.layout.processes > 1 and not run.exact:
+        print_on_main(
+            f"warning: training changes {some(sorted(buffers), 3)}, on each process by its own "
+            "batches: the result depends on the number of processes and on micro_batch_size"
+        )
 
 
 def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
@@ -132,8 +276,9 @@ def _say(run: Any, computed: trial.Computed, rows: int) -> None:
     print_on_main(line)
 
 
-def _registered_states(run: Any) -> tuple[dict, dict]:
+def _registered_states(run: Any) -> tuple[str, str]:
     """Return what tells whether schedulers and registered objects are as before."""
-    packed, tensors = run.saver.state.pack_others()
-    states = {name: str(value) for name, value in packed.items() if not name.startswith("group.")}
-    return states, {name: alike.bit_sums(value).tolist() for name, value in tensors.items()}
+    if run.ranks.layout.deepspeed:
+        return "", ""
+    packed, tensors = run.saver.state.pack_registered()
+    return repr(packed), alike.hash_bits([*tensors.values()])
