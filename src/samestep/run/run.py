@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class Run:
         """Take the place to start, which the main process has found in `prepare_run`."""
         self.start, self.ranks, self.stop, self.task = start, ranks, stop, start.task
         self.cfg, self.output = start.cfg, start.output
+        self.project = Path(inspect.getfile(type(start.cfg))).parent
         self.plan, self.lock = start.plan, start.lock
         self.rows, self.validation = start.views
         self.accelerator: Any = None

@@ -83,7 +83,8 @@ class _ResumePoint(ResumePoint):
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
         fields = config.fields_of(type(cfg)).items()
         defaults = {name: field.default for name, (_, field) in fields}
-        self.compare(manifest, cfg.accept_changes, effects, defaults)
+        project = Path(inspect.getfile(type(cfg))).parent
+        self.compare(manifest, cfg.accept_changes, effects, defaults, project)
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -334,7 +335,7 @@ def _collect_manifest(cfg: Any, data: Any, views: tuple, fingerprints: list[str]
     return provenance.describe(
         config=resolved_config(cfg),
         data=entries,
-        code=consistency.hash_project(Path(inspect.getfile(type(cfg))).parent),
+        code=consistency.hash_project(Path(inspect.getfile(type(cfg))).parent, consistency.OWN),
         versions=provenance.versions(precision, on_gpu),
         identity=identity,
         prepared=getattr(getattr(data, "folder", None), "name", ""),

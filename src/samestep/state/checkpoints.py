@@ -408,7 +408,12 @@ def result_settings(manifest: dict, effects: dict) -> dict:
 def differences(before: dict, after: dict) -> dict[str, list]:
     """Return the values before and now of each entry that differs."""
     pairs = {name: [before.get(name), after.get(name)] for name in {**before, **after}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and not _same_text(*pair)}
+
+
+def _same_text(before: object, after: object) -> bool:
+    """Return whether both are the same in JSON: NaN is no other than NaN."""
+    return json.dumps(before, default=repr) == json.dumps(after, default=repr)
 
 
 def as_lines(changes: dict[str, list]) -> list[str]:

@@ -70,10 +70,12 @@ def _loaded_modules(project: Path) -> dict[str, Path]:
     return files
 
 
-def hash_project(project: Path) -> dict[str, dict[str, str]]:
-    """Hash the functions of train.py, task.py and each module of the project that is loaded, the
-    program among them. `project`: the folder of train.py and task.py."""
-    files = _loaded_modules(project) | {name: project / name for name in OWN}
+def hash_project(project: Path | None, own: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
+    """Hash the functions of each module of the project that is loaded, the program among them, and
+    of the files `own`. `project`: their folder; None in a notebook."""
+    if project is None:
+        return {}
+    files = _loaded_modules(project) | {name: project / name for name in own}
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 

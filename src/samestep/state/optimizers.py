@@ -7,6 +7,7 @@ a project find an optimizer that keeps more, or learning rates, elsewhere.
 import gc
 import inspect
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,39 +65,6 @@ def check_all_in_optimizer(
         )
 
 
-def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Raise UserError for a scheduler of torch that no checkpoint would hold."""
-    known = [*accelerator._schedulers, *accelerator._custom_objects]
-    known += [getattr(scheduler, "scheduler", scheduler) for scheduler in known]
-    for scheduler in holders(optimizer):
-        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and scheduler not in known:
-            inside = [getattr(each, "_schedulers", ()) for each in known]  # of a SequentialLR
-            if any(scheduler in each for each in inside):
-                continue
-            raise UserError(
-                f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
-                "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "
-                "the first step"
-            )
-
-
-def holders(optimizer: AcceleratedOptimizer) -> list[Any]:
-    """Return the objects that have an optimizer as an attribute, but for the library's own."""
-    found = []
-    for each in gc.get_referrers(optimizer, optimizer.optimizer):
-        if isinstance(each, dict):  # perhaps the attributes of an object
-            found += [one for one in gc.get_referrers(each) if getattr(one, "__dict__", 0) is each]
-        elif hasattr(each, "__dict__"):
-            found.append(each)
-    foreign = ("accelerate.", "samestep.")
-    kinds = (type(optimizer), types.ModuleType, types.FunctionType)
-    return [
-        one
-        for one in found
-        if not isinstance(one, kinds) and not f"{type(one).__module__}.".startswith(foreign)
-    ]
-
-
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Return the settings of each parameter group: the optimizer's class, weight_decay, betas, ...
 
@@ -128,3 +96,71 @@ def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
 def _exact_repr(value: Any) -> str:
     """Write a setting with all digits; torch would print four digits of a tensor."""
     return repr(value.tolist() if torch.is_tensor(value) else value)
+
+
+# ---- Schedulers of the learning rate -------------------------------------------------------------
+
+
+def is_scheduler(value: Any) -> bool:
+    """Return whether it is a scheduler of torch, or a prepared one."""
+    return isinstance(bare_scheduler(value), torch.optim.lr_scheduler.LRScheduler)
+
+
+def bare_scheduler(value: Any) -> Any:
+    """Return the scheduler inside a prepared one."""
+    return getattr(value, "scheduler", value)
+
+
+def fast_forward(scheduler: Any, state: dict) -> None:
+    """Bring a scheduler with new settings to where the run is. Raises UserError where that depends
+    on more than the number of steps."""
+    scheduler = bare_scheduler(scheduler)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UserError(
+            f"accept_changes cannot apply the new settings of {type(scheduler).__name__}, whose "
+            "rate depends on what was measured: give the old ones, or another folder"
+        )
+    with warnings.catch_warnings(action="ignore"):  # of steps before those of the optimizer
+        for _ in range(state["last_epoch"]):
+            scheduler.step()
+
+
+def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Raise UserError for a scheduler of torch that no checkpoint would hold."""
+    known = [*accelerator._schedulers, *accelerator._custom_objects]
+    known += [bare_scheduler(scheduler) for scheduler in known]
+    for scheduler in holders(optimizer):
+        if is_scheduler(scheduler) and scheduler not in known:
+            inside = [getattr(each, "_schedulers", ()) for each in known]  # of a SequentialLR
+            if any(scheduler in each for each in inside):
+                continue
+            raise UserError(
+                f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
+                "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "
+                "the first step"
+            )
+
+
+def numbers_of_holders(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> list[tuple]:
+    """Return other objects that have the optimizer, each with its numbers: perhaps a scheduler."""
+    known = [*accelerator._schedulers, *accelerator._custom_objects]
+    others = [one for one in holders(optimizer) if not is_scheduler(one) and one not in known]
+    kinds = int | float
+    return [(one, {n: v for n, v in vars(one).items() if isinstance(v, kinds)}) for one in others]
+
+
+def holders(optimizer: AcceleratedOptimizer) -> list[Any]:
+    """Return the objects that have an optimizer as an attribute, but for the library's own."""
+    found = []
+    for each in gc.get_referrers(optimizer, optimizer.optimizer):
+        if isinstance(each, dict):  # perhaps the attributes of an object
+            found += [one for one in gc.get_referrers(each) if getattr(one, "__dict__", 0) is each]
+        elif hasattr(each, "__dict__"):
+            found.append(each)
+    foreign = ("accelerate.", "samestep.")
+    kinds = (type(optimizer), types.ModuleType, types.FunctionType)
+    return [
+        one
+        for one in found
+        if not isinstance(one, kinds) and not f"{type(one).__module__}.".startswith(foreign)
+    ]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -187,20 +186,14 @@ def hash_functions(path: Path, file: str) -> dict[str, str]:
     return {name: short_hash(text.encode()) for name, text in texts.items()}
 
 
-def script_code() -> dict[str, dict[str, str]]:
-    """Hash the program that runs, as hash_project a project's functions."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if not file or not os.path.isfile(file):  # a notebook
-        return {}
-    name = os.path.basename(file)
-    return {name: {name: short_hash(Path(file).read_bytes())}}
-
-
-def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
+def _changed_code(saved: dict, manifest: dict, project: Path | None) -> dict[str, list]:
     """Return digests before and now of the names whose code differs between two manifests: `code
-    NAME` of the files that both have, and `library`."""
+    NAME` of the files that both have, also of those that are imported later, and `library`."""
     changed = {}
-    before, now = saved.get("code", {}), manifest["code"]
+    before, now = saved.get("code", {}), {**manifest["code"]}
+    for file in before.keys() - now.keys() if project else ():
+        if (project / file).is_file():
+            now[file] = hash_functions(project / file, file)
     for file in before.keys() & now.keys():
         changed |= differences(before[file], now[file])
     named = {f"code {name}": changed[name] for name in sorted(changed)}
@@ -211,12 +204,14 @@ def _changed_code(saved: dict, manifest: dict) -> dict[str, list]:
 
 
 def compare(
-    path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict
-) -> tuple[dict[str, list], list[str]]:
+    path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict,
+    project: Path | None,
+) -> tuple[dict[str, list], list[str]]:  # fmt: skip
     """Return the settings and code that have changed since a checkpoint, and a line for each kind;
-    for the arguments, and what is refused, see checkpoints.check_settings."""
+    for the arguments, and what is refused, see checkpoints.check_settings. project: the folder of
+    the program and its modules."""
     changed = check_settings(path, saved, manifest, effects, accept, defaults)
-    changed |= _changed_code(saved, manifest)
+    changed |= _changed_code(saved, manifest, project)
     return changed, [f"changed since the checkpoint: {line}" for line in describe_changes(changed)]
 
 

@@ -97,10 +97,12 @@ class Saver:
         if self.ranks.layout.deepspeed:  # which writes what it holds
             return None, manifest
         with self.ranks.fail_together():
-            self.state.look()
+            lines = self.state.look()
             tensors, entries = self.state.collect()
             digests = self.state.digests()
         alike.check_equal(self.ranks, digests, f"after step {step}")
+        for line in lines:
+            print_on_main(line)
         return tensor_files.take_share(tensors, self.ranks), manifest | entries
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:

@@ -22,6 +22,8 @@ from samestep.state.optimizers import (
     check_all_in_optimizer,
     check_schedulers,
     check_weights,
+    fast_forward,
+    numbers_of_holders,
     optimizer_settings,
     restore,
     settings_as_text,
@@ -91,6 +93,8 @@ class TrainingState:
     layout: Layout
     settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
+    # Names of schedulers whose settings were changed since the checkpoint, which is accepted.
+    changed: set[str] = field(default_factory=set)
 
     def __post_init__(self):
         inner = self.bare_optimizer()
@@ -110,6 +114,7 @@ class TrainingState:
         roots = {f"registered.{i}": each for i, each in enumerate(self.accelerator._custom_objects)}
         roots = {name: each for name, each in roots.items() if not hasattr(each, "get_last_lr")}
         roots = {"model": model, "optimizer": inner, **roots}
+        self.looks, self.held = 0, ([], [])
         self.inventory = Inventory(roots, model, lambda: self.pack_registered()[1].values())
 
     def names_of(self, parts: list[dict]) -> list[str]:
@@ -184,7 +189,28 @@ class TrainingState:
         for dtype in {values.dtype for values in tensors.values()}:
             name = next(name for name, values in tensors.items() if values.dtype == dtype)
             check_dtype(name, dtype)
-        return self.inventory.remarks()
+        return self.inventory.remarks() + self.say_holders()
+
+    def say_holders(self) -> list[str]:
+        """Return a line, at the second look, about objects of whose numbers one has moved with the
+        learning rate since the first: schedulers that are not torch's."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if self.looks == 0:
+            self.held = numbers_of_holders(self.accelerator, self.optimizer), rates
+        self.looks += 1
+        if self.looks != 2 or rates == self.held[1]:
+            return []
+        changed = []
+        for one, numbers in self.held[0]:
+            changed += [
+                f"{type(one).__name__}.{n}" for n, v in numbers.items() if vars(one)[n] != v
+            ]
+        self.held = [], []
+        return changed and [
+            f"warning: {some(changed, 3)} has changed with the learning rate, and is in no "
+            "checkpoint: compute the rate from step.number, or give the object state_dict() and "
+            "load_state_dict() and call accelerator.register_for_checkpointing"
+        ]
 
     def keep(self) -> Callable[[], None]:
         """Return a function that puts frozen weights, buffers and attributes back as they are now.
@@ -312,12 +338,6 @@ class TrainingState:
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
             )
-        rates = [{group.get("initial_lr") for group in groups} for groups in (before, now)]
-        if not self.sets_lr and {None} not in rates and rates[0] != rates[1]:
-            raise ValueError(
-                f"{path} has a scheduler with the learning rate {rates[0].pop()}, which it keeps, "
-                f"and this program gives {rates[1].pop()}; give that one, or another folder"
-            )
         self.load_weights(path, saved, manifest)
         if self.layout.deepspeed:  # it has restored all settings
             for group in self.optimizer.param_groups:
@@ -326,24 +346,30 @@ class TrainingState:
                 group.update({name: self.settings[i][name] for name in changed})
             return
         reader = TensorReader(path)
+        others = self.read_others(reader, saved)
+        for name in self.changed:  # new settings count
+            fast_forward(self.others()[name], others[name])
         for names in saved.get("added_groups", ()):  # by the loop, at a step before
             weights = [self.parameters()[name] for name in names]
             self.bare_optimizer().add_param_group({"params": weights})
         self.load_moments(reader)
-        others = self.read_others(reader, saved)
         self.bare_optimizer().state.update(others.get("optimizer", {}))
         for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
             for key, value in others.get(f"group.{i}", {}).items():
-                is_built = i < len(before)  # and not added later
-                if is_built and (before[i].get(key) != now[i].get(key) or self.sets_lr_of(key)):
+                if i < len(before) and self.keeps(i, key, before[i].get(key) != now[i].get(key)):
                     continue
                 for part in parts:
                     old = part.get(key)
                     part[key] = value.to(old.device) if torch.is_tensor(old) else value
 
-    def sets_lr_of(self, key: str) -> bool:
-        """Return whether the loop gives this setting of a group anew in each step."""
-        return key == "lr" and self.sets_lr
+    def keeps(self, group: int, key: str, changed: bool) -> bool:
+        """Return whether a setting of a group is that of now: it was changed, the loop sets it, or
+        a scheduler with new settings has set it."""
+        if changed or (key == "lr" and (self.sets_lr or self.changed)):
+            return True
+        part, *_ = full_groups(self.optimizer.param_groups)[group]
+        settings = settings_as_text([{key: part.get(key)}, {key: self.settings[group].get(key)}])
+        return bool(self.changed) and settings[0] != settings[1]
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
@@ -388,7 +414,8 @@ class TrainingState:
         bare.load_state_dict(state, strict=False)
         states = self.read_others(reader, saved)
         for name, owner in objects.items():
-            owner.load_state_dict(states[name])
+            if name not in self.changed:
+                owner.load_state_dict(states[name])
         attributes = {n: value for n, value in states.items() if n.startswith("attribute.")}
         self.inventory.restore(attributes, saved.get("hashed_attributes", []))
 

@@ -1,6 +1,8 @@
 """Reads the samples of a run by their positions, and makes batches of them."""
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from samestep.step.order import SampleOrder, hash64, hash_integers
 from samestep.step.plan import StepPlan, assign_micro_batches
 from samestep.step.seeds import AUGMENT, seed_host
 
+_SECONDS = 1  # to hash rows
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
 
 
@@ -219,6 +222,26 @@ def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False)
     if not training or not hasattr(task, "augment"):
         return samples
     return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+
+
+def digest_rows(dataset: Any, task: Any) -> dict[str, str]:
+    """Hash the first 64, 128, 256, ... rows in an order that is spread over all, and all of them,
+    as many as a second allows: digests by the number of rows."""
+    rows, count = SampleDataset(dataset, task), len(dataset)
+    stride = max(int(count * 0.618), 1)  # any that has no common divisor with the count
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    digests, text, began = {}, "", time.monotonic()
+    for first in range(0, count, FINGERPRINT_ROWS):
+        places = range(first, min(first + FINGERPRINT_ROWS, count))
+        samples = rows.__getitems__([place * stride % count for place in places])
+        text = hashlib.sha256(f"{text} {hash_batch(dataset, task, samples)}".encode()).hexdigest()
+        read = places[-1] + 1
+        if read == count or math.log2(read / FINGERPRINT_ROWS).is_integer():
+            digests[str(read)] = text[:16]
+        if time.monotonic() - began > _SECONDS:
+            break
+    return digests
 
 
 def check_repeated(first: Any, second: Any) -> None:

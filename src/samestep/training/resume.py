@@ -40,14 +40,17 @@ class ResumePoint:
         if self.checkpoint:
             self.in_folder = self.checkpoint.resolve().parent == folder.resolve()
 
-    def compare(self, manifest: dict, accept: bool, effects: dict, defaults: dict) -> None:
+    def compare(
+        self, manifest: dict, accept: bool, effects: dict, defaults: dict, project: Path | None
+    ) -> None:
         """Note what has changed since the checkpoint; raise UserError for what must not change.
 
         manifest: that of this start. accept: whether changes of settings are accepted.
-        effects, defaults: of each setting, see checkpoints.check_settings.
+        effects, defaults: of each setting, see checkpoints.check_settings. project: the folder of
+        the program.
         """
         if self.checkpoint:
-            given = self.checkpoint, self.saved, manifest, accept, effects, defaults
+            given = self.checkpoint, self.saved, manifest, accept, effects, defaults, project
             self.changed, lines = provenance.compare(*given)
             self.remarks += lines
 

@@ -65,6 +65,7 @@ class Script:
         settings: dict, functions: dict[str, Callable | None],
     ):  # fmt: skip
         self.training, self.folder = training, training.folder
+        self.project = _folder_of_script()
         self.label = f"{self.folder}: "  # before lines of the library, among those of the script
         self.lock: run_folder.RunLock | None = None
         self.has_ended = False  # by an error, or since it was asked to stop
@@ -108,7 +109,7 @@ class Script:
         # Reading rows seeds it.
         drawn = provenance.short_hash(torch.get_rng_state().numpy().tobytes())
         with self.ranks.fail_together():
-            config = json.loads(json.dumps(settings, default=str))  # as it will be read
+            config = json.loads(json.dumps(_plain_setting("settings", settings)))  # as read later
             hashes = []
             for number in range(2):
                 seeds.seed_everything(number)
@@ -123,7 +124,7 @@ class Script:
         manifest = provenance.describe(
             config=config,
             data={"samples": len(rows), "fingerprint": hashes[0]},
-            code=provenance.script_code(),
+            code=consistency.hash_project(self.project),
             versions=provenance.versions(accelerator.mixed_precision, on_gpu),
         )
         facts = consistency.collect_facts(manifest, self.training.exact)
@@ -131,7 +132,10 @@ class Script:
         device = accelerator.device.type
         hardware = provenance.describe_hardware(self.ranks, device, manifest["hardware"])
         frozen = weights.frozen_digest(self.model)
-        return manifest | {"hardware": hardware, "frozen_weights": frozen}
+        manifest |= {"hardware": hardware, "frozen_weights": frozen}
+        if accelerator.is_main_process:  # the only one that compares
+            manifest["row_digests"] = samples.digest_rows(rows, self.task)
+        return manifest
 
     def describe_model(self, drawn: str) -> dict[str, str]:
         """Return what must be the same on all processes, since it was built by each.
@@ -161,7 +165,7 @@ class Script:
                 if not point.checkpoint:
                     checkpoints.check_none_saved(self.folder)
                 accepts = training.accept_changes or bool(replay)
-                point.compare(self.manifest, accepts, {}, {})
+                point.compare(self.manifest, accepts, {}, {}, self.project)
                 if point.in_folder:
                     point.best = point.saved.get("best")
                 point.write_running(self.folder)
@@ -231,6 +235,12 @@ def _end_in_one_line(run: Script) -> None:
         sys.exit(failures.report(error, program, output, in_script=True))
 
     sys.excepthook = say
+
+
+def _folder_of_script() -> Path | None:
+    """Return the folder of the program that runs; None in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).resolve().parent if file and os.path.isfile(file) else None
 
 
 def check_whole(least: int, **numbers: Any) -> None:
@@ -320,6 +330,26 @@ def _merge_settings(fixed: dict, settings: dict) -> dict:
                 "call it otherwise in settings"
             )
     return fixed | settings
+
+
+def _plain_setting(name: str, value: Any) -> Any:
+    """Return a setting as JSON has it; raise UserError for one that another start could not
+    compare: JSON has no tensors, and the text of a set differs from start to start."""
+    if isinstance(value, dict):
+        named = {str(key): entry for key, entry in value.items()}
+        return {key: _plain_setting(f"{name}.{key}", entry) for key, entry in named.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_setting(f"{name}.{i}", entry) for i, entry in enumerate(value)]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Path | torch.dtype | torch.device):
+        return str(value)
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise UserError(
+            f"{name} is a {type(value).__name__}; give a number, a text, or a list or dict of "
+            "these, such as sorted(...) of a set or tensor.tolist()"
+        )
+    return value
 
 
 def plain_values(values: dict[str, Any], reserved: tuple[str, ...]) -> dict[str, Any]:

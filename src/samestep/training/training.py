@@ -16,6 +16,7 @@ a script.
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +34,7 @@ from samestep.base.launching import STOPPED
 from samestep.processes import alike
 from samestep.processes.failures import Ended
 from samestep.report import speed, tracking
-from samestep.state import checkpoints, provenance
-from samestep.state.optimizers import settings_as_text
+from samestep.state import built, checkpoints, consistency, provenance
 from samestep.state.saver import Saver
 from samestep.state.weights import TrainingState
 from samestep.step import exact
@@ -108,6 +108,7 @@ class Training:
         self.rows = SampleDataset(rows, self.task, seed, run.mixture)
         self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
         self.exported = model  # what is evaluated and exported: an average of the weights may be
+        self.modules = 0  # that were loaded at the last save
         self.has_looked = False  # at what the first step changes
         self.step = 0  # the number of steps that are done
         self.scores: dict[str, float] | None = None  # of the newest step, once it is evaluated
@@ -141,12 +142,13 @@ class Training:
             prepared = self.accelerator, self.model, self.optimizer
             options = run.optimizer_settings, run.sets_lr
             state = TrainingState(*prepared, self.ranks.layout, *options)
-        self.manifest["optimizer"] = settings_as_text(state.settings)  # with those of schedulers
+        self.manifest |= built.describe(state)
         saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.lock, more=self.describe_lanes,
             keep=self.keep_checkpoints, keep_every=self.keep_every, in_background=self.async_save,
         )  # fmt: skip
         if point.checkpoint:
+            self.compare_built(state)
             saver.restore(point.checkpoint, point.saved)
             print_on_main(f"{run.label}{run.verb} {point.checkpoint}")
         else:
@@ -165,6 +167,17 @@ class Training:
             self.rows.dataset.begin(self.seed, self.plan.samples, samples, lanes)
         self.saver = saver  # not before: what fails half restored is restored again
         return self.step
+
+    def compare_built(self, state: TrainingState) -> None:
+        """Compare what this program has built with what the run of the checkpoint had."""
+        point, accepts = self.point, self.accept_changes or bool(self.replay)
+        with self.ranks.fail_together():
+            given = point.checkpoint, point.saved, self.manifest
+            changed = built.compare(*given, accepts, self.run.sets_lr)
+        state.changed = built.changed_schedulers(point.saved, self.manifest)
+        point.changed |= changed
+        for line in provenance.describe_changes(changed):
+            print_on_main(f"changed since the checkpoint: {line}")
 
     def describe_lanes(self) -> dict[str, list[int]]:
         """Return a manifest's entry about a stream: the last sample of each lane, of all ranks."""
@@ -359,6 +372,9 @@ class Training:
         if step == self.saver.step or self.replay:
             return
         self.write_line()  # all lines of a step before its checkpoint
+        if len(sys.modules) != self.modules:  # of the project some may be imported late
+            self.modules, code = len(sys.modules), self.manifest["code"]
+            code |= {**consistency.hash_project(self.run.project), **code}
         began = time.perf_counter()
         with self.meter.paused():
             entries = self.saver.save(step)

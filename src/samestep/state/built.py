@@ -1,0 +1,123 @@
+"""What a program has built, compared at a resume: groups of the optimizer, schedulers, rows.
+
+A setting that the library can see counts, whether or not the program has named it.
+"""
+
+import functools
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.base.errors import UserError
+from samestep.state.checkpoints import as_lines, differences
+from samestep.state.optimizers import bare_scheduler, is_scheduler, settings_as_text
+from samestep.state.provenance import short_hash
+from samestep.state.weights import TrainingState
+
+_DEPTH = 4  # of objects in objects, such as in the closure of a function
+
+
+def describe(state: TrainingState) -> dict[str, Any]:
+    """Return entries of all manifests: the settings of what was built, before the first step."""
+    entries: dict[str, Any] = {"optimizer": settings_as_text(state.settings)}
+    if state.layout.deepspeed:
+        return entries
+    groups = {f"group {i}": names for i, names in enumerate(state.groups)}
+    groups["those that train"] = state.trains
+    entries["weights"] = {
+        name: f"{len(names)} weights, {short_hash(repr(names).encode())}"
+        for name, names in groups.items()
+    }
+    schedulers = {name: each for name, each in state.others().items() if is_scheduler(each)}
+    entries["schedulers"] = {name: _settings_of(each) for name, each in schedulers.items()}
+    return entries
+
+
+def _settings_of(scheduler: Any) -> dict[str, str]:
+    """Return the settings of a scheduler as texts, by name."""
+    scheduler = bare_scheduler(scheduler)
+    named = {n: v for n, v in vars(scheduler).items() if n != "optimizer" and n[:1] != "_"}
+    kind = type(scheduler).__name__
+    named |= {n: v for n, v in vars(scheduler).items() if n == "_schedulers"}
+    return {f"{kind}.{name}": _as_text(value) for name, value in named.items()}
+
+
+def _as_text(value: Any, depth: int = 0) -> str:
+    """Write a value so that another text means another value: functions by their source, defaults,
+    closures and given arguments."""
+    if torch.is_tensor(value):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_as_text(entry, depth + 1) for entry in value)}]"
+    if isinstance(value, dict):
+        return f"{ {str(n): _as_text(entry, depth + 1) for n, entry in value.items()} }"
+    if isinstance(value, functools.partial):
+        given = [value.func, *value.args, value.keywords]
+        return f"partial {_as_text(given, depth + 1)}"
+    if isinstance(value, types.MethodType):
+        return f"{value.__func__.__qualname__} {_as_text(value.__self__, depth + 1)}"
+    if isinstance(value, types.FunctionType):
+        held = [*(value.__defaults__ or ()), value.__kwdefaults__ or {}]
+        held += [cell.cell_contents for cell in value.__closure__ or ()]
+        try:
+            source = inspect.getsource(value).strip()
+        except (OSError, TypeError):  # typed at a prompt
+            source = repr((value.__code__.co_code, value.__code__.co_names))
+        text = f"{source} {_as_text(held, depth + 1) if depth < _DEPTH else ''}"
+        return f"{value.__qualname__} {short_hash(text.encode())}"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | types.ModuleType | type):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if hasattr(value, "__dict__") and depth < _DEPTH:
+        kept = {n: v for n, v in vars(value).items() if n != "optimizer" and n[:1] != "_"}
+        return f"{type(value).__qualname__} {_as_text(kept, depth + 1)}"
+    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__qualname__
+
+
+def _flat(manifest: dict) -> dict[str, str]:
+    """Return what `describe` has written, by the names of lines."""
+    flat = {f"weights of {name}": text for name, text in manifest.get("weights", {}).items()}
+    for i, group in enumerate(manifest.get("optimizer", ())):
+        flat |= {f"optimizer group {i} {name}": text for name, text in group.items()}
+    for settings in manifest.get("schedulers", {}).values():
+        flat |= settings
+    return flat
+
+
+def compare(
+    path: Path | None, saved: dict, manifest: dict, accept: bool, sets_lr: bool
+) -> dict[str, list]:
+    """Return what is built in another way than in the run of a checkpoint, which has the manifest
+    `saved`; raise UserError unless that is accepted. sets_lr: whether the loop sets the rate."""
+    parts = [n for n in ("weights", "optimizer", "schedulers") if n in saved and n in manifest]
+    before, now = (_flat({n: each[n] for n in parts}) for each in (saved, manifest))
+    changed = differences(before, now)
+    known = {n: pair for n, pair in changed.items() if None not in pair}
+    if sets_lr:
+        known = {n: pair for n, pair in known.items() if not n.endswith((" lr", " initial_lr"))}
+    known = {n: pair for n, pair in known.items() if not n.endswith(" class")}  # see weights.load
+    known |= _compare_rows(saved, manifest)
+    if known and not accept:
+        raise UserError(
+            f"{path} was made with other settings ({'; '.join(as_lines(known))}); give the old "
+            "settings, or another folder, or accept_changes to resume with the new ones"
+        )
+    return known
+
+
+def changed_schedulers(saved: dict, manifest: dict) -> set[str]:
+    """Return the names of schedulers that have other settings than in a checkpoint."""
+    before, now = saved.get("schedulers", {}), manifest.get("schedulers", {})
+    return {name for name in now if before.get(name, now[name]) != now[name]}
+
+
+def _compare_rows(saved: dict, manifest: dict) -> dict[str, list]:
+    """Compare the digests of as many rows as both have."""
+    before, now = (each.get("row_digests", {}) for each in (saved, manifest))
+    if not (counts := before.keys() & now.keys()):
+        return {}
+    count = max(counts, key=int)
+    name = f"data, {int(count):,} of {manifest['data']['samples']:,} rows compared"
+    return differences({name: before[count]}, {name: now[count]})
