@@ -40,7 +40,10 @@ def test_a_difference_names_the_machines(changes, said):
 def test_devices_may_differ_but_not_with_exact():
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"hardware": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
-    manifest |= {"code": consistency.hash_project(ROOT / SOURCE), "library": "0123"}
+    manifest |= {
+        "code": consistency.hash_project(ROOT / SOURCE, consistency.OWN),
+        "library": "0123",
+    }
     facts = consistency.collect_facts(manifest, False)
     code = {name: facts.pop(name) for name in [*facts] if name.startswith("code ")}
     assert "code train.py" in code and facts.pop("library samestep") == "0123"
@@ -55,7 +58,7 @@ from pathlib import Path
 sys.path.insert(0, "elsewhere")
 from samestep.state import consistency
 manifest = {"hardware": {"python": "3.11.7"}, "data": {}, "config": {}, "library": "0123"}
-manifest["code"] = consistency.hash_project(Path.cwd())
+manifest["code"] = consistency.hash_project(Path.cwd(), consistency.OWN)
 print(json.dumps(consistency.collect_facts(manifest, False)))
 """
 # Texts of the program, of a module that it imports, and of one that it does not.

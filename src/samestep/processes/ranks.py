@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from samestep.base.errors import Failed, UserError, as_user_error
 from samestep.processes.mesh import Layout
+from samestep.processes.places import Places
 
 SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
 
@@ -31,6 +32,7 @@ class Ranks:
     def __init__(self, layout: Layout, timeout: int = 1800):
         self.layout, self.timeout = layout, timeout
         self.limit, self.group = datetime.timedelta(seconds=timeout), None
+        self.places = Places(layout.rank, layout.processes)
         if layout.processes > 1:
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
 

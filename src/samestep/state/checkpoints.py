@@ -134,6 +134,8 @@ def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
         raise ValueError(f"{name} is not visible to every process; the run folder must be shared")
     _write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
+    if catch(verify, final)[0]:
+        raise ValueError(f"{final} is a valid checkpoint of another start; give another folder")
     replace_folder(partial, final)
     fsync(final.parent.parent)  # where the first checkpoint has created the folder of all
     return final

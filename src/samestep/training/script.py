@@ -43,6 +43,7 @@ class Script:
     # What train.py's run has otherwise.
     optimizer_settings: list[dict] = []  # noqa: RUF012
     sets_lr = False  # whether the loop sets the learning rate of each step
+    sets_modes = False  # whether parts that are frozen are put in eval mode
     mixture = None
     verb = "continuing from"
     shows_lines = False  # a script prints what it likes
@@ -271,6 +272,11 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
         raise UserError(
             "Training takes what accelerator.prepare(model, optimizer) returns; prepare the model "
             "and the optimizer, and no dataloader"
+        )
+    if len(accelerator._optimizers) > 1:
+        raise UserError(
+            "a second optimizer is prepared, and no checkpoint would hold it: write one class that "
+            "makes the steps of both, as MuonAdamW in docs/cookbook.md, and prepare that"
         )
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):

@@ -240,13 +240,16 @@ class Training:
                 workers=self.num_workers, device=self.accelerator.device,
                 requested=self.requested, waiting=self.waiting,
             )  # fmt: skip
-            if not bare_model(self.accelerator, self.model).training:
+            is_training = bare_model(self.accelerator, self.model).training
+            if not is_training:
                 print_on_main("the model was in eval mode; now all of it is in train mode")
+            if not is_training or self.run.sets_modes:
                 self.model.train()
             self.meter.start()
             self.loader.prefetch()
             for number in range(begin + 1, begin + left + 1):
                 log.start_step(number)
+                self.ranks.places.start_step(number)
                 self.current = self.next_step(number, last=number == max_steps)
                 seed_micro_batch(self.seed, number, BEFORE)
                 try:
@@ -371,6 +374,7 @@ class Training:
         assert self.saver
         if step == self.saver.step or self.replay:
             return
+        self.ranks.places.meet("training.save()", step)
         self.write_line()  # all lines of a step before its checkpoint
         if len(sys.modules) != self.modules:  # of the project some may be imported late
             self.modules, code = len(sys.modules), self.manifest["code"]
@@ -408,6 +412,7 @@ class Training:
         """
         self.resume()
         step = self.complete()
+        self.ranks.places.meet("an evaluation", step)
         self.write_line()
         requested = self.requested
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
