@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
 
     # Checkpoints, and weights that are sharded
     from samestep.state.tensor_files import TensorReader as TensorReader
+    from samestep.processes.sharding import send_weights as send_weights
     from samestep.processes.sharding import full_tensor as full_tensor
     from samestep.processes.sharding import local as local
 

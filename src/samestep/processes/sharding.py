@@ -77,6 +77,20 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
     model._tp_size = layout.tp  # accelerate asks for it
 
 
+def send_weights(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Give all processes the weights and buffers that the main process has built.
+
+    For a script of one's own under FSDP2, before accelerator.prepare: FSDP2 takes each part of a
+    weight from the process that keeps it. All processes must call it.
+    """
+    if accelerator.num_processes > 1:
+        for values in (*model.parameters(), *model.buffers()):
+            on_device = values.detach().to(accelerator.device)
+            dist.broadcast(on_device, 0)
+            values.data.copy_(on_device)
+    accelerator.has_sent_weights = True  # type: ignore[attr-defined]
+
+
 def split_by_kind(optimizer: torch.optim.Optimizer) -> None:
     """Keeps DTensors and other tensors in parameter groups apart, as fused optimizers need it:
     tensor parallelism splits some weights of a group, and not others. See full_groups."""
@@ -143,9 +157,11 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     places = {name: i for i, name in enumerate(trained)}
     for prefix, module in fsdp_modules(model):
-        module.unshard()  # its own weights are no DTensors now, but those that autograd sees
+        module.reshard()
+        sharded = {*module.parameters()}
+        module.unshard()  # its own weights are others now, which autograd sees
         for name, weight in module.named_parameters(prefix):  # type: ignore[attr-defined]
-            if name in places and not is_dtensor(weight):
+            if name in places and weight not in sharded:
                 place = places.pop(name)
 
                 def count(_, place=place):

@@ -142,13 +142,28 @@ class Script:
         """Return what must be the same on all processes, since it was built by each.
 
         The weights of DDP are those of process 0. FSDP takes each part from the process that keeps
-        it: if all have drawn the same numbers, they have the same weights.
+        it: if all have drawn the same numbers since they were seeded, they have the same weights.
         """
         form = provenance.short_hash(repr(form_of(self.model)).encode())
         facts = {"model (names and shapes of its weights)": form}
-        plugin = getattr(self.training.accelerator.state, "fsdp_plugin", None)
-        if self.ranks.layout.fsdp and not plugin.cpu_ram_efficient_loading:
-            facts["random state (call set_seed before the model is built)"] = drawn
+        accelerator = self.training.accelerator
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        sends = hasattr(accelerator, "has_sent_weights") or not self.ranks.layout.fsdp
+        if sends or plugin.cpu_ram_efficient_loading:
+            return facts
+        seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        fresh = provenance.short_hash(seeded.numpy().tobytes()) == drawn
+        is_read = getattr(self.model, "name_or_path", "")  # by from_pretrained, and not drawn
+        if self.ranks.layout.processes > 1 and not is_read:
+            problem = (
+                "under FSDP2 each process keeps parts of the weights that it has built, and it is "
+                "not known that all have built the same: call samestep.send_weights(accelerator, "
+                "model) before accelerator.prepare"
+            )
+            if fresh:  # nothing was drawn since the seed was set
+                raise UserError(f"{problem}, or set_seed before the model is built")
+            print_on_main(f"warning: {problem}")
+        facts["random state (call set_seed before the model is built)"] = drawn
         return facts
 
     def check_state(self, training: Any) -> None:
@@ -285,6 +300,13 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
         raise UserError("Training works with fsdp_version: 2; this is FSDP of version 1")
     if layout_of_accelerator(accelerator).replica_size > 1:
         raise UserError("Training works with DDP and FSDP2, not with tensor or context parallelism")
+    config = getattr(bare_model(accelerator, model), "config", None)
+    config = getattr(config, "distributed_config", None)
+    if any((getattr(config, name, 1) or 1) > 1 for name in ("tp_size", "pp_size")):
+        raise UserError(
+            "Training works with fsdp_size and ep_size of a DistributedConfig, not with tp_size or "
+            "pp_size, whose processes need the same rows: leave them out"
+        )
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy if kind == "FSDP" else None
     dtypes = {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} if policy else set()
     if dtypes - {None, torch.float32} or (policy and accelerator.mixed_precision == "fp16"):

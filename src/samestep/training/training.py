@@ -155,6 +155,7 @@ class Training:
             with self.ranks.fail_together():
                 if saver.main:  # AdamW will keep two moments of each weight
                     checkpoints.check_disk_space(saver.folder, 3 * run.trained_bytes)
+        alike.check_alike(self.ranks, self.model, "at the start")
         self.step, samples = saver.step, saver.samples(saver.step)
         history = provenance.extend_history(point.saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
