@@ -1,7 +1,7 @@
 """packing.py: states of schedulers and other objects come back bit for bit, through JSON."""
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,9 +76,9 @@ def test_a_scheduler_and_an_average_come_back_bit_for_bit(tmp_path, name, kind):
     whole = train(build(make, kind), 0, 16)
     state = build(make, kind)
     assert train(state, 0, 9) == whole[:9]
-    tensors, others = state.collect()
+    tensors, entries = state.collect()
     tensor_files.write_share(tensor_files.take_share(tensors, ONE), tmp_path)
-    about = {"optimizer": optimizers.settings_as_text(state.settings), "others": others}
+    about = {"optimizer": optimizers.settings_as_text(state.settings), **entries}
     saved = json.loads(json.dumps(about | {"hardware": {"processes": 1}}))
     state = build(make, kind)
     state.load(tmp_path, saved, saved)
@@ -90,16 +90,20 @@ def test_what_is_packed_is_what_comes_back():
         "none": None, "flag": True, "text": "a\ud800", "big": 2**80, "tiny": -0.0, 3: (1.5, [2]),
         (1, "a"): {}, "counts": Counter([3, 7, 7]), "inf": float("-inf"), "numpy": np.float32(0.1),
         "weights": torch.arange(3.0), 1: torch.ones(2), "1": torch.zeros(2),
+        "queue": deque([1, torch.ones(1)]), "set": {3, "a"}, "bytes": b"\xff", "complex": 1 - 2j,
+        "array": np.arange(2.0), "generator": torch.Generator().manual_seed(7).get_state(),
     }  # fmt: skip
     packed, tensors = packing.pack(state, "x")
-    assert {*tensors} == {*packing.tensor_names(packed)} == {"x.weights", "x.1", "x.1'"}
+    assert {*tensors} == {*packing.tensor_names(packed)} == {
+        "x.weights", "x.1", "x.1'", "x.queue.1", "x.array", "x.generator"
+    }  # fmt: skip
     found = packing.unpack(json.loads(json.dumps(packed)), tensors)
     assert [repr(each) for each in found] == [repr(each) for each in state]
     state["numpy"] = state["numpy"].item()
     assert repr(found) == repr(state) and type(found["counts"]) is Counter
 
 
-@pytest.mark.parametrize("value", [{1}, b"", object(), 1j, np.zeros(2), torch.float32])
+@pytest.mark.parametrize("value", [object(), np.array(["a"]), torch.float32])
 def test_what_cannot_be_packed_is_named(value):
     with pytest.raises(ValueError, match=r"^registered.0.bag.0 is a \w+; a checkpoint holds"):
         packing.pack({"bag": [value]}, "registered.0")

@@ -6,12 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from samestep.state import state_hash
 
 SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
 DTYPES = {"model.b": torch.float64, "model.c": torch.bfloat16}
+
+
+MANIFEST = {"step": 3, "samples": 24, "others": {"group.0": 1}}
 
 
 def tensors():
@@ -51,7 +55,7 @@ def hash_of(folder, files, shares=1):
         own = state_hash.hash_tensors(folder, files, share, shares)
         assert not own.keys() & found.keys()
         found |= own
-    return found, state_hash.state_of(found)
+    return found, state_hash.state_of(found, MANIFEST)
 
 
 @pytest.mark.parametrize("cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2}])
@@ -61,13 +65,52 @@ def test_a_state_has_one_hash_however_it_is_cut(tmp_path, cuts, shares):
     found, state = hash_of(tmp_path / "run", write(tmp_path / "run", whole, cuts), shares)
     expected = {}
     for name, values in whole.items():
-        if not name.startswith("registered."):
-            content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-            dtype = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}[str(values.dtype)[6:]]
-            expected[name] = [dtype, [*values.shape], hashlib.sha256(content).hexdigest()]
+        content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}[str(values.dtype)[6:]]
+        expected[name] = [dtype, [*values.shape], hashlib.sha256(content).hexdigest()]
     assert found == expected
-    text = json.dumps(dict(sorted(expected.items())))
+    entries = [[name, name.partition(".")[0], *expected[name]] for name in sorted(expected)]
+    rest = {"others": {"group.0": 1}, "step": 3, "samples": 24}
+    rest |= dict.fromkeys(("lanes", "trains", "added_groups"))
+    text = json.dumps([entries, rest], sort_keys=True)
     assert state == hashlib.sha256(text.encode()).hexdigest()
+    del expected["registered.0.n"]  # the first version counted weights and moments alone
+    text = json.dumps(dict(sorted(expected.items())))
+    first = state_hash.state_of(found, MANIFEST, version=1)
+    assert first == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_what_is_state_counts_and_numbers_that_may_differ_between_processes_do_not():
+    scheduler = {"dict": [["last_epoch", 3], ["gamma", 0.5]]}
+    others = {"registered.0": {"dict": [["calls", 3], ["name", "a"]]}, "registered.1": scheduler}
+    others |= {"attribute.model.calls": 3, "attribute.model.rate": 0.5, "group.0": {"dict": []}}
+    base = MANIFEST | {"others": others, "hashed_attributes": ["model.rate"]}
+    state = state_hash.state_of({}, base)
+    for name, value, counts in [
+        ("attribute.model.calls", 4, False),
+        ("attribute.model.rate", 0.6, True),
+        ("registered.0", {"dict": [["calls", 4], ["name", "a"]]}, False),
+        ("registered.0", {"dict": [["calls", 3], ["name", "b"]]}, True),
+        ("registered.1", {"dict": [["last_epoch", 3], ["gamma", 0.6]]}, True),
+        ("group.0", {"dict": [["lr", 0.1]]}, True),
+    ]:
+        changed = base | {"others": others | {name: value}}
+        assert (state_hash.state_of({}, changed) != state) == counts, name
+    for name, value in (("step", 4), ("samples", 25), ("trains", ["a"]), ("lanes", [1])):
+        assert state_hash.state_of({}, base | {name: value}) != state
+
+
+def test_parts_that_do_not_tile_their_tensor_are_refused(tmp_path):
+    """A resumed run would keep its first values in the gap."""
+    files = write(tmp_path / "run", tensors(), {"model.a": 0})
+    path = tmp_path / "run" / "rank-00001.safetensors"
+    with safe_open(path, "pt") as opened:
+        parts = {name: opened.get_tensor(name) for name in opened.keys()}
+        places = json.loads(opened.metadata()[state_hash.PLACES])
+    places["model.a"]["saved_offsets"] = [0, 0]
+    save_file(parts, path, {state_hash.PLACES: json.dumps(places)})
+    with pytest.raises(ValueError, match="do not make whole tensors"):
+        hash_of(tmp_path / "run", files)
 
 
 def test_each_value_shape_and_name_counts(tmp_path):
@@ -97,4 +140,4 @@ def test_the_chain_names_all_entries_before(tmp_path):
     assert len({each["previous"] for each in entries}) == 3
     assert state_hash.chain_hash({"step": 3, "state": "", "previous": ""}) == ""
     alone = SimpleNamespace()  # DeepSpeed's files have no hash, and nothing is asked
-    assert state_hash.describe_state(tmp_path, [], alone) == {"state": ""}
+    assert state_hash.describe_state(tmp_path, [], alone, {}) == {"state": ""}

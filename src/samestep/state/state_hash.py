@@ -113,23 +113,23 @@ def rest_of(manifest: dict) -> dict[str, Any]:
     others = {}
     for name, packed in manifest.get("others", {}).items():
         if name.startswith("registered."):  # it may count the calls of its process
-            others[name] = _without_numbers(packed)
+            others[name] = without_numbers(packed)
         elif not name.startswith("attribute.") or name in hashed:
             others[name] = packed
     names = ("step", "samples", "lanes", "trains", "added_groups")
     return {"others": others, **{name: manifest.get(name) for name in names}}
 
 
-def _without_numbers(packed: Any) -> Any:
+def without_numbers(packed: Any) -> Any:
     """Return a packed state with None in place of its numbers, unless a torch scheduler has them:
     these have `last_epoch`."""
     if isinstance(packed, dict):
         ((kind, value),) = packed.items()
         if kind == "dict" and any(key == "last_epoch" for key, _ in value):
             return packed
-        return {kind: _without_numbers(value)}
+        return {kind: without_numbers(value)}
     if isinstance(packed, list):
-        return [_without_numbers(entry) for entry in packed]
+        return [without_numbers(entry) for entry in packed]
     is_number = isinstance(packed, int | float) and not isinstance(packed, bool)
     return None if is_number else packed
 

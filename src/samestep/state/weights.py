@@ -333,7 +333,7 @@ class TrainingState:
         """
         before, now = saved["optimizer"], settings_as_text(self.settings)
         kinds = [" and ".join(group["class"] for group in groups) for groups in (before, now)]
-        if kinds[0] != kinds[1]:
+        if {group["class"] for group in before} != {group["class"] for group in now}:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
@@ -354,7 +354,8 @@ class TrainingState:
             self.bare_optimizer().add_param_group({"params": weights})
         self.load_moments(reader)
         self.bare_optimizer().state.update(others.get("optimizer", {}))
-        for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
+        groups = full_groups(self.optimizer.param_groups)
+        for i, parts in enumerate(groups if len(before) == len(now) else ()):
             for key, value in others.get(f"group.{i}", {}).items():
                 if i < len(before) and self.keeps(i, key, before[i].get(key) != now[i].get(key)):
                     continue
@@ -399,6 +400,10 @@ class TrainingState:
         for name, parameter in self.parameters().items():
             if "trains" in saved:  # other weights than at the start
                 parameter.requires_grad_(name in saved["trains"])
+        for name, (module, own) in _owners_left_out(bare).items():
+            shape, buffer = reader.shapes.get(f"model.{name}"), module._buffers[own]
+            if shape is not None and buffer is not None and shape != buffer.shape:  # a cache grows
+                module._buffers[own] = buffer.new_empty(shape)
         tensors = {}
         for name, values in (_state_of(bare) | (left_out := _buffers_left_out(bare))).items():
             # What came with the model is in no checkpoint, unless a step has changed it.
@@ -466,14 +471,21 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
         )
 
 
+def _owners_left_out(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Return the modules that leave a buffer out of the state_dict, by the buffer's name."""
+    owners = {}
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_buffers(prefix, recurse=False):
+            own = name.rpartition(".")[2]
+            if own in module._non_persistent_buffers_set:
+                owners[bare_name(name)] = module, own
+    return owners
+
+
 def _buffers_left_out(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model leaves out of its state_dict, by name."""
-    buffers = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] in module._non_persistent_buffers_set:
-                buffers[bare_name(name)] = buffer
-    return buffers
+    owners = _owners_left_out(model).items()
+    return {name: module._buffers[own] for name, (module, own) in owners}  # type: ignore[misc]
 
 
 def _form_of(model: torch.nn.Module) -> list[tuple]:

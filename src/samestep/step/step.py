@@ -153,6 +153,8 @@ class Step:
         The next step of the optimizer changes nothing if the norm is not finite, or no item is in
         the loss.
         """
+        if not max_norm >= 0:
+            raise UserError(f"step.clip({max_norm}) would turn the gradient; give a norm, or 0")
         self.check_order("added up", "step.clip")
         run = self.run
         self.norm = run.gradients.clip(max_norm)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
-from samestep.state import inventory
+from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.loader import MicroBatch
@@ -37,10 +37,12 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
-    before = _registered_states(run)
+    before, put_back = _registered_states(run), run.saver.state.keep()
+    if run.prepared != [p.requires_grad for p in run.model.parameters()]:
+        run.model.require_backward_grad_sync = False  # DDP would wait for weights that do not train
     with keep_modes(run.model), eager(run.model):
         if not (run.ranks.layout.deepspeed or getattr(run.model, "static_graph", False)):
-            yield from _try_twice(run, step, rows)
+            yield from _try_twice(run, step, rows, put_back)
         run.model.eval()
         with run.run.trial_mode():
             first = together = yield from try_batch(run, step, rows)
@@ -59,6 +61,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
             "the loop over the batches changes a scheduler, or what is registered for checkpoints: "
             "it runs once for each batch, and before the first step; do that after the loop"
         )
+    put_back()
     if alone:
         _compare(run, together, alone)
     _say(run, first, len(choose(samples, run.plan)))
@@ -67,7 +70,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
         sharding.reshard(run.model)
 
 
-def _try_twice(run: Any, step: Step, rows: list[tuple]) -> Iterator[Any]:
+def _try_twice(
+    run: Any, step: Step, rows: list[tuple], put_back: Callable[[], None]
+) -> Iterator[Any]:
     """Give a batch to the body of the loop twice, in train mode, with the same seed, after all that
     a checkpoint holds was put back. What is other then is the loop's own, and would be lost.
 
@@ -75,7 +80,7 @@ def _try_twice(run: Any, step: Step, rows: list[tuple]) -> Iterator[Any]:
     pass (pytorch/pytorch#44326), and rounds in another way with others: a resumed run has the same.
     """
     state, model = run.saver.state, run.model
-    put_back, waits = state.keep(), not getattr(model, "find_unused_parameters", False)
+    waits = not getattr(model, "find_unused_parameters", False)
     with trial.nothing_changes(model, put_back), trial.without_exchange(model):
         before = _changeable(state)
         first = yield from try_batch(run, step, rows)
@@ -94,7 +99,8 @@ def _try_twice(run: Any, step: Step, rows: list[tuple]) -> Iterator[Any]:
     is_state = yield from _find_state(run, step, rows, values, second, put_back)
     state.inventory.results |= tensors - is_state
     _note_moved(run, moved, is_state)
-    if isinstance(model, DistributedDataParallel) and run.run.tries_backward and waits:
+    exchanges = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+    if exchanges and run.run.tries_backward and waits:
         with trial.nothing_changes(model, put_back):
             yield from try_batch(run, step, rows)
 
@@ -281,4 +287,5 @@ def _registered_states(run: Any) -> tuple[str, str]:
     if run.ranks.layout.deepspeed:
         return "", ""
     packed, tensors = run.saver.state.pack_registered()
+    packed = {name: state_hash.without_numbers(state) for name, state in packed.items()}
     return repr(packed), alike.hash_bits([*tensors.values()])

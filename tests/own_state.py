@@ -1,0 +1,515 @@
+"""A script of one's own whose steps change what is no weight: own_state.py KIND FOLDER STEPS.
+
+Each kind is a class: what differs from the plain loop. See test_changes.py.
+"""
+
+import hashlib
+import random
+import sys
+import time
+from collections import deque
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.nn.utils import prune
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from samestep import Training
+
+
+class Kind:
+    """The plain loop, and what a kind may change."""
+
+    exact, depend, settings = False, False, {}  # noqa: RUF012
+
+    def __init__(self):
+        self.inner = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+        self.inner.append(torch.nn.Linear(8, 1))
+
+    def model(self):
+        return self.inner
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def prepared(self):
+        """Register what has a state."""
+
+    def before(self, step): ...
+
+    def loss(self, model, x, y):
+        return (model(x) - y).square().sum()
+
+    def after(self, step): ...
+
+
+class Net(torch.nn.Module):
+    """A model around the inner one, with more attributes."""
+
+    def __init__(self, inner, **values):
+        super().__init__()
+        self.inner = inner
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+# ---- What a forward pass changes -----------------------------------------------------------------
+
+
+class Count(Net):  # a warm-up inside the model
+    def forward(self, x):
+        self.calls += self.training
+        return self.inner(x) * min(1, 0.05 * self.calls)
+
+
+class Queue(Net):  # keys of before, in an attribute
+    def forward(self, x):
+        y = self.inner(x) + self.queue.mean()
+        if self.training:
+            self.queue = torch.cat([y.detach().flatten(), self.queue])[:6]
+        return y
+
+
+class Kept(Net):  # activations that a hook keeps, and an auxiliary loss: results
+    def forward(self, x):
+        self.hidden = self.inner[0](x)
+        self.losses = {"aux": self.hidden.square().mean()}
+        return self.inner[2](self.hidden.tanh()) + 0 * self.losses["aux"]
+
+
+class Noisy(Net):  # noise from a generator of the model's own
+    def forward(self, x):
+        draw = torch.randn(1, generator=self.noise) if self.training else torch.zeros(1)
+        return self.inner(x) + 0.1 * draw
+
+
+class Rotary(Net):  # a cache that grows with the longest row, as in transformers
+    def __init__(self, inner):
+        super().__init__(inner, longest=0)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.longest:
+            self.longest = len(x)
+            self.cache = torch.arange(len(x) + 0.0)
+        return self.inner(x) + 0 * self.cache[: len(x), None]
+
+
+class Observer(Net):  # a running mean in a buffer that no state_dict has
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.inner(x - self.mean)
+
+
+class Codebook(Net):
+    def forward(self, x):
+        if self.training:
+            self.code.data.lerp_(x.mean(0), 0.1)
+        return self.inner(x - self.code.detach())
+
+
+def wrapped(net, **values):
+    """A kind with this model."""
+
+    class Wrapped(Kind):
+        def model(self):
+            fresh = {name: value() for name, value in values.items()}
+            return net(self.inner, **fresh)
+
+    return Wrapped
+
+
+count, queue = wrapped(Count, calls=int), wrapped(Queue, queue=lambda: torch.zeros(6))
+kept, rotary, observer = wrapped(Kept, hidden=type(None)), wrapped(Rotary), wrapped(Observer)
+noisy = wrapped(Noisy, noise=lambda: torch.Generator().manual_seed(3))
+codebook = wrapped(Codebook, code=lambda: torch.nn.Parameter(torch.zeros(4), requires_grad=False))
+
+
+# ---- What the body changes after the batches -----------------------------------------------------
+
+
+class teacher(Kind):  # noqa: N801
+    """A momentum teacher inside the model."""
+
+    def model(self):
+        copy = torch.nn.Linear(4, 1).requires_grad_(False)
+        return Net(self.inner, teacher=copy)
+
+    def loss(self, model, x, y):
+        teacher = bare.teacher(x)
+        return super().loss(model, x, y) + (model(x) - teacher).square().sum()
+
+    def after(self, step):
+        bare.teacher.weight.lerp_(bare.inner[0].weight[:1], 0.2)
+
+
+class hidden_teacher(teacher):  # noqa: N801
+    """In a list, so that no state_dict has it."""
+
+    def model(self):
+        return Net(self.inner, teachers=[torch.nn.Linear(4, 1).requires_grad_(False)])
+
+    def loss(self, model, x, y):
+        return Kind.loss(self, model, x, y) + (model(x) - bare.teachers[0](x)).square().sum()
+
+    def after(self, step):
+        bare.teachers[0].weight.lerp_(bare.inner[0].weight[:1], 0.2)
+
+
+class rate(Kind):  # noqa: N801
+    """A rate of dropout that falls at one step."""
+
+    def model(self):
+        return Net(torch.nn.Sequential(torch.nn.Dropout(0.5), *self.inner))
+
+    def after(self, step):
+        if step.number == 2:
+            bare.inner[0].p = 0.1
+
+
+class history(Kind):  # noqa: N801
+    """Norms of before, in a deque of the model; a generator of Python's and one of NumPy's."""
+
+    def model(self):
+        more = {"random": random.Random(3), "numpy": np.random.default_rng(3)}
+        return Net(self.inner, norms=deque(maxlen=3), **more)
+
+    def before(self, step):
+        self.scale = 1 + 0.1 * sum(bare.norms) * bare.numpy.random()
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * self.scale
+
+    def after(self, step):
+        bare.norms.append(round(float(step.norm), 3) * bare.random.random())
+
+
+class experiment(Kind):  # noqa: N801
+    """Counters and times of a script's own, registered and not: harmless."""
+
+    def prepared(self):
+        self.steps, self.began = 0, time.time()
+        accelerator.register_for_checkpointing(self)
+
+    def state_dict(self):
+        return {"steps": self.steps, "seconds": time.time() - self.began}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+    def after(self, step):
+        self.steps += 1
+        bare.updates = step.number
+
+
+class outside_draws(Kind):  # noqa: N801
+    """What is drawn before and after the batches."""
+
+    def before(self, step):
+        self.mix = 0.5 + torch.rand(()).item() + np.random.rand() + random.random()
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * self.mix
+
+    def after(self, step):
+        if step.number % 2:
+            training.evaluate(rows, lambda m, b: {"n": m(b[0]).sum()})
+        bare[0].weight.data.add_(0.01 * torch.randn(8, 4))
+
+
+# ---- Which weights train -------------------------------------------------------------------------
+
+
+class unfreeze(Kind):  # noqa: N801
+    def model(self):
+        self.inner[0].requires_grad_(False)
+        return self.inner
+
+    def before(self, step):
+        if step.number == 3:
+            bare[0].requires_grad_(True)
+
+
+class freeze(Kind):  # noqa: N801
+    def before(self, step):
+        if step.number == 3:
+            bare[0].requires_grad_(False)
+
+
+class turns(Kind):  # noqa: N801
+    """Halves in turn."""
+
+    def before(self, step):
+        bare[0].requires_grad_(step.number % 2 == 0)
+        bare[2].requires_grad_(step.number % 2 == 1)
+
+
+class joins(unfreeze):  # noqa: N801
+    """A layer joins the optimizer at a step."""
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+
+    def before(self, step):
+        if step.number == 3:
+            bare[0].requires_grad_(True)
+            optimizer.optimizer.add_param_group({"params": [*bare[0].parameters()], "lr": 3e-3})
+
+
+# ---- What an optimizer and a scheduler keep ------------------------------------------------------
+
+
+class Own(torch.optim.Optimizer):
+    """SGD whose rate falls by a count in its state, one of its own, and one of the group."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "k": 0})
+        self.n, self.seen = 0, []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        state = self.state["all"]
+        state["mean"] = 0.9 * state.get("mean", torch.zeros(())) + 0.1
+        self.n += 1
+        self.seen = [*self.seen, float(self.n)][-3:]
+        for group in self.param_groups:
+            group["k"] += 1
+            scale = group["lr"] / (1 + self.n + group["k"] + state["mean"] + sum(self.seen))
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(scale * p.grad)
+
+
+class own_optimizer(Kind):  # noqa: N801
+    def optimizer(self, model):
+        return Own(model.parameters())
+
+
+class odd_moment(Kind):  # noqa: N801
+    """A list in the optimizer's state of a weight."""
+
+    def after(self, step):
+        optimizer.state[bare[0].weight]["GG"] = [torch.ones(1)]
+
+
+class complex_moment(Kind):  # noqa: N801
+    def after(self, step):
+        optimizer.state[bare[0].weight]["phase"] = torch.ones(1, dtype=torch.complex128)
+
+
+class plateau(Kind):  # noqa: N801
+    """A scheduler that follows a loss."""
+
+    def prepared(self):
+        self.scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        accelerator.register_for_checkpointing(self.scheduler)
+
+    def after(self, step):
+        self.scheduler.step(1.0)
+
+
+class lost_plateau(plateau):  # noqa: N801
+    def prepared(self):
+        self.scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+class by_hand(Kind):  # noqa: N801
+    """A scheduler written by hand, which nobody saves."""
+
+    def prepared(self):
+        self.held, self.n = optimizer, 0
+
+    def after(self, step):
+        self.n += 1
+        self.held.param_groups[0]["lr"] = 1e-2 / self.n
+
+
+class cosine(Kind):  # noqa: N801
+    total = 6
+
+    def prepared(self):
+        self.scheduler = accelerator.prepare(CosineAnnealingLR(optimizer.optimizer, self.total))
+
+    def after(self, step):
+        self.scheduler.step()
+
+
+class longer_cosine(cosine):  # noqa: N801
+    total = 12
+
+
+class lambdas(cosine):  # noqa: N801
+    base = 0.9
+
+    def prepared(self):
+        base = self.base
+        self.scheduler = LambdaLR(optimizer.optimizer, lambda n: base**n)
+        accelerator.register_for_checkpointing(self.scheduler)
+
+
+class other_lambdas(lambdas):  # noqa: N801
+    base = 0.8
+
+
+class other_rate(Kind):  # noqa: N801
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=2e-2)
+
+
+class other_groups(Kind):  # noqa: N801
+    def optimizer(self, model):
+        first, *others = model.parameters()
+        return torch.optim.AdamW([{"params": others}, {"params": [first]}], lr=1e-2)
+
+
+class other_row(Kind):  # noqa: N801
+    pass
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+class baseline(Kind):  # noqa: N801
+    """A running mean of the loop's own, beside dropout."""
+
+    depend, mean = True, 0.0
+
+    def loss(self, model, x, y):
+        loss = super().loss(model, x, y)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss * (1 + self.mean + 0 * torch.rand(()).item())
+
+
+class own_queue(Kind):  # noqa: N801
+    """Rows of before, kept by the loop."""
+
+    depend, rows = True, torch.zeros(2, 4)
+
+    def loss(self, model, x, y):
+        loss = super().loss(model, x, y) + model(self.rows).sum()
+        self.rows = x[:2].clone()
+        return loss
+
+
+class own_numpy(Kind):  # noqa: N801
+    draw = np.random.default_rng(3)
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * (1 + self.draw.random()) + 0 * torch.randn(()).item()
+
+
+class outside(Kind):  # noqa: N801
+    """A temperature that is no part of the model."""
+
+    scale = torch.nn.Parameter(torch.ones(()))
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * self.scale
+
+
+class outside_tensor(outside):  # noqa: N801
+    scale = torch.ones((), requires_grad=True)
+
+
+class penalty(Kind):  # noqa: N801
+    """A gradient penalty: the inputs have gradients, and that is right."""
+
+    def loss(self, model, x, y):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return super().loss(model, x.detach(), y) + slope.square().sum()
+
+
+class forgotten(Kind):  # noqa: N801
+    def optimizer(self, model):
+        return torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+
+
+class pruned(Kind):  # noqa: N801
+    def after(self, step):
+        if step.number == 2:
+            prune.l1_unstructured(bare[0], "weight", 0.5)
+
+
+class still(Kind):  # noqa: N801
+    def after(self, step):
+        if step.number == 2:
+            bare.eval()
+
+
+class second_optimizer(Kind):  # noqa: N801
+    def prepared(self):
+        accelerator.prepare(torch.optim.SGD(bare.parameters(), lr=1e-3))
+
+
+class set_setting(Kind):  # noqa: N801
+    settings = {"words": {"a", "b"}}  # noqa: RUF012
+
+
+class tensor_setting(Kind):  # noqa: N801
+    settings = {"weights": {"of": [torch.ones(2)]}}  # noqa: RUF012
+
+
+class nan_setting(Kind):  # noqa: N801
+    settings = {"threshold": float("nan")}  # noqa: RUF012
+
+
+class average(Kind):  # noqa: N801
+    """A meter of the losses of this process, registered: it differs between processes."""
+
+    mean = torch.zeros(())
+
+    def prepared(self):
+        accelerator.register_for_checkpointing(self)
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+    def after(self, step):
+        self.mean = step.losses[-1] * 0.5
+
+
+kind, folder, steps, *options = sys.argv[1:]
+accelerator = Accelerator()
+set_seed(0)
+this = globals()[kind]()
+x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+if kind == "other_row":
+    x[1] += 1  # none of the 64 that are read first
+rows = TensorDataset(x, x.sum(1, keepdim=True))
+model = this.model()
+optimizer = this.optimizer(model)
+model, optimizer = accelerator.prepare(model, optimizer)
+bare = accelerator.unwrap_model(model)
+this.prepared()
+training = Training(
+    accelerator, model, optimizer, rows, folder=folder, seed=0, global_batch_size=12,
+    micro_batch_size=2, exact="exact" in options, rows_depend=this.depend, keep_checkpoints=0,
+    settings=this.settings, accept_changes="accept" in options,
+)  # fmt: skip
+for step in training.steps(int(steps), save_every=2):
+    this.before(step)
+    for batch in step:
+        with accelerator.accumulate(model):
+            step.backward(lambda batch=batch: this.loss(model, *batch))
+    step.clip(1.0)
+    optimizer.step()
+    with torch.no_grad():
+        this.after(step)
+content = b"".join(p.detach().numpy().tobytes() for p in bare.parameters())
+print("loss", step.loss, "rate", optimizer.param_groups[0]["lr"])
+print("SHA", hashlib.sha256(content).hexdigest()[:16], flush=True)
