@@ -1,7 +1,7 @@
 """The key of prepared data: fields of the task, the project's code, and the files of rows.
 
-An edit of prepare_data, or of another module of the project, prepares data anew; one of loss_sum
-does not.
+The code is task.py without the functions that only training calls, and every other .py file of the
+project but train.py and tests. Where one of these functions is named elsewhere, all of it counts.
 """
 
 import ast
@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 from pydantic_core import to_jsonable_python
@@ -76,58 +76,31 @@ def _library_code() -> str:
 
 
 def code_of(task: Any) -> dict[str, str]:
-    """Digests of the project's code that shapes rows, and the constants of task.py that it reads.
-
-    This is task.py without the functions that only training calls, and every other .py file of the
-    project but train.py and tests. All of task.py counts where its other code reads one of these
-    functions, or another file imports task.py.
-    """
+    """Digests of the project's code that shapes rows: see the head of this module."""
     own = Path(task.__file__).absolute()
-    found = {}
-    imports = re.compile(rf"^\s*(import|from) .*\b{own.stem}\b", re.MULTILINE)
-    is_imported = False
+    found, others = {}, ""
     for file, path in files_below(str(own.parent), is_data=False):
         if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
         if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
             found[file] = hash_file(path)
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
-            is_imported |= bool(imports.search(text))
-    statements = statements_of(own)
-    kept = [node for name, node in statements if name not in _TRAINING]
-    names = _names_in(kept)
-    if is_imported or _TRAINING & names:
-        kept = [node for _, node in statements]
-    found[own.name] = short_hash(ast.unparse(ast.Module(kept, [])).encode())
-    constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
-    return found | {name: value for name, value in constants.items() if value}
+            others += Path(path).read_text(encoding="utf-8", errors="replace")
+    text = ast.unparse(_shaping_code(own))
+    imports = rf"^\s*(import|from) .*\b{own.stem}\b"
+    if re.search(rf"\b({'|'.join(_TRAINING)})\b", text) or re.search(imports, others, re.M):
+        text = ast.unparse(_shaping_code(own, left_out=set()))
+    return found | {own.name: short_hash(text.encode())}
 
 
-def _names_in(nodes: list[ast.stmt]) -> set[str]:
-    """The names of a module that statements read, and those of attributes."""
-    every = [*ast.walk(ast.Module(nodes, []))]
-    names = {each.id for each in every if isinstance(each, ast.Name) and type(each.ctx) is ast.Load}
-    return names | {each.attr for each in every if isinstance(each, ast.Attribute)}
+def _shaping_code(path: Path, left_out: set[str] = _TRAINING) -> ast.Module:
+    """The code of task.py, without comments and fields, and without these functions."""
+    return ast.Module([node for name, node in statements_of(path) if name not in left_out], [])
 
 
 def is_own(folder: Path, root: Path) -> bool:
     """Whether a folder is one of the project, and not of an environment in it."""
     below = folder.relative_to(root).parts if folder.is_relative_to(root) else (".",)
     return not any(part.startswith(".") or part == "site-packages" for part in below)
-
-
-def describe(value: Any) -> str:
-    """A text for a plain constant, the same in every process; empty for any other object."""
-    if isinstance(value, str | bytes | int | float | complex | PurePath):
-        return repr(value)
-    if isinstance(value, dict):
-        value = [*value.items()]
-    if not isinstance(value, list | tuple | set | frozenset):
-        return ""
-    texts = [describe(each) for each in value]
-    if isinstance(value, set | frozenset):
-        texts.sort()
-    return f"{type(value).__name__}({', '.join(texts)})"
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -139,10 +112,15 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
 
     Fields of columns and splits, and those with a choice, name no file. Of a folder all files
     below, but hidden ones. Each by a name that does not depend on where the folder lies. Raises
-    ValueError for what is no file, and for prepared data among them.
+    ValueError for what is no file, and for prepared data among them. Files of the project that
+    task.py names in quotes count too.
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
+    for node in ast.walk(_shaping_code(Path(task.__file__))) if task else ():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if os.path.isfile(each := os.path.join(os.path.dirname(task.__file__), node.value)):
+                roots[f"task.py/{node.value}"] = each
     kinds, named = get_type_hints(type(cfg)), _call_all(cfg, "named_files")
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
