@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
 from samestep.data.files import files_below
-from samestep.state.provenance import LIBRARY, short_hash, statements_of
+from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
 
 # The code of the library that shapes rows.
 _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
@@ -85,16 +85,18 @@ def code_of(task: Any) -> dict[str, str]:
         if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
             found[file] = hash_file(path)
             others += Path(path).read_text(encoding="utf-8", errors="replace")
-    text = ast.unparse(_shaping_code(own))
+    parts = hash_functions(own, own.name)
+    names, text = "|".join(_TRAINING), ast.unparse(_shaping_code(own))
     imports = rf"^\s*(import|from) .*\b{own.stem}\b"
-    if re.search(rf"\b({'|'.join(_TRAINING)})\b", text) or re.search(imports, others, re.M):
-        text = ast.unparse(_shaping_code(own, left_out=set()))
-    return found | {own.name: short_hash(text.encode())}
+    if not (re.search(rf"\b({names})\b", text) or re.search(imports, others, re.MULTILINE)):
+        left_out = {f"{own.stem}.{name}" for name in _TRAINING}
+        parts = {name: digest for name, digest in parts.items() if name not in left_out}
+    return found | parts
 
 
-def _shaping_code(path: Path, left_out: set[str] = _TRAINING) -> ast.Module:
-    """The code of task.py, without comments and fields, and without these functions."""
-    return ast.Module([node for name, node in statements_of(path) if name not in left_out], [])
+def _shaping_code(path: Path) -> ast.Module:
+    """The code of task.py but its fields, and the functions that only training calls."""
+    return ast.Module([node for name, node in statements_of(path) if name not in _TRAINING], [])
 
 
 def is_own(folder: Path, root: Path) -> bool:
