@@ -128,7 +128,7 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
         for name in rows:
             views.store_digests(datasets.load_from_disk(partial / ROWS / name))
         after = prepared_key.stamps_of(prepared_key.files_of(cfg, task))
-        # prepare_data may write a file that task.py names in quotes.
+        # prepare_data may write a file that the code names in quotes.
         checked = [name for name in {*stamps, *after} if not name.startswith("task.py/")]
         if any(stamps.get(name) != after.get(name) for name in checked):
             raise ValueError("task.data: files changed during the preparation: start again")

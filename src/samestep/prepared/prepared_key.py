@@ -75,28 +75,32 @@ def _library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any) -> dict[str, str]:
-    """Digests of the project's code that shapes rows: see the head of this module."""
+def _read_code(task: Any) -> dict[str, str]:
+    """The code that shapes rows, by the paths of its files, of which task.py is the first."""
     own = Path(task.__file__).absolute()
-    found, others = {}, ""
+    kept = [node for name, node in statements_of(own) if name not in _TRAINING]
+    found = {str(own): ast.unparse(ast.Module(kept, []))}
     for file, path in files_below(str(own.parent), is_data=False):
         if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
         if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
-            found[file] = hash_file(path)
-            others += Path(path).read_text(encoding="utf-8", errors="replace")
-    parts = hash_functions(own, own.name)
-    names, text = "|".join(_TRAINING), ast.unparse(_shaping_code(own))
-    imports = rf"^\s*(import|from) .*\b{own.stem}\b"
-    if not (re.search(rf"\b({names})\b", text) or re.search(imports, others, re.MULTILINE)):
-        left_out = {f"{own.stem}.{name}" for name in _TRAINING}
-        parts = {name: digest for name, digest in parts.items() if name not in left_out}
-    return found | parts
+            found[path] = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    return found
 
 
-def _shaping_code(path: Path) -> ast.Module:
-    """The code of task.py but its fields, and the functions that only training calls."""
-    return ast.Module([node for name, node in statements_of(path) if name not in _TRAINING], [])
+def code_of(task: Any) -> dict[str, str]:
+    """Digests of the project's code that shapes rows: see the head of this module."""
+    (own, text), *others = _read_code(task).items()
+    folder, file = os.path.split(own)
+    module, found = file.removesuffix(".py"), hash_functions(Path(own), file)
+    imports = re.compile(rf"^\s*(import|from) .*\b{module}\b", re.MULTILINE)
+    is_named = re.search(rf"\b({'|'.join(_TRAINING)})\b", text)
+    if not is_named and not any(imports.search(each) for _, each in others):
+        for name in _TRAINING:
+            found.pop(f"{module}.{name}", None)
+    for path, each in others:
+        found[os.path.relpath(path, folder)] = short_hash(each.encode(errors="surrogateescape"))
+    return found
 
 
 def is_own(folder: Path, root: Path) -> bool:
@@ -110,19 +114,16 @@ def is_own(folder: Path, root: Path) -> bool:
 
 def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     """The files that fields of a task name, as a path, a folder or a pattern such as data/*.jsonl,
-    or as `named_files` of its config says; and those of its function `files`.
+    or as `named_files` of its config says; those of its function `files`; and those that the code
+    of the project names in quotes.
 
     Fields of columns and splits, and those with a choice, name no file. Of a folder all files
     below, but hidden ones. Each by a name that does not depend on where the folder lies. Raises
-    ValueError for what is no file, and for prepared data among them. Files of the project that
-    task.py names in quotes count too.
+    ValueError for what is no file, and for prepared data among them.
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
-    for node in ast.walk(_shaping_code(Path(task.__file__))) if task else ():
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if os.path.isfile(each := os.path.join(os.path.dirname(task.__file__), node.value)):
-                roots[f"task.py/{node.value}"] = each
+    roots |= _quoted_files(task) if task else {}
     kinds, named = get_type_hints(type(cfg)), _call_all(cfg, "named_files")
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
@@ -139,6 +140,18 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
                 if text in read:
                     roots[f"{field}/{text}{each.removeprefix(path)}"] = each
     return {f"{n}/{below}": file for n, root in roots.items() for below, file in files_below(root)}
+
+
+def _quoted_files(task: Any) -> dict[str, str]:
+    """The files whose names stand in quotes in the code: of the project, or beside the code."""
+    found, root = {}, os.path.dirname(os.path.abspath(task.__file__))
+    for path, text in _read_code(task).items():
+        for name in re.findall(r"""["']([^"'\n]+)["']""", text):
+            for folder in (root, os.path.dirname(path)):
+                file = os.path.join(folder, name)
+                if os.path.isfile(file) and not name.endswith(".py"):
+                    found[f"task.py/{os.path.relpath(file, root)}"] = file
+    return found
 
 
 def _check_cache(cfg: Any, path: str, field: str) -> None:
