@@ -158,7 +158,7 @@ def test_an_edit_of_another_module_prepares_anew(texts):
     assert prepares(texts) == 1
     change(texts, ".lower()", ".upper()", file="helpers.py")
     (old,) = folders(texts)
-    assert "Preparing data again: helpers.py changed\nPREPARES" in texts.train(1, "--check")
+    assert "helpers.py changed since the last time\nPREPARES" in texts.train(1, "--check")
     (new,) = {*folders(texts)} - {old}
     names = [(folder / "tokenizer.json").read_bytes() for folder in (old, new)]
     assert names[0] != names[1]  # the cache of `datasets` would give the old rows

@@ -111,7 +111,7 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
     newest = max(cache.glob(f"*/{INDEX}"), key=os.path.getmtime, default=folder / INDEX)
     before = read_json_object(newest).get("code", {})
     if changed := [name for name in code if before.get(name, code[name]) != code[name]]:
-        print(f"Preparing data again: {some(changed)} changed", flush=True)
+        print(f"Preparing data: {some(changed)} changed since the last time", flush=True)
     given = copy.deepcopy(cfg)
     try:
         (partial / _WORK).mkdir(parents=True)
