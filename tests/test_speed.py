@@ -14,8 +14,8 @@ from samestep.processes import mesh as layout
 from samestep.report import speed
 
 
-def make_meter(processes=1, others=0.0):
-    """A meter of process 0, a model that its stopwatch watches; `others` is what they add."""
+def make_meter(processes=1, others=()):
+    """A meter of process 0, a model that its stopwatch watches; `others`: what they measured."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
         num_processes=processes,
@@ -25,8 +25,8 @@ def make_meter(processes=1, others=0.0):
     ranks = SimpleNamespace(
         layout=layout.Layout(processes),
         fail_together=contextlib.nullcontext,
-        gather=lambda value: [value] * processes,
-        sum_arrays=lambda array: array + others,
+        gather=lambda value: [value, *others] if others else [value] * processes,
+        sum_arrays=lambda array: array,
     )
     meter = speed.SpeedMeter(accelerator, ranks, "tokens")
     model = torch.nn.Linear(1, 1)
@@ -79,9 +79,8 @@ def test_shares_are_those_of_the_clock(clock):
 
 def test_the_process_that_others_wait_for_is_named(clock):
     """Process 2 computes 0.2 s more than the 1 s of the others, in each of 10 steps."""
-    slow = np.zeros((3, 22))
-    slow[1], slow[2] = [1.0] * 10 + [0.0] * 12, [1.2] * 10 + [0.0] * 12
-    meter, model = make_meter(3, slow)
+    others = [[seconds] * 10 + [0.0] * 12 for seconds in (1.0, 1.2)]
+    meter, model = make_meter(3, others)
     meter.start()
     for _ in range(10):
         take_step(clock, meter, model, compute=1.0, fetch=0.0)

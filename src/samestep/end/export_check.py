@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from samestep.base.files import read_json_object
-from samestep.report.model_card import pipeline_task
+from samestep.report.model_card import architecture, pipeline_task
 
 # Largest difference of logits, as a part of the largest one, by the dtype of products.
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -62,12 +61,6 @@ def load(folder: str, task: str | None, **options: Any) -> Any:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)
     name = CLASSES.get(task or "") or architecture(folder)
     return getattr(transformers, name).from_pretrained(folder, **options)
-
-
-def architecture(folder: str | Path) -> str:
-    """Return the class that the config of an exported model names; empty: there is none."""
-    names = read_json_object(Path(folder) / "config.json").get("architectures")
-    return str(names[0]) if names and isinstance(names, list) else ""
 
 
 def _check_stop(model: Any, reader: Any) -> str:

@@ -3,6 +3,7 @@
 The formula stands in docs/memory.md of the template; about 1 GB of CUDA and NCCL comes on top.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -73,14 +74,13 @@ def run(section: Section, used: Devices, project: Project) -> None:
         print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
         model = project.build_model(torch.device("cpu"))
     cfg, sizes, host = project.cfg, count_parameters(model), psutil.virtual_memory().total
-    name, ways = used.kind, {used.yaml.stem: 1.0}
-    memory = host // used.count  # processes without a GPU share it
+    name, memory = used.kind, host // used.count  # processes without a GPU share it
+    ways = {used.yaml.stem: 1.0}
     if used.kind == "cuda":
         cards = [torch.cuda.get_device_properties(number) for number in range(used.count)]
         name, memory = cards[0].name, min(card.total_memory for card in cards)
     if used.precision == "bf16":  # FSDP is not supported with fp16
-        if used.count > 1:
-            ways["fsdp2"] = used.count
+        ways |= {"fsdp2": used.count} if used.count > 1 else {}
         ways["fsdp2_offload"] = math.inf
     size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
     rows = project.rows  # a batch is as long as its longest row
@@ -95,22 +95,17 @@ def run(section: Section, used: Devices, project: Project) -> None:
     }
     chunk = getattr(cfg.task, "loss_chunk", 0)
     chunk = CHUNK if chunk == "auto" else chunk
-    for way, gpus in ways.items():
-        for checkpointing in (False, True):
-            saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)
-            need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
-            label = f"{way}, gradient checkpointing" if checkpointing else way
-            section.facts[label] = f"{short(need / 1e9)} GB"
-            fits = need <= _USABLE * memory and (
-                gpus < math.inf or sizes.states() <= _USABLE * host
+    for (way, gpus), checkpointing in itertools.product(ways.items(), (False, True)):
+        saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)
+        need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
+        section.facts[f"{way}, gradient checkpointing {checkpointing}"] = f"{short(need / 1e9)} GB"
+        on_host = sizes.states() if gpus == math.inf else 0
+        if need <= _USABLE * memory and on_host <= _USABLE * host and not section.figures:
+            section.figures["memory, GB"] = [need / 1e9]
+            section.lines.append(
+                f"it fits: configs/accelerate/{way}.yaml with --num_processes {used.count}, and "
+                f"train.py with --micro_batch_size {size} --gradient_checkpointing {checkpointing}"
             )
-            if fits and not section.figures:
-                section.figures["memory, GB"] = [need / 1e9]
-                section.lines.append(
-                    f"it fits: configs/accelerate/{way}.yaml with --num_processes {used.count}, "
-                    f"and train.py with --micro_batch_size {size} "
-                    f"--gradient_checkpointing {checkpointing}"
-                )
     if not saved:
         section.lines.append("no formula is known for the activations of this model: add them")
     if not section.figures:

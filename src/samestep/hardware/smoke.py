@@ -5,7 +5,6 @@ also be what the functions of task.py give without train.py.
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 import yaml
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
 from samestep.hardware import devices
 from samestep.hardware.devices import Devices, Section, Wrong
@@ -86,8 +86,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
     words = ["train.py", "--config", place / "recipe.yaml", "--output_dir", output, *flags]
     code, printed = devices.run([sys.executable, *launch, *devices.PREFIX, *words])
     if code == 0:
-        lines = map(json.loads, (output / "metrics.jsonl").read_text("utf-8").splitlines())
-        steps = [line for line in lines if "grad_norm" in line]
+        steps = [line for line in run_folder.read_metrics(output) if "grad_norm" in line]
         if len(steps) != _STEPS:
             raise Wrong(f"train.py on {used.count} x {used.kind} trained {len(steps)} steps")
         return steps

@@ -2,7 +2,6 @@
 held out by the content of their files, and decoded once to see that they can be.
 """
 
-import contextlib
 import hashlib
 import os
 from functools import cache, partial
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
@@ -69,7 +66,7 @@ def named_files(cfg: Any) -> list[str]:
         if not getattr(cfg, field) or not os.path.exists(root):
             continue  # bundled, or of the Hub
         for each in list_files(root, field, ENDINGS)[0]:
-            if file_ending(each.path) in TABLES and not _holds_images(each.path, cfg.image_column):
+            if file_ending(each.path) in TABLES:
                 status = os.stat(each.path)
                 stamps = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
                 found |= dict.fromkeys(_images_of(each, field, cfg.image_column, stamps))
@@ -78,21 +75,15 @@ def named_files(cfg: Any) -> list[str]:
 
 @cache  # a start asks several times
 def _images_of(table: File, field: str, column: str, stamps: tuple) -> list[str]:
-    """Read the paths in a table, once while its stamps stay the same."""
+    """Read the paths in a table, once while its stamps stay the same; none of one that holds the
+    images themselves."""
     form = RowFormat({column: True}, dict, {})
     source = Input(field, table.path, "", [table], paths=column, form=form)
-    cells = [row[column] for row, _, _ in readers.read(source, sources.DataConfig(), [])]
-    return [cell for cell in cells if isinstance(cell, str)]
-
-
-def _holds_images(table: str, column: str) -> bool:
-    """Whether this is a .parquet file with the images inside."""
-    if file_ending(table) == ".parquet":
-        # Reading the rows says what is wrong.
-        with contextlib.suppress(pyarrow.ArrowException, OSError, KeyError):
-            kind = pyarrow.parquet.read_schema(table).field(column).type
-            return not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
-    return False
+    cells = (row[column] for row, _, _ in readers.read(source, sources.DataConfig(), []))
+    first = next((cell for cell in cells if cell is not None), None)
+    if not isinstance(first, str):
+        return []
+    return [first, *(cell for cell in cells if isinstance(cell, str))]
 
 
 # ---- Rows ----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line, print_on_main
+from samestep.base.errors import some
 from samestep.base.files import DISK_FULL, fsync, read_json_object, remove, replace_text
 from samestep.data import views
 from samestep.prepared import prepared_key
@@ -106,6 +107,11 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
     if _read_index(folder):
         print(f"{one_line(folder, 100)} is damaged: preparing again", flush=True)
     remove(folder)
+    code = prepared_key.code_of(task)
+    newest = max(cache.glob(f"*/{INDEX}"), key=os.path.getmtime, default=folder / INDEX)
+    before = read_json_object(newest).get("code", {})
+    if changed := [name for name in code if before.get(name, code[name]) != code[name]]:
+        print(f"Preparing data: {some(changed)} changed since the last time", flush=True)
     given = copy.deepcopy(cfg)
     try:
         (partial / _WORK).mkdir(parents=True)
@@ -121,10 +127,13 @@ def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) ->
         remove(partial / _WORK)
         for name in rows:
             views.store_digests(datasets.load_from_disk(partial / ROWS / name))
-        if prepared_key.stamps_of(prepared_key.files_of(cfg, task)) != stamps:
+        after = prepared_key.stamps_of(prepared_key.files_of(cfg, task))
+        # prepare_data may write a file that the code names in quotes.
+        checked = [name for name in {*stamps, *after} if not name.startswith("task.py/")]
+        if any(stamps.get(name) != after.get(name) for name in checked):
             raise ValueError("task.data: files changed during the preparation: start again")
         changed, identity = _changes_of(cfg, given), identity_of(partial)
-        index = {"changed": changed, "identity": identity, "splits": [*rows]}
+        index = {"changed": changed, "identity": identity, "splits": [*rows], "code": code}
         replace_text(partial / INDEX, json.dumps(index, default=to_jsonable_python))
         for path in [*partial.rglob("*"), partial]:
             if path.is_file() or path.is_dir():

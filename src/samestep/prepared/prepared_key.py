@@ -1,7 +1,7 @@
 """The key of prepared data: fields of the task, the project's code, and the files of rows.
 
-An edit of prepare_data, or of another module of the project, prepares data anew; one of loss_sum
-does not.
+The code is task.py without the functions that only training calls, and every other .py file of the
+project but train.py and tests. Where one of these functions is named elsewhere, all of it counts.
 """
 
 import ast
@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 from pydantic_core import to_jsonable_python
@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 from samestep.base.fields import local_path
 from samestep.contract.contract import OPTIONAL, REQUIRED
 from samestep.data.files import files_below
-from samestep.state.provenance import LIBRARY, short_hash, statements_of
+from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
 
 # The code of the library that shapes rows.
 _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
@@ -75,39 +75,32 @@ def _library_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def code_of(task: Any) -> dict[str, str]:
-    """Digests of the project's code that shapes rows, and the constants of task.py that it reads.
-
-    This is task.py without the functions that only training calls, and every other .py file of the
-    project but train.py and tests. All of task.py counts where its other code reads one of these
-    functions, or another file imports task.py.
-    """
+def _read_code(task: Any) -> dict[str, str]:
+    """The code that shapes rows, by the paths of its files, of which task.py is the first."""
     own = Path(task.__file__).absolute()
-    found = {}
-    imports = re.compile(rf"^\s*(import|from) .*\b{own.stem}\b", re.MULTILINE)
-    is_imported = False
+    kept = [node for name, node in statements_of(own) if name not in _TRAINING]
+    found = {str(own): ast.unparse(ast.Module(kept, []))}
     for file, path in files_below(str(own.parent), is_data=False):
         if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
         if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
-            found[file] = hash_file(path)
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
-            is_imported |= bool(imports.search(text))
-    statements = statements_of(own)
-    kept = [node for name, node in statements if name not in _TRAINING]
-    names = _names_in(kept)
-    if is_imported or _TRAINING & names:
-        kept = [node for _, node in statements]
-    found[own.name] = short_hash(ast.unparse(ast.Module(kept, [])).encode())
-    constants = {name: describe(vars(task).get(name)) for name in names if name[:2] != "__"}
-    return found | {name: value for name, value in constants.items() if value}
+            found[path] = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    return found
 
 
-def _names_in(nodes: list[ast.stmt]) -> set[str]:
-    """The names of a module that statements read, and those of attributes."""
-    every = [*ast.walk(ast.Module(nodes, []))]
-    names = {each.id for each in every if isinstance(each, ast.Name) and type(each.ctx) is ast.Load}
-    return names | {each.attr for each in every if isinstance(each, ast.Attribute)}
+def code_of(task: Any) -> dict[str, str]:
+    """Digests of the project's code that shapes rows: see the head of this module."""
+    (own, text), *others = _read_code(task).items()
+    folder, file = os.path.split(own)
+    module, found = file.removesuffix(".py"), hash_functions(Path(own), file)
+    imports = re.compile(rf"^\s*(import|from) .*\b{module}\b", re.MULTILINE)
+    is_named = re.search(rf"\b({'|'.join(_TRAINING)})\b", text)
+    if not is_named and not any(imports.search(each) for _, each in others):
+        for name in _TRAINING:
+            found.pop(f"{module}.{name}", None)
+    for path, each in others:
+        found[os.path.relpath(path, folder)] = short_hash(each.encode(errors="surrogateescape"))
+    return found
 
 
 def is_own(folder: Path, root: Path) -> bool:
@@ -116,26 +109,13 @@ def is_own(folder: Path, root: Path) -> bool:
     return not any(part.startswith(".") or part == "site-packages" for part in below)
 
 
-def describe(value: Any) -> str:
-    """A text for a plain constant, the same in every process; empty for any other object."""
-    if isinstance(value, str | bytes | int | float | complex | PurePath):
-        return repr(value)
-    if isinstance(value, dict):
-        value = [*value.items()]
-    if not isinstance(value, list | tuple | set | frozenset):
-        return ""
-    texts = [describe(each) for each in value]
-    if isinstance(value, set | frozenset):
-        texts.sort()
-    return f"{type(value).__name__}({', '.join(texts)})"
-
-
 # ---- Files ---------------------------------------------------------------------------------------
 
 
 def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     """The files that fields of a task name, as a path, a folder or a pattern such as data/*.jsonl,
-    or as `named_files` of its config says; and those of its function `files`.
+    or as `named_files` of its config says; those of its function `files`; and those that the code
+    of the project names in quotes.
 
     Fields of columns and splits, and those with a choice, name no file. Of a folder all files
     below, but hidden ones. Each by a name that does not depend on where the folder lies. Raises
@@ -143,6 +123,7 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
     """
     more = task.files(cfg) if hasattr(task, "files") else []
     roots = {f"files/{number}": os.fspath(path) for number, path in enumerate(more)}
+    roots |= _quoted_files(task) if task else {}
     kinds, named = get_type_hints(type(cfg)), _call_all(cfg, "named_files")
     for field, value in read_fields(cfg).items():
         if field.endswith(_NAMES) or get_origin(kinds[field]) is Literal:
@@ -159,6 +140,18 @@ def files_of(cfg: Any, task: Any = None) -> dict[str, str]:
                 if text in read:
                     roots[f"{field}/{text}{each.removeprefix(path)}"] = each
     return {f"{n}/{below}": file for n, root in roots.items() for below, file in files_below(root)}
+
+
+def _quoted_files(task: Any) -> dict[str, str]:
+    """The files whose names stand in quotes in the code: of the project, or beside the code."""
+    found, root = {}, os.path.dirname(os.path.abspath(task.__file__))
+    for path, text in _read_code(task).items():
+        for name in re.findall(r"""["']([^"'\n]+)["']""", text):
+            for folder in (root, os.path.dirname(path)):
+                file = os.path.join(folder, name)
+                if os.path.isfile(file) and not name.endswith(".py"):
+                    found[f"task.py/{os.path.relpath(file, root)}"] = file
+    return found
 
 
 def _check_cache(cfg: Any, path: str, field: str) -> None:

@@ -29,7 +29,6 @@ from samestep.programs import make_parser
 VERBS = ("all", "check", "bench", "smoke", "recommend")
 FOLDER = Path("runs/hardware")
 LONG = 30  # lines of a fact that is in hardware.json alone
-_SLOWER = 0.2  # a figure that is slower by more than this fraction is named
 
 
 @as_user_error()
@@ -73,15 +72,7 @@ def measure() -> int:
     text = json.dumps(read_json_object(report) | content, indent=1)
     replace_text(report, text + "\n")
     print_on_main(f"figures: {report}")
-    failed = any(section.failures for section in sections.values())
-    baseline = FOLDER / "baseline.json"
-    measured = sections.get("bench")
-    if measured and measured.figures and baseline.exists():
-        compare(measured, baseline)
-    elif options.verb == "all" and not failed:
-        replace_text(baseline, text + "\n")
-        print_on_main(f"kept as the baseline, with which later calls compare: {baseline}")
-    return int(failed)
+    return int(any(section.failures for section in sections.values()))
 
 
 def show(verb: str, section: Section) -> None:
@@ -95,22 +86,6 @@ def show(verb: str, section: Section) -> None:
     Console(highlight=False, markup=False, emoji=False).print(table)
     for line in [*section.lines, *(f"failed: {line}" for line in section.failures)]:
         print_on_main(escaped(line))
-
-
-def compare(section: Section, path: Path) -> None:
-    """Names what is slower than in an older report; another machine or recipe is not compared."""
-    old = read_json_object(path).get("bench", {})
-    if old.get("facts") != section.facts:
-        print_on_main(f"{path} has other devices, another recipe or precision: not compared")
-        return
-    slower = 0
-    for name, values in section.figures.items():
-        pairs = zip(values, old["figures"].get(name, []), strict=False)
-        for rank, (now, before) in enumerate(pairs):
-            if now < (1 - _SLOWER) * before:
-                slower += 1
-                print_on_main(f"slower: {name}, {rank}: {short(now)}, was {short(before)}")
-    print_on_main(f"{slower} figures are more than {_SLOWER:.0%} slower than in {path}")
 
 
 def main() -> None:

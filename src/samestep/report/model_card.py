@@ -34,13 +34,18 @@ def pipeline_task(folder: Path) -> str | None:
     """
     if (folder / "adapter_config.json").is_file():
         return "text-generation"
-    config = read_json_object(folder / "config.json")
-    names = config.get("architectures")
-    if not names or not isinstance(names, list):
+    if not (name := architecture(folder)):
         return None
-    task = next((task for end, task in _PIPELINES.items() if end in str(names[0])), None)
+    task = next((task for end, task in _PIPELINES.items() if end in name), None)
     generates = task in (None, "text-generation")  # a classifier may have a decoder, too
-    return TEXT_TO_TEXT if config.get("is_encoder_decoder") and generates else task
+    encodes = read_json_object(folder / "config.json").get("is_encoder_decoder")
+    return TEXT_TO_TEXT if encodes and generates else task
+
+
+def architecture(folder: str | Path) -> str:
+    """Return the class that the config of an exported model names; empty: there is none."""
+    names = read_json_object(Path(folder) / "config.json").get("architectures")
+    return str(names[0]) if names and isinstance(names, list) else ""
 
 
 def escape_markdown(text: object, longest: int = 100) -> str:

@@ -147,14 +147,12 @@ class SpeedMeter:
         seconds = time.perf_counter() - self.began
         before, *fetching = self.fetching
         fetching[0] += before
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = np.zeros((processes, 2 * len(fetching) + 2))
-        memory = _peak_memory(self.accelerator.device)
-        own[rank] = [*self.stopwatch.take(), *fetching, memory, self.computed]
-        everywhere = self.ranks.sum_arrays(own)
+        processes, device = self.accelerator.num_processes, self.accelerator.device
+        own = [*self.stopwatch.take(), *fetching, _peak_memory(device), self.computed]
+        everywhere = np.array(self.ranks.gather(own))
         compute, fetch, more = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
         busy = compute + fetch
-        if self.accelerator.device.type != "cpu":
+        if device.type != "cpu":
             busy = np.maximum(compute, fetch)
         line = {
             f"{self.unit}_per_second": self.num_items / seconds,

@@ -15,7 +15,7 @@ from samestep.data.files import TABLES
 from samestep.data.inputs import RowFormat, find_inputs
 from samestep.data.rows import load_rows
 from samestep.data.sources import IncompleteRow
-from samestep.data.views import Rows
+from samestep.data.views import Rows, rows_of
 from samestep.models import pretrained
 from samestep.models.lora import check_adapters
 from samestep.models.preferences import before_and_after
@@ -171,9 +171,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[st
     """
     dtype = tokenizing.id_type(tokenizer)
     found: dict[str, list] = {name: [] for name in TOKENS}
-    names = [*batch]
-    for values in zip(*batch.values(), strict=True):
-        pair = dict(zip(names, values, strict=True))
+    for pair in rows_of(batch):
         whole = [_tokenize_answer(pair, name, tokenizer) for name in ANSWERS]
         for name, (ids, mask) in zip(ANSWERS, truncate(whole, max_length), strict=True):
             found[f"{name}_input_ids"].append(ids.astype(dtype))

@@ -18,7 +18,7 @@ import numpy as np
 
 from samestep.base.fields import check_fields
 from samestep.data.rows import NOTES, NUMBERS
-from samestep.data.views import lengths_of
+from samestep.data.views import lengths_of, rows_of
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
 from samestep.text import chats
@@ -323,8 +323,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[s
     when others follow. Raises ValueError for a template that fails or leaves out a part.
     """
     names = [name for name in batch if name not in NOTES]
-    columns = [batch[name] for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    rows = rows_of({name: batch[name] for name in names})
     found: list[tuple[Tokens, int]] = []  # each with the number of its row
     if names == ["text"]:
         begin, end = begin_tokens(tokenizer), [tokenizer.eos_token_id]
