@@ -63,7 +63,9 @@ KINDS = [Counting, torch.optim.AdamW]
 
 def state_of(model, optimizer):
     module = TaskModule(model)
-    accelerator = SimpleNamespace(scaler=None, deepspeed_plugin=None, is_main_process=True)
+    accelerator = SimpleNamespace(
+        scaler=None, deepspeed_plugin=None, is_main_process=True, device=None
+    )
     accelerator._custom_objects, accelerator._schedulers = [], []
     accelerator.unwrap_model = lambda module, keep_torch_compile: module
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -152,7 +152,7 @@ def numbers_of_holders(accelerator: Accelerator, optimizer: AcceleratedOptimizer
 def holders(optimizer: AcceleratedOptimizer) -> list[Any]:
     """Return the objects that have an optimizer as an attribute, but for the library's own."""
     found = []
-    for each in gc.get_referrers(optimizer, optimizer.optimizer):
+    for each in gc.get_referrers(optimizer, getattr(optimizer, "optimizer", optimizer)):
         if isinstance(each, dict):  # perhaps the attributes of an object
             found += [one for one in gc.get_referrers(each) if getattr(one, "__dict__", 0) is each]
         elif hasattr(each, "__dict__"):

@@ -81,6 +81,15 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
     return convert(state, name), tensors
 
 
+def pack_all(states: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """Pack states by their names: JSON of each, and the tensors of all."""
+    packed, tensors = {}, {}
+    for name, state in states.items():
+        packed[name], of_state = pack(state, name)
+        tensors |= of_state
+    return packed, tensors
+
+
 def unpack(packed: Any, tensors: Tensors) -> Any:
     """Return the state that was packed; `tensors` has those that `tensor_names` lists."""
     if not isinstance(packed, dict):
@@ -89,7 +98,7 @@ def unpack(packed: Any, tensors: Tensors) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "array":
-        return tensors[value].numpy()
+        return tensors[value].cpu().numpy()
     if kind == "complex":
         return complex(*value)
     if kind == "bytes":

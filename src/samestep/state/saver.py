@@ -97,11 +97,9 @@ class Saver:
         if self.ranks.layout.deepspeed:  # which writes what it holds
             return None, manifest
         with self.ranks.fail_together():
-            lines = self.state.look()
-            tensors, entries = self.state.collect()
-            digests = self.state.digests()
+            tensors, entries, digests = self.state.collect()
         alike.check_equal(self.ranks, digests, f"after step {step}")
-        for line in lines:
+        for line in self.state.remarks():
             print_on_main(line)
         return tensor_files.take_share(tensors, self.ranks), manifest | entries
 

@@ -114,7 +114,7 @@ class TrainingState:
         roots = {f"registered.{i}": each for i, each in enumerate(self.accelerator._custom_objects)}
         roots = {name: each for name, each in roots.items() if not hasattr(each, "get_last_lr")}
         roots = {"model": model, "optimizer": inner, **roots}
-        self.looks, self.held = 0, ([], [])
+        self.looks, self.held, self.rates = 0, [], []  # see `remarks`
         self.inventory = Inventory(roots, model, lambda: self.pack_registered()[1].values())
 
     def names_of(self, parts: list[dict]) -> list[str]:
@@ -141,7 +141,7 @@ class TrainingState:
 
     def pack_registered(self) -> tuple[dict, packing.Tensors]:
         """Pack the states of `others`: JSON, and their tensors."""
-        return _pack_all({name: owner.state_dict() for name, owner in self.others().items()})
+        return packing.pack_all({name: owner.state_dict() for name, owner in self.others().items()})
 
     def pack_others(self) -> tuple[dict, packing.Tensors]:
         """Pack what has a state beside weights and moments: JSON, and its tensors."""
@@ -150,7 +150,7 @@ class TrainingState:
             states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
         state = self.bare_optimizer().state
         states["optimizer"] = {key: v for key, v in state.items() if not torch.is_tensor(key)}
-        packed, tensors = _pack_all(states)
+        packed, tensors = packing.pack_all(states)
         for more, more_tensors in (self.pack_registered(), self.inventory.pack()):
             packed |= more
             tensors |= more_tensors
@@ -161,20 +161,17 @@ class TrainingState:
         tensors, current = {}, self.pack_others()[1]
         for name in packing.tensor_names([*saved["others"].values()]):
             shape, dtype = reader.shapes[name], reader.dtypes[name]
-            tensors[name] = torch.empty(shape, dtype=dtype)
+            is_attribute = name.startswith("attribute.")  # others move their tensors themselves
+            device = self.accelerator.device if is_attribute else None
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             if name in current and current[name].shape == shape:  # on its device, and sharded
                 tensors[name] = torch.empty_like(current[name], dtype=dtype)
         reader.read(tensors)
         return {n: packing.unpack(packed, tensors) for n, packed in saved["others"].items()}
 
-    def look(self) -> list[str]:
-        """Look at all that a step may have changed; return lines about it, each once.
-
-        Raises UserError or ValueError for what no checkpoint could hold, or no resumed run load.
-        """
-        if self.layout.deepspeed:
-            return []
-        model = self.model()
+    def check(self) -> None:
+        """Raise UserError for what no checkpoint could hold, or no resumed run load."""
+        model, inner = self.model(), self.bare_optimizer()
         if _form_of(model) != self.form:
             names = [name for name, *_ in {*_form_of(model)} ^ {*self.form}]
             raise UserError(
@@ -182,30 +179,26 @@ class TrainingState:
                 f"{some(sorted(names), 3)}; no run could load them: change the model before "
                 "accelerator.prepare, and no more"
             )
-        check_all_in_optimizer(self.bare_optimizer(), self.parameters())
-        check_schedulers(self.accelerator, self.optimizer)
-        self.inventory.look()
-        tensors, _ = self.collect()
-        for dtype in {values.dtype for values in tensors.values()}:
-            name = next(name for name, values in tensors.items() if values.dtype == dtype)
-            check_dtype(name, dtype)
-        return self.inventory.remarks() + self.say_holders()
+        check_all_in_optimizer(inner, self.parameters())
+        if self.looks < 2:  # it searches all objects of the process
+            check_schedulers(self.accelerator, self.optimizer)
 
-    def say_holders(self) -> list[str]:
-        """Return a line, at the second look, about objects of whose numbers one has moved with the
-        learning rate since the first: schedulers that are not torch's."""
+    def remarks(self) -> list[str]:
+        """Return lines about what is left out: at the first look tensors that are results, at the
+        second objects of which a number has moved with the learning rate, as schedulers do."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if self.looks == 0:
-            self.held = numbers_of_holders(self.accelerator, self.optimizer), rates
         self.looks += 1
-        if self.looks != 2 or rates == self.held[1]:
-            return []
-        changed = []
-        for one, numbers in self.held[0]:
-            changed += [
-                f"{type(one).__name__}.{n}" for n, v in numbers.items() if vars(one)[n] != v
+        if self.looks == 1:
+            self.held, self.rates = numbers_of_holders(self.accelerator, self.optimizer), rates
+            results = sorted(self.inventory.results)
+            return results and [
+                f"left out of checkpoints, since no loss depends on what they held before: "
+                f"{some(results, 3)}"
             ]
-        self.held = [], []
+        changed, held, self.held = [], self.held, []
+        for one, numbers in held if rates != self.rates else ():
+            moved = [name for name, value in numbers.items() if vars(one)[name] != value]
+            changed += [f"{type(one).__name__}.{name}" for name in moved]
         return changed and [
             f"warning: {some(changed, 3)} has changed with the learning rate, and is in no "
             "checkpoint: compute the rate from step.number, or give the object state_dict() and "
@@ -233,13 +226,6 @@ class TrainingState:
 
         return put_all_back
 
-    def moved_weights(self) -> list[str]:
-        """Return the names of frozen weights, and of buffers that no state_dict has, that are not
-        as they came with the model."""
-        state = _state_of(self.model()) | _buffers_left_out(self.model())
-        names = [name for name in self.given if name in state]
-        return [name for name in names if not self.is_given(name, state[name])]
-
     def is_given(self, name: str, values: torch.Tensor) -> bool:
         """Return whether a frozen weight, or a buffer that no state_dict has, is as at the start:
         such come with the model."""
@@ -247,64 +233,66 @@ class TrainingState:
 
     def tensors_of_model(self) -> packing.Tensors:
         """Return what training has changed, or may change, by its name in the model."""
-        model, tensors = self.model(), {}
-        for name, values in _state_of(model).items():
-            if not (_is_frozen(values) and self.is_given(name, values)):
-                tensors[name] = values
-        for name, values in _buffers_left_out(model).items():
-            if not self.is_given(name, values):
-                tensors[name] = values
-        return tensors
+        model = self.model()
+        frozen = {name for name, values in _state_of(model).items() if _is_frozen(values)}
+        left_out = _buffers_left_out(model)
+        return {
+            name: values
+            for name, values in (_state_of(model) | left_out).items()
+            if not (name in frozen | left_out.keys() and self.is_given(name, values))
+        }
 
-    def collect(self) -> tuple[packing.Tensors, dict]:
-        """Return all tensors of a checkpoint, by name, and entries of its manifest. DTensors are
-        sharded; other tensors are whole.
+    def collect(self) -> tuple[packing.Tensors, dict, dict[str, str]]:
+        """Look at all that steps have changed. Return the tensors of a checkpoint, by name, entries
+        of its manifest, and digests of what must be the same on all processes beside weights.
 
-        Only the main process has the buffers, which may differ between processes: DDP sends those
-        of the main process to the others.
+        DTensors are sharded; other tensors are whole. Only the main process has the buffers and the
+        tensors of other objects, which may differ between processes: DDP sends its buffers to the
+        others.
         """
+        self.check()
+        self.inventory.look()
         tensors, is_main = {}, self.accelerator.is_main_process
         for name, values in self.tensors_of_model().items():
             if isinstance(values, torch.nn.Parameter) or is_dtensor(values) or is_main:
                 tensors[f"model.{name}"] = values
         others, other_tensors = self.pack_others()
-        # Their numbers are those of the main process, too.
         tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
+        digests = self.digests(others, other_tensors)
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    kind = "state" if torch.is_tensor(value) else "number"
-                    value = as_tensor(value, f"the optimizer's {key} of {name}")
-                    tensors[f"{kind}.{name}.{key}"] = value
+                if value is None:
+                    continue
+                kind = "state" if torch.is_tensor(value) else "number"
+                value = as_tensor(value, f"the optimizer's {key} of {name}")
+                tensors[f"{kind}.{name}.{key}"] = value
+                if self.layout.sharded and not is_dtensor(value):
+                    digests[f"the optimizer's {key} of {name}"] = hash_bits([value])
+        for name, values in tensors.items():
+            check_dtype(name, values.dtype)
         groups = full_groups(self.bare_optimizer().param_groups)
+        trains = [name for name, p in self.parameters().items() if p.requires_grad]
         entries = {
             "others": others,
-            "trains": [name for name, p in self.parameters().items() if p.requires_grad],
             "added_groups": [self.names_of(group) for group in groups[len(self.groups) :]],
             "hashed_attributes": sorted(self.inventory.hashed & self.inventory.saved),
         }
-        if entries["trains"] == self.trains:
-            del entries["trains"]
-        return tensors, entries
+        if trains != self.trains:
+            entries["trains"] = trains
+        return tensors, entries, digests
 
-    def digests(self) -> dict[str, str]:
-        """Hash what must be the same on all processes beside weights: see alike.check_equal."""
-        packed, tensors = self.pack_others()
+    def digests(self, packed: dict, tensors: packing.Tensors) -> dict[str, str]:
+        """Hash what `pack_others` gives, by name, without what may differ between processes: local
+        parts, numbers of registered objects, such as times, and attributes that no loss depends on.
+        """
         hashed, digests = {f"attribute.{path}" for path in self.inventory.hashed}, {}
         for name, value in packed.items():
-            if name.startswith(("registered.", "scheduler.", "group.", "optimizer")):
-                names = packing.tensor_names(value)
-                # A number of a registered object may count calls of its process, or be a time.
-                text = "" if name.startswith("registered.") else repr(value)
-                of_name = [tensors[n] for n in names if not is_dtensor(tensors[n])]
-                digests[name] = f"{text} {hash_bits(of_name)}"
-            elif name in hashed:
-                of_name = [tensors[n] for n in packing.tensor_names(value)]
-                digests[name] = f"{value!r} {hash_bits(of_name)}"
-        for name, parameter in self.parameters().items() if self.layout.sharded else ():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(value) and not is_dtensor(value):
-                    digests[f"the optimizer's {key} of {name}"] = hash_bits([value])
+            if name.startswith("attribute.") and name not in hashed:
+                continue
+            text = "" if name.startswith("registered.") else repr(value)
+            replicated = [tensors[n] for n in packing.tensor_names(value)]
+            replicated = [values for values in replicated if not is_dtensor(values)]
+            digests[name] = f"{text} {hash_bits(replicated)}"
         return digests
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -421,7 +409,8 @@ class TrainingState:
         for name, owner in objects.items():
             if name not in self.changed:
                 owner.load_state_dict(states[name])
-        attributes = {n: value for n, value in states.items() if n.startswith("attribute.")}
+        prefix = "attribute."
+        attributes = {n[len(prefix) :]: v for n, v in states.items() if n.startswith(prefix)}
         self.inventory.restore(attributes, saved.get("hashed_attributes", []))
 
     def load_moments(self, reader: TensorReader) -> None:
@@ -492,15 +481,6 @@ def _form_of(model: torch.nn.Module) -> list[tuple]:
     """Return names and shapes of the weights of a model, and names of its buffers, in an order."""
     weights = [(bare_name(name), (*p.shape,)) for name, p in model.named_parameters()]
     return weights + [(bare_name(name),) for name, _ in model.named_buffers()]
-
-
-def _pack_all(states: dict[str, Any]) -> tuple[dict, packing.Tensors]:
-    """Pack states by their names: JSON of each, and the tensors of all."""
-    packed, tensors = {}, {}
-    for name, state in states.items():
-        packed[name], of_state = packing.pack(state, name)
-        tensors |= of_state
-    return packed, tensors
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:

@@ -272,18 +272,13 @@ class Training:
             self.requested = self.run.end_stopping() or _never
 
     def look(self) -> None:
-        """Look at what the first step has changed: what cannot be saved ends the run now. A step
-        that fp16 skips changes nothing."""
-        if self.has_looked or (self.accelerator.scaler and self.optimizer.step_was_skipped):
-            return
-        self.has_looked = True
-        assert self.saver
-        with self.ranks.fail_together():
-            lines = self.saver.state.look()
-            digests = self.saver.state.digests()
-        alike.check_equal(self.ranks, digests, f"after step {self.step}")
-        for line in lines:
-            print_on_main(f"{self.run.label}{line}")
+        """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
+        now. A step that fp16 skips changes nothing."""
+        skipped = self.accelerator.scaler and self.optimizer.step_was_skipped
+        if not (self.has_looked or skipped):
+            self.has_looked = True
+            assert self.saver
+            self.saver.collect(self.step)
 
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step, whose micro-batches are there."""

@@ -90,8 +90,9 @@ def _try_twice(
         after = _changeable(state)
         moved = {name for name in after if after[name] != before.get(name, inventory.NOTHING)}
         slots = {path: slot for path, slot in state.inventory.slots.items() if path in moved}
-        values = {path: (slot, inventory.keep(slot.get())) for path, slot in slots.items()}
-        tensors = {path for path, slot in slots.items() if inventory.has_tensors(slot.get())}
+        held = {path: slot.get() for path, slot in slots.items()}
+        values = {n: (slots[n], value, inventory.copy_of(value)) for n, value in held.items()}
+        tensors = {path for path, value in held.items() if inventory.has_tensors(value)}
     with trial.nothing_changes(model, put_back), trial.without_exchange(model):
         second = yield from try_batch(run, step, rows)
         _check_repeated(run, (first, gradients), (second, _gradients(model)))
@@ -172,13 +173,13 @@ def _find_state(
     put_back: Callable[[], None],
 ) -> Generator[Any, None, set[str]]:  # fmt: skip
     """Return the attributes on which the loss depends: it is another one when they have the values
-    that a batch has given them. values: by path, the attribute and what gives that value."""
+    that a batch has given them. values: by path, the attribute, that value, and a copy of it."""
 
     def differs(paths: list[str]) -> Generator[Any, None, bool]:
         with trial.nothing_changes(run.model, put_back), trial.without_exchange(run.model):
             for path in paths:
-                slot, value = values[path]
-                slot.replace(value())
+                slot, value, copy = values[path]
+                slot.set(inventory.fill(value, copy))
             computed = yield from try_batch(run, step, rows)
             return not torch.equal(computed.sums[""], second.sums[""])
 
