@@ -1,5 +1,6 @@
 """diff, receipt and audit: what two runs differ in, and whether a run is the one of a receipt."""
 
+import dataclasses
 import json
 import shutil
 
@@ -285,6 +286,7 @@ def test_what_executes_or_writes_is_given_here_alone(clone, tmp_path):
 def test_no_receipt_gives_what_executes_writes_or_sends(kind):
     given = {name for name, (_, field) in fields_of(kind).items() if is_received(name, field)}
     assert given == {*RECEIVED[kind].split()}
+    assert not is_received("loader", dataclasses.field(metadata={"received": False}))
 
 
 def test_an_own_script_is_audited_by_its_command(clone):
