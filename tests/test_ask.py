@@ -1,6 +1,7 @@
 """Questions to a run: the rows of a step, the steps of a row, a step computed again."""
 
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -203,6 +204,10 @@ def test_a_run_of_a_stranger_executes_nothing_and_is_one_line(tiny, killed, tmp_
     refused("global_batch_size: Input should be less", "when", output, 3)
     change(hardware={"processes": -1})
     refused("processes: Input should be greater", *replay)
+    files = {"pipe": {"bytes": -1, "sha256": ""}}  # who reads one waits for its writer
+    for path in (change(files=files) / "checkpoints").iterdir():
+        os.mkfifo(path / "pipe")
+    refused("has no valid checkpoint", "receipt", output)
     change(hardware={"sharding": "\x1b[2J\n"})
     refused(r"was trained with \x1b[2J", *replay)
     change(config={"task": task, "\x1b[2J": 1})

@@ -92,7 +92,9 @@ class RecordedRun:
         self.manifests: dict[int, dict[str, Any]] = {}
         for path in reversed(checkpoints.list_checkpoints(self.folder / "checkpoints")):
             with contextlib.suppress(ValueError):
-                self.manifests[checkpoints.step_of(path)] = checkpoints.verify(path, hashed=False)
+                manifest = checkpoints.verify(path, hashed=False)
+                if all(each["bytes"] >= 0 for each in manifest["files"].values()):  # no pipe
+                    self.manifests[manifest["step"]] = manifest
         self.config = _read_mapping(self.folder / "config.yaml")
         if not (self.manifests or self.config):
             raise UserError(f"{self.folder} is no folder of a run; give one, such as runs/default")
@@ -211,6 +213,8 @@ class RecordedRun:
         Raises ValueError unless they are the state that the manifest names.
         """
         path = checkpoints.checkpoint_folder(self.folder / "checkpoints", step)
+        if step not in self.manifests:
+            raise UserError(f"{path} is no valid checkpoint")
         manifest = checkpoints.verify(path)
         tensors = state_hash.hash_tensors(path, [*manifest["files"]])
         if state_hash.state_of(tensors) != manifest["state"]:
