@@ -57,8 +57,8 @@ train.shutdown.run(train.main, train.prepare)
 # A question to a run, after a piece of Python; what it starts are forks, which need no imports.
 ASK = """
 import atexit, os, runpy, sys
-from samestep.ask import again
-def start(command, envs):
+from samestep.ask import start_again
+def finished(command, envs, log):
     children = []
     for env in envs:
         children.append(os.fork())
@@ -67,14 +67,17 @@ def start(command, envs):
             os.environ.clear()
             os.environ.update(env)
             sys.argv = command[1:]
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            file = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
             try:
                 runpy.run_path(command[1], run_name="__main__")
             except SystemExit as end:
                 os._exit(end.code or 0)
             os._exit(0)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
-again.start = start
+    for child in children:
+        os.waitpid(child, 0)
+start_again.finished = finished
 exec(sys.argv.pop(1), {})
 from samestep.__main__ import main
 sys.exit(main())

@@ -1,6 +1,7 @@
 """Questions to a run: the rows of a step, the steps of a row, a step computed again."""
 
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import kill_after, lines, reseal
-from samestep.ask.data import Part
+from samestep.ask.recorded_rows import Part
 from samestep.step.order import hash64, permute
 from test_mixture import SOURCES
 
@@ -37,10 +38,10 @@ def test_a_permutation_has_its_inverse():
 BRUTE = """
 import json
 from collections import defaultdict
-from samestep.ask.record import Record
-from samestep.ask.data import RunData
-record = Record(sys.argv.pop())
-data, seen = RunData(record), defaultdict(list)
+from samestep.ask.recorded_run import RecordedRun
+from samestep.ask.recorded_rows import RecordedRows
+record = RecordedRun(sys.argv.pop())
+data, seen = RecordedRows(record, []), defaultdict(list)
 for step in range(1, record.last + 1):
     for row in data.ids(step):
         seen[row].append(step)
@@ -170,6 +171,57 @@ def test_what_cannot_be_asked_is_one_line(tiny, quick, killed, tmp_path):
     assert "known from step 5 on" in tiny.ask("when", output, 3)
     reseal(checkpoint, history=[])
     refused("made it, without a history", "rows", output)
+
+
+def test_a_run_of_a_stranger_executes_nothing_and_is_one_line(tiny, killed, tmp_path):
+    """Its settings would kill what trains again; its files are not what a run writes."""
+
+    def change(**facts):
+        run = shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run = shutil.copytree(killed, tmp_path / "run")
+        for path in (run / "checkpoints").iterdir():
+            manifest = json.loads((path / "manifest.json").read_text())
+            parts = {name: manifest[name] | new for name, new in facts.items() if name != "entry"}
+            (entry,) = manifest["history"]
+            reseal(path, **parts, history=[entry | facts.get("entry", {})])
+        return run
+
+    def refused(said, *words):
+        printed = tiny.ask(*words, code=2)
+        assert said in printed and printed.count("\n") == 1 and printed[:-1].isprintable()
+
+    given = json.loads((killed / "checkpoints" / "step-00000008" / "manifest.json").read_text())
+    task = given["config"]["task"] | {"signal_at": 3}
+    output = change(config={"task": task, "tracker": "wandb", "output_dir": str(killed)})
+    tiny.check_asked(output, 7)
+    dotted = change(config={"task": {}, **{f"task.{name}": task[name] for name in task}})
+    tiny.check_asked(dotted, 7)
+    replay = ("replay", output, "--step", 7)
+    change(entry={"prepared": "../../evil"})
+    refused("prepared: String should match", *replay)
+    refused("prepared: String should match", "rows", output)
+    change(entry={"global_batch_size": 10**12})
+    refused("global_batch_size: Input should be less", "when", output, 3)
+    change(hardware={"processes": -1})
+    refused("processes: Input should be greater", *replay)
+    files = {"pipe": {"bytes": -1, "sha256": ""}}  # who reads one waits for its writer
+    for path in (change(files=files) / "checkpoints").iterdir():
+        os.mkfifo(path / "pipe")
+    refused("has no valid checkpoint", "receipt", output)
+    change(hardware={"sharding": "\x1b[2J\n"})
+    refused(r"was trained with \x1b[2J", *replay)
+    change(config={"task": task, "\x1b[2J": 1})
+    refused(r"there is no field \x1b[2J", "rows", output)
+    assert "\x1b" not in tiny.ask("diff", killed, output)
+    for text in ("", "- 1", "seed: 1\nseed: 2", "a: &a [1]\nb: *a", "!!python/name:os.system", "["):
+        change()
+        (output / "config.yaml").write_text(text)
+        refused(f"{output}/config.yaml", "diff", killed, output)
+    change()
+    (output / "metrics.jsonl").write_text('{"step": 1, "loss": 1, "grad_norm": "\\u001b"}\n')
+    refused("KeyError: 'batch_hash'", "rows", output)
+    (output / "hardware.yaml").write_text("processes: 1")
+    refused("hardware.yaml: environment: missing", "receipt", output)
 
 
 def test_padding_is_no_text():

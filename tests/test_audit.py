@@ -1,5 +1,6 @@
 """diff, receipt and audit: what two runs differ in, and whether a run is the one of a receipt."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,6 +8,11 @@ import pytest
 
 from conftest import ROOT, BakedProject, edit, lines, make_tiny, reseal
 from samestep.ask import receipt
+from samestep.ask.start_again import is_received
+from samestep.data.sources import DataConfig
+from samestep.models.pretrained import ModelConfig
+from samestep.settings.config import fields_of
+from samestep.settings.run_config import RunConfig
 from samestep.state import state_hash
 
 EXACT = ("--exact", "true", "--task.dropout", "0.1")
@@ -28,6 +34,8 @@ def prepare_data(cfg, folder):
 def views(cfg, data):
     return data["train"].with_format("torch"), data["test"].with_format("torch")
 """
+CACHE = """    cache_dir: str = field(default=".cache/data", metadata={"changes": "nothing"})
+    samples: int = 37"""
 OPTIMIZER = ("train.py", "fused=True)", "fused=True, eps=1e-3)")
 
 
@@ -36,6 +44,7 @@ def project(tmp_path_factory):
     """A project whose rows lie in a file, with runs/one: exact, with dropout, on one process."""
     project = make_tiny(tmp_path_factory.mktemp("audit"))
     (project.path / "rows.txt").write_text("\n".join(map(str, range(48))))
+    edit(project.path / "task.py", "    samples: int = 37", CACHE)
     with open(project.path / "task.py", "a") as file:
         file.write(ROWS)
     project.train(1, *EXACT, "--output_dir", "runs/one")
@@ -160,6 +169,124 @@ def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project,
     found["hardware"] |= {"torch": "1.0", "datasets": "1.0"}
     file.write_text(json.dumps(found | {"sha256": receipt.digest_of(found)}))
     assert f"made of: torch: 1.0 -> {before}; --anyway" in refused(clone)
+
+
+def forge(file, keys, value):
+    """Writes a receipt with this value at a place, and the chain and the digest of what it holds
+    then; a place that does not fit has those of before."""
+    found = json.loads(file.read_text())
+    place = found
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    previous = found["previous"]
+    for save in found["saves"]:
+        previous = state_hash.chain_hash({**save, "previous": previous})
+    found["chain"] = previous
+    del found["sha256"]
+    file.write_text(json.dumps(found | {"sha256": receipt.digest_of(found)}))
+
+
+DATA = "data data_config data_split data_revision validation_data validation_split group_column"
+DATA += " validation_fraction validation_rows incomplete_rows"
+RECEIVED = {  # of the fields of a recipe those that a receipt may give
+    RunConfig: "device_shares find_unused_parameters tf32 deterministic",
+    DataConfig: DATA,
+    ModelConfig: "model_name_or_path revision attn_implementation",
+}
+ESCAPE = "\x1b]0;title\x07\n=> the same run, to the bit"
+DYNAMO = "ACCELERATE_DYNAMO_BACKEND"
+FORGED = [  # a place in a receipt, what stands there, and what is said of it
+    (["saves", 0, "state"], "ab" * 31, "state: String should match"),
+    (["saves", 0, "step"], 8, "what it says of step 8 is none of a run"),
+    (["saves", 1, "step"], 3, "what it says of step 3 is none of a run"),
+    (["saves", 0, "step"], -4, "step: Input should be greater"),
+    (["saves", 0, "weights"], 3, "TypeError"),
+    (["previous"], "11" * 32, "--steps 0:4: give A:B of the steps 4, 8, 12"),
+    (["receipt"], 2, "receipt: Input should be 1"),
+    (["optimizer"], {}, "optimizer: Input should be a valid list"),
+    (["code", "train.py", f"train.{ESCAPE}"], "0", r"code of train.\x1b]0;title\x07"),
+    (["hardware", "processes"], 0, "processes: Input should be greater"),
+    (["hardware", "processes"], 10**5, "trained on 100000 processes; give --processes"),
+    (["hardware", "precision"], ESCAPE, r"a precision of \x1b]0;title\x07 => the same run"),
+    (["environment", DYNAMO], f"../{ESCAPE}", rf"{DYNAMO} is ../\x1b]0;title\x07"),
+    (["config", "micro_batch_size"], -4, "micro_batch_size: Input should be greater"),
+    (["config", "learning_rate"], 1e999, "is no receipt"),
+    (["config", "task", "samples"], [[]], "task.samples: Input should be a valid integer"),
+    (["config", "config"], "/etc/passwd", "there is no field config"),
+    (["config", "task.samples"], 5, "task.samples is given twice"),
+    (["config", ESCAPE], 1, r"there is no field \x1b]0;title\x07"),
+]
+DAMAGED = [  # a text in a receipt, another in its place, and what is said of it
+    ('"chain": "', '"chain": "0', "chain: String should match"),
+    ('"begins"', '"names": [], "begins"', "is no receipt"),  # twice
+    ('"learning_rate": 0.01', '"learning_rate": NaN', "is no receipt"),
+    ('"learning_rate": 0.01', f'"learning_rate": {"9" * 5000}', "is no receipt"),
+    ('"learning_rate": 0.01', f'"learning_rate": {"[" * 50_000}', "is no receipt"),
+    ('"saves"', '"save"', "saves: missing"),
+    ('"names"', '"\udcff"', "is no receipt"),  # no UTF-8
+]
+
+
+# Audits the receipts 0.json, 1.json, ... one after the other.
+EACH = """
+from samestep.__main__ import main
+for number in range(int(sys.argv.pop())):
+    sys.argv = ["samestep", "audit", f"{number}.json", "--steps", "0:4"]
+    try:
+        print("code", main())
+    except SystemExit as end:
+        print("code", end.code)
+sys.exit()
+"""
+
+
+def test_a_forged_receipt_is_one_line(clone):
+    cases = FORGED + DAMAGED
+    for number, (keys, value, _) in enumerate(cases):
+        file = clone.path / f"{number}.json"
+        text = (clone.path / "receipt.json").read_text()
+        if isinstance(keys, str):
+            assert text.count(keys) == 1
+            file.write_text(text.replace(keys, value), errors="surrogateescape")
+        else:
+            file.write_text(text)
+            forge(file, keys, value)
+    printed = clone.ask(str(len(cases)), before=EACH)
+    assert printed.count("code 2") == len(cases) == printed.count("samestep audit: "), printed
+    told = [line for line in printed.split("\n") if line.startswith("samestep audit: ")]
+    for line, (*_, said) in zip(told, cases, strict=True):
+        assert said in line and line.isprintable()
+    assert not any(line.startswith(("Traceback", "=> ")) for line in printed.split("\n"))
+
+
+def test_what_executes_or_writes_is_given_here_alone(clone, tmp_path):
+    """A receipt's own would kill the run, delete what lies in a cache, and fill another disk."""
+    kept = tmp_path / "victim" / "important.partial"
+    kept.mkdir(parents=True)
+    file = clone.path / "receipt.json"
+    task = json.loads(file.read_text())["config"]["task"]
+    for keys, value in [
+        (["config", "output_dir"], str(tmp_path / "victim" / "run")),
+        (["config", "task"], {n: task[n] for n in task if n != "cache_dir"}),
+        (["config", "task", "signal_at"], 3),
+        (["config", "task.cache_dir"], "../victim"),  # a dotted name is no other way
+        (["environment", "ACCELERATE_USE_DEEPSPEED"], "true"),
+        (["environment", "LD_PRELOAD"], "evil.so"),
+    ]:
+        forge(file, keys, value)
+    assert "=> the same run" in clone.ask("audit", file.name, "--steps", "0:4")
+    assert [*(tmp_path / "victim").iterdir()] == [kept]
+    words = ("audit", file.name, "--steps", "0:4", "--task.cache_dir", "../victim")
+    assert "=> the same run" in clone.ask(*words)  # the auditor's own
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("kind", [RunConfig, DataConfig, ModelConfig])
+def test_no_receipt_gives_what_executes_writes_or_sends(kind):
+    given = {name for name, (_, field) in fields_of(kind).items() if is_received(name, field)}
+    assert given == {*RECEIVED[kind].split()}
+    assert not is_received("loader", dataclasses.field(metadata={"received": False}))
 
 
 def test_an_own_script_is_audited_by_its_command(clone):

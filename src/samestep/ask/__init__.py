@@ -1,17 +1,20 @@
 """Questions to a run: every step is a function of a checkpoint, the data and the code.
 
-A verb is a module with `answer(args)`; VERBS has the arguments. They share:
+A verb is a function of its name, in a module whose docstring is the text of --help; VERBS has the
+arguments. Each reads a record, and may train again:
 
-    record.Record   what a folder says: settings, lines, checkpoints, history; without torch
-    data.RunData    its rows: ids(step), and backwards steps_of(row, data)
-    again.started   the run's own program, as its processes were started
+    recorded_run     what a folder says: settings, lines, checkpoints, history; without torch
+    recorded_rows    its rows: ids(step), and backwards steps_of(row, data)
+    start_again      the run's own program, as its processes were started
 
-rows and when compute the order of the rows, diff and receipt compare what runs were made of, replay
-and audit train again.
+A record may be a stranger's: what it holds is checked where it is read, and printed in single
+lines. It says what decides the result. What executes, writes or sends is said by flags or by the
+recipe that lies here: start_again.words tells them apart.
 """
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ def positive(text: str) -> int:
 
 RUN = {"help": "folder of a run, such as runs/default"}
 _PROCESSES = {"type": positive, "metavar": "P", "help": "default: as many as the run had"}
+_MODULES = {"when": "rows"}  # verbs whose module has another name
 # The arguments of each verb.
 VERBS: dict[str, dict[str, Any]] = {
     "audit": {
@@ -64,11 +68,13 @@ VERBS: dict[str, dict[str, Any]] = {
 
 
 def main(verb: str) -> int:
-    """Answers the question of the command; the exit code. Bad input is one line, exit code 2.
+    """Answers the question of the command; the exit code. Whatever a file holds that is wrong is
+    one line, exit code 2: 1 would say that something differs.
 
-    What `audit` does not know are flags of train.py, and what stands after -- is a command.
+    What is not known are flags of train.py, for `audit`, or of its task, for others; what stands
+    after -- is a command.
     """
-    module = importlib.import_module(f"samestep.ask.{verb}")
+    module = importlib.import_module(f"samestep.ask.{_MODULES.get(verb, verb)}")
     parser = make_parser(verb, module.__doc__)
     for name, about in VERBS[verb].items():
         parser.add_argument(name, **about)
@@ -76,11 +82,15 @@ def main(verb: str) -> int:
     end = words.index("--") if "--" in words else len(words)
     args, args.flags = parser.parse_known_args(words[:end])
     args.command = words[end + 1 :]
-    known = args.command if verb in ("audit", "replay") else []
-    if verb != "audit" and (others := args.flags + [*args.command[len(known) :]]):
+    others = [] if verb in ("audit", "replay") else args.command
+    if verb == "receipt" or (verb != "audit" and not " ".join(args.flags).startswith("--task.")):
+        others = args.flags + others
+    if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     protect_output()
+    sys.stdin = open(os.devnull)  # no library may ask here whether code of a record may run
     try:
-        return module.answer(args) or 0
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        return getattr(module, verb)(args) or 0
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        parser.error(f"{kind}{error}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from samestep.ask.record import FREE, Record, describe, differing, facts_of
-from samestep.ask.replay import difference
+from samestep.ask import recorded_run
+from samestep.ask.recorded_run import RecordedRun, difference
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.state import checkpoints
@@ -32,12 +32,12 @@ def _is_equal(one: Any, two: Any) -> bool:
     return np.array_equal(one, two)
 
 
-def _first_row(records: list[Record]) -> str:
+def _first_row(records: list[RecordedRun], flags: list[str]) -> str:
     """The row that differs and was trained on first; empty: it is not known."""
-    from samestep.ask.data import RunData  # torch: 4 s
+    from samestep.ask.recorded_rows import RecordedRows  # torch: 4 s
 
     try:
-        data = [RunData(record) for record in records]
+        data = [RecordedRows(record, flags) for record in records]
     except UserError as reason:
         show("", f"the rows are not known: {reason}")
         return ""
@@ -60,7 +60,7 @@ def _first_row(records: list[Record]) -> str:
     return text
 
 
-def _first_lines(records: list[Record]) -> list[int]:
+def _first_lines(records: list[RecordedRun]) -> list[int]:
     """Prints the first line of metrics.jsonl with other rows, and that with other numbers, of those
     that tell of the same steps; their steps."""
     one, two = ({each[:2]: each.line for each in record.intervals} for record in records)
@@ -76,7 +76,7 @@ def _first_lines(records: list[Record]) -> list[int]:
     return other
 
 
-def _first_state(records: list[Record]) -> list[int]:
+def _first_state(records: list[RecordedRun]) -> list[int]:
     """Prints the first step whose saved states differ, and the first weight; the step."""
     states = [{each["step"]: each["state"] for each in r.saves()} for r in records]
     common = [step for step in states[0] if step in states[1]]
@@ -93,16 +93,17 @@ def _first_state(records: list[Record]) -> list[int]:
     return other
 
 
-def answer(args: Namespace) -> int:
+def diff(args: Namespace) -> int:
     """Prints what differs; the exit code."""
-    records = [Record(folder) for folder in args.runs]
+    records = [RecordedRun(folder) for folder in args.runs]
     causes = []
-    changed = differing(*(facts_of(record.newest()) for record in records))
+    facts = [recorded_run.facts_of(record.newest()) for record in records]
+    changed = recorded_run.differing(*facts)
     for name, pair in changed.items():
-        if name not in (*FREE, "settings output_dir"):
-            causes.append(describe(name, *pair))
+        if name not in (*recorded_run.FREE, "settings output_dir"):
+            causes.append(recorded_run.describe(name, *pair))
             show(name.partition(" ")[0], causes[-1])
-    if "data fingerprint" in changed and (row := _first_row(records)):
+    if "data fingerprint" in changed and (row := _first_row(records, args.flags)):
         causes.append(row)
     steps = _first_lines(records) if all(record.intervals for record in records) else []
     steps += _first_state(records)

@@ -11,19 +11,25 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from samestep.ask.record import Record, digest_of
+from pydantic import Field
+
+from samestep.ask.recorded_run import HARDWARE, Number, RecordedRun, check, digest_of, print_line
 from samestep.base.console import without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
 from samestep.state import state_hash
 
+VERSION = 1  # of what a receipt holds: one with another is not read
 OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
 _LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
 SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
 _TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")
+
+
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def is_public(name: str, value: Any) -> bool:
@@ -39,7 +45,7 @@ def public(values: dict) -> dict:
     return {name: value for name, value in found.items() if is_public(name, value)}
 
 
-def make(record: Record) -> dict[str, Any]:
+def make(record: RecordedRun) -> dict[str, Any]:
     """The receipt of a run; raises UserError for one that cannot have any."""
     manifest = record.newest()
     begins = max((line["step"] for line in record.log if "changes" in line), default=0)
@@ -55,10 +61,10 @@ def make(record: Record) -> dict[str, Any]:
             weights = record.weights_at(each["step"])
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
         saves.append(save)
-    variables = record.hardware()["environment"]
+    variables = record.started()["environment"]
     parts = ("code", "library", "identity", "optimizer", "hardware")
     content = {
-        "receipt": 1,
+        "receipt": VERSION,
         **{name: public(manifest[name]) for name in ("config", "data")},
         **{name: manifest[name] for name in parts},
         "environment": public({n: v for n, v in variables.items() if n.startswith(PREFIXES)}),
@@ -71,22 +77,60 @@ def make(record: Record) -> dict[str, Any]:
     return content | {"sha256": digest_of(content)}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A receipt; raises UserError unless it is as it was written."""
-    try:
-        found = json.loads(read_text(path))
-        digest = found.pop("sha256")
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        raise UserError(f"{path} is no receipt; samestep receipt RUN writes one") from None
-    if digest != digest_of(found):
-        raise UserError(f"{path} was changed: its digest is another")
-    return found
-
-
-def answer(args: Namespace) -> None:
-    found, path = make(Record(args.run)), args.output or Path(args.run, "receipt.json")
+def receipt(args: Namespace) -> None:
+    """Writes the receipt of a run."""
+    found, path = make(RecordedRun(args.run)), args.output or Path(args.run, "receipt.json")
     text = json.dumps(found, indent=1) + "\n"
     replace_text(path, text)
     steps = [save["step"] for save in found["saves"]]
     exact = "exact" if found["config"]["exact"] else "for as many processes only"
-    print(f"{path}: {len(text) / 1e3:.1f} kB, states of steps {steps[0]} to {steps[-1]}, {exact}")
+    size = f"{len(text) / 1e3:.1f} kB"
+    print_line(f"{path}: {size}, states of steps {steps[0]} to {steps[-1]}, {exact}")
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_KINDS = {
+    "config": dict[str, Any], "data": dict[str, str | int], "code": dict[str, dict[str, str]],
+    "library": str, "identity": str, "optimizer": list[dict[str, str]],
+    "hardware": dict[str, Any], "environment": dict[str, str], "begins": Number,
+    "names": list[str], "previous": Literal[""] | _Digest,
+    "saves": Annotated[list[dict[str, Any]], Field(min_length=1)],
+    "chain": _Digest, "receipt": Literal[VERSION], "sha256": str,
+}  # fmt: skip
+_SAVE = {"step": Number, "state": _Digest}
+
+
+def _one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, none of whose names is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A receipt; raises UserError unless it is as it was written, and its chain is that of its
+    states."""
+    try:
+        found = json.loads(read_text(path), object_pairs_hook=_one_of_each)
+        json.dumps(found, allow_nan=False)
+        digest = digest_of({name: found[name] for name in found.keys() - {"sha256"}})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path} is no receipt; samestep receipt RUN writes one") from None
+    check(_KINDS, found, path)
+    if digest != found.pop("sha256"):
+        raise UserError(f"{path} was changed: its digest is another")
+    check({"exact": bool}, found["config"], path)
+    check(HARDWARE, found["hardware"], path)
+    before, previous, names = max(found["begins"] - 1, 0), found["previous"], found["names"]
+    for save in found["saves"]:
+        check(_SAVE, save, path)
+        weights = save.get("weights", "")
+        if save["step"] <= before or len(weights) not in (0, 8 * len(names)):
+            raise UserError(f"{path}: what it says of step {save['step']} is none of a run")
+        before, previous = save["step"], state_hash.chain_hash(save | {"previous": previous})
+    if previous != found["chain"]:
+        raise UserError(f"{path} was changed: its chain is not that of its states")
+    return found

@@ -1,31 +1,43 @@
-"""The rows that a step has trained on: computed, since a line of metrics holds only their hash.
+"""The rows that a step has trained on, and the steps that have trained on a row: computed, since a
+line of metrics holds only the hash of its rows.
 
     python -m samestep rows runs/mine --step 67          number, source, place and text of each
     python -m samestep rows runs/mine --verify           compares all lines of metrics.jsonl
+    python -m samestep when runs/mine 178
+    python -m samestep when runs/mine "the horse sat on the mat"
+    python -m samestep when runs/mine "rows.jsonl, line 12"
 
-Exit codes: 0; 1 the rows computed are not those that were trained on; 2 the input is wrong.
+A row is its number, its place, or a part of its text. A text is found in rows as they are trained
+on: a sequence may hold the end of one document and the beginning of another, and a place means the
+sequence that begins there, and the one before, which may hold the beginning. Of a stream the order
+is read, not computed: all its samples are read again. A run folder does not say what executes or
+writes: give it last, as --task.cache_dir or --task.trust_remote_code. Exit codes: 0; 1 the rows
+computed are not those that were trained on; 2 the input is wrong.
 """
 
+import sys
 from argparse import Namespace
+from collections import defaultdict
+from typing import Any
 
-from samestep.ask.record import Record
+from samestep.ask.recorded_run import RecordedRun, print_line
+from samestep.base.console import one_line
+from samestep.base.errors import UserError, some
 
 
-def answer(args: Namespace) -> int:
+def rows(args: Namespace) -> int:
     """Prints the rows of a step, and compares its line of metrics.jsonl; without a step all."""
-    record, step = Record(args.run), args.step
+    record, step = RecordedRun(args.run), args.step
     lines = [each for each in record.intervals if each.last <= record.last]
     if step:
         positions = record.positions(step)
     if step and not args.verify:
         lines = [each for each in lines if each.first <= step <= each.last]
-    from samestep.ask.data import RunData  # torch: 4 s
-
-    data, wrong, samples = RunData(record), [], 0
+    data, wrong, samples = _read_rows(record, args), [], 0
     if step:
         print(f"step {step}: samples {positions[0]:,} to {positions[-1]:,} of the run")
-        for number, row in data.samples(step):
-            print(data.part(step).line(number, row))
+        for text in data.lines(step).values():
+            print_line(text)
     for first, last, line in lines:
         samples += record.positions(last)[-1] + 1 - record.positions(first)[0]
         if data.hash(first, last) != line["batch_hash"]:
@@ -37,3 +49,52 @@ def answer(args: Namespace) -> int:
     for steps in wrong:
         print(f"  NOT those of steps {steps}")
     return int(bool(wrong))
+
+
+def when(args: Namespace) -> None:
+    """Prints the steps that have trained on each row that the words mean."""
+    record = RecordedRun(args.run)
+    data, first = _read_rows(record, args), record.history[0]["step"] + 1
+    if first > 1:
+        print(f"the order is known from step {first} on alone")
+    for word in args.row:
+        if not word.strip():
+            raise UserError("the text is empty; give a row, a text or a place")
+        found = _scan(data, word) if data.is_stream else _compute(data, word)
+        if not found:
+            shown = one_line(word, 60)
+            raise UserError(f"no row has the text or place {shown}, of those to train on")
+        for line, steps in found.items():
+            told = some([f"{step:,}" for step in steps], 20) or "none"
+            print_line(f"row {line}")
+            print(f"  {len(steps)} times until step {record.last:,}: {told}")
+
+
+def _read_rows(record: RecordedRun, args: Namespace) -> Any:
+    from samestep.ask.recorded_rows import RecordedRows  # torch: 4 s
+
+    return RecordedRows(record, args.flags)
+
+
+def _compute(data: Any, word: str) -> dict[str, list[int]]:
+    """The steps of the rows that a word means."""
+    found, history = {}, data.record.history
+    for digest in dict.fromkeys(entry["data"] for entry in history):
+        first = next(entry["step"] for entry in history if entry["data"] == digest)
+        part = data.part(first + 1)
+        for row in part.find(word):
+            found[part.line(row, part.view[row]).strip()] = data.steps_of(row, digest)
+    return found
+
+
+def _scan(data: Any, word: str) -> dict[str, list[int]]:
+    """The same of a stream."""
+    record, found = data.record, defaultdict(list)
+    print(f"a stream: reads the samples until step {record.last:,} again", file=sys.stderr)
+    for step in range(record.history[0]["step"] + 1, record.last + 1):
+        part = data.part(step)
+        for number, row in data.samples(step):
+            text = str(number) if word.isdecimal() else part.line(number, row, None)
+            if word in text and (len(word) == len(text) or not word.isdecimal()):
+                found[part.line(number, row).strip()].append(step)
+    return found

@@ -1,8 +1,9 @@
 """Types, metadata and rules for the fields of a TaskConfig.
 
 A type is the range of a field's values. The metadata says how a change of the field affects a run
-that continues: without metadata, it changes the result and has to be accepted. Rules between fields
-are functions.
+that continues: without metadata, it changes the result and has to be accepted. What executes code,
+writes or sends is NOTHING, or {"received": False}: then no receipt and no run folder may give it.
+Rules between fields are functions.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ def tokenizer_of(data: Any) -> Any:
         from transformers import AutoTokenizer  # 2 s
 
         with contextlib.suppress(OSError, ValueError):  # the files are of another kind
-            found = AutoTokenizer.from_pretrained(folder)
+            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return found
 
 

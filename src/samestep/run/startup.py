@@ -382,8 +382,7 @@ def prepare_run(
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
-    question = read_question()  # of samestep replay, which takes the data of then
-    stored = question.prepared if question else ""
+    stored = read_question().get("prepared", "")  # samestep replay takes the data of then
     data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)

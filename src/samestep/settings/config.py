@@ -182,6 +182,11 @@ def _convert_all(given: Iterable[tuple[str, Any]], fields: dict) -> dict[str, An
     return values
 
 
+def read_values(written: Any, fields: dict) -> dict[str, Any]:
+    """The values of fields, by dotted name, in what a recipe holds."""
+    return _convert_all(_read_recipe(written, fields), fields)
+
+
 def _replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """A copy of the config with these values, by dotted name."""
     changes = {}
@@ -217,8 +222,7 @@ def parse_config(config_class: type, arguments: list[str], about: str | None) ->
         flags = _convert_all(_read_flags(words, fields), fields)
     path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
     with naming(path):
-        written = read_yaml(path.read_text(encoding="utf-8-sig"))  # Notepad begins with a mark
-        recipe = _convert_all(_read_recipe(written, fields), fields)
+        recipe = read_values(read_yaml(path.read_text(encoding="utf-8-sig")), fields)  # Notepad's
     cfg = _replace_fields(config_class(), recipe | flags)
     for name in fields_of(config_class):
         value = str(functools.reduce(getattr, name.split("."), cfg))  # also of lists and dicts

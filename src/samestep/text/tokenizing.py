@@ -124,7 +124,7 @@ def prepare_tokenizer(
     default = chats.CHAT_TEMPLATE if chats.is_chat(rows[0]) else ""
     kept = getattr(cfg, "vocabulary", "")
     if (folder / FILE).exists():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         if template in ("", tokenizer.chat_template):
             return tokenizer
     elif kept:

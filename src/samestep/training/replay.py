@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,64 @@ from samestep.step.samples import collate
 from samestep.step.step import Step
 from samestep.training.trial import try_batch
 
-VARIABLE = "SAMESTEP_REPLAY"  # names the scratch folder
+
+def read_question() -> dict[str, Any]:
+    """Read the question of `samestep replay`, if it has started this process; else it is empty.
+
+    folder: that of question.json and of the answer. step: that is asked about. last: with which the
+    run ends. lines: the steps whose lines of metrics.jsonl are written. without: rows to leave out.
+    gradients: whether those of each row are computed. checkpoint: from which it begins, or "never".
+    data: the fingerprint of the rows. prepared: the name of the prepared data of then.
+    """
+    if not (folder := os.environ.get("SAMESTEP_REPLAY")):
+        return {}
+    return {"folder": folder, **json.loads(Path(folder, "question.json").read_text())}
 
 
 class Replay:
-    """The question in `folder`/question.json; its answer is written beside it.
+    """Answers a question: `try_others`, `read_loss` and `log` take the place of a Training's."""
 
-    step: that is asked about. last: with which the run ends. lines: the steps whose lines of
-    metrics.jsonl are written. without: rows to leave out. gradients: whether those of each row are
-    computed. checkpoint: from which it begins, or "never". data: the fingerprint of the rows.
-    prepared: the name of the prepared data of then.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        question = json.loads((folder / "question.json").read_text())
-        self.step, self.last, self.lines = question["step"], question["last"], question["lines"]
-        self.without, self.gradients = {*question["without"]}, question["gradients"]
-        self.checkpoint, self.prepared = question["checkpoint"], question["prepared"]
-        self.data = question["data"]
+    def __init__(self, training: Any, question: dict[str, Any]):
+        self.training, self.question, self.step = training, question, question["step"]
+        self.without = {*question["without"]}
         self.answer: dict[str, Any] = {"rows": []}
+        training.folder, training.max_skipped_steps = Path(question["folder"], "run"), 0
+        training.begins_from, training.accept_changes = question["checkpoint"], True
+        training.save = training.write_line = lambda: None
+        training.try_others, training.read_loss = self.try_others, self.read_loss
+        training.log = self.log
 
-    def check_rows(self, manifest: dict) -> None:
-        """Raise UserError unless the rows are those of then."""
-        if self.data not in ("", manifest["data"]["fingerprint"]):
+    def try_others(self, step: Step) -> Iterator[Any]:
+        """Give other batches to the loop before those of the step that is asked about."""
+        run = self.training
+        if self.question["data"] not in ("", run.manifest["data"]["fingerprint"]):
             raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
+        yield from type(run).try_others(run, step)
+        if step.number == self.step:
+            yield from self.ask(run, step)
+
+    def read_loss(self, step: Step) -> None:
+        """Describe the step that is asked about, when its last batch is computed."""
+        run = self.training
+        type(run).read_loss(run, step)
+        if step.number == self.step:
+            self.answer |= self.describe(step)
+
+    def log(self, step: Step, **values: Any) -> None:
+        """Write the lines that are compared alone; after the last one end the process."""
+        run = self.training
+        is_new = run.step != step.number
+        run.log_every = 1 if step.number in self.question["lines"] else step.number + 1
+        type(run).log(run, step, **values)
+        if is_new and step.number == self.question["last"]:
+            changed = [text for text in run.point.remarks if text.startswith("changed")]
+            self.answer["about"] = [run.run.hardware, *changed]
+            if run.accelerator.is_main_process:
+                Path(self.question["folder"], "answer.json").write_text(json.dumps(self.answer))
+            raise Ended(0)
 
     def ask(self, run: Any, step: Step) -> Iterator[Any]:
-        """Give other batches to the loop before those of the step. `run` is the Training."""
+        """Give the step, each row alone, and the step without some rows."""
         rows, plan = run.rows, run.plan
         end = run.samples(step.number)
         self.positions = [*rows.sort(range(end - plan.samples, end))]
@@ -65,27 +95,24 @@ class Replay:
         if run.rows_depend and self.without:
             raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
         with trial.nothing_changes(run.model, run.saver.state.keep()):
-            self.answer["again"] = yield from self.compute(run, step, lambda _: True)
+            self.answer["again"] = yield from self.compute(step, ids)
             if run.rows_depend:
                 return
             yield from self.compute_rows(run, step)
             if self.without:
-                left = lambda row: row not in self.without  # noqa: E731
-                self.answer["without"] = yield from self.compute(run, step, left)
-            for entry in self.answer["rows"] if self.gradients else ():
-                alone = yield from self.compute(run, step, entry["row"].__eq__)
+                self.answer["without"] = yield from self.compute(step, ids - self.without)
+            for entry in self.answer["rows"] if self.question["gradients"] else ():
+                alone = yield from self.compute(step, {entry["row"]})
                 entry["norm"] = alone["norm"]
 
-    def compute(
-        self, run: Any, step: Step, kept: Callable[[int], bool]
-    ) -> Generator[Any, None, dict[str, Any]]:
+    def compute(self, step: Step, kept: set[int]) -> Generator[Any, None, dict[str, Any]]:
         """Compute the step with these samples alone; return what `describe` does. Each process
         computes as many micro-batches as in training: one without a sample counts nothing."""
-        plan, micro_batches = run.plan, []
-        filler = [sample for sample in self.samples if kept(sample[0])][:1]
+        run, plan, micro_batches = self.training, self.training.plan, []
+        filler = [sample for sample in self.samples if sample[0] in kept][:1]
         for number in plan.run():
             assigned = plan.positions(self.samples, number)
-            samples = [sample for sample in assigned if kept(sample[0])]
+            samples = [sample for sample in assigned if sample[0] in kept]
             run.rows.seed_collate(plan.positions(self.positions, number))
             batch, (items, ids_hash), ids = collate(run.task, samples or filler)
             items = items if samples else 0
@@ -96,7 +123,7 @@ class Replay:
         step.micro_batches, step.items = micro_batches, items
         yield from step.compute_all()
         run.gradients.reduce()
-        result = describe(run, step)
+        result = self.describe(step)
         for parameter in run.gradients.parameters:
             parameter.grad = None
         step.micro_batches, step.items = whole
@@ -119,41 +146,26 @@ class Replay:
         if run.ranks.layout.fsdp:
             sharding.reshard(run.model)
 
-    def finish(self, run: Any) -> None:
-        """Write the answer, and end the process."""
-        changed = [remark for remark in run.point.remarks if remark.startswith("changed")]
-        self.answer["about"] = [run.run.hardware, *changed]
-        if run.accelerator.is_main_process:
-            (self.folder / "answer.json").write_text(json.dumps(self.answer))
-        raise Ended(0)
-
-
-def read_question() -> Replay | None:
-    """Read the question of `samestep replay`, if it has started this process."""
-    folder = os.environ.get(VARIABLE)
-    return Replay(Path(folder)) if folder else None
-
-
-def describe(run: Any, step: Step) -> dict[str, Any]:
-    """Return loss, items and norms of a gradient that is complete, before it is clipped."""
-    layers = _norms_by_layer(run.gradients)
-    monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
-    monitor.add(step)
-    monitor.read_losses()
-    assert step.total is not None
-    loss, norm = step.total / max(step.items, 1), math.hypot(*layers.values())
-    return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}
+    def describe(self, step: Step) -> dict[str, Any]:
+        """Return loss, items and norms of a gradient that is complete, before it is clipped."""
+        run = self.training
+        layers = _norms_by_layer(run.gradients)
+        monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
+        monitor.add(step)
+        monitor.read_losses()
+        assert step.total is not None
+        loss, norm = step.total / max(step.items, 1), math.hypot(*layers.values())
+        return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}
 
 
 def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
     """Return the norm of the gradient of each layer."""
     squares: dict[str, float] = defaultdict(float)
-    scaler = gradients.accelerator.scaler
     for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
         if parameter.grad is not None:
             layer = re.match(r".*?\.\d+(?=\.|$)", name)
             name = layer[0] if layer else re.sub(r"\.(weight|bias)$", "", name)
             grad = sharding.full_tensor(parameter.grad).detach().double()
             squares[name] += float(grad.square().sum())
-    scale = scaler.get_scale() if scaler else 1.0  # of fp16's losses
+    scale = scaler.get_scale() if (scaler := gradients.accelerator.scaler) else 1.0  # fp16's
     return {name: math.sqrt(value) / scale for name, value in squares.items()}

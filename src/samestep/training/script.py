@@ -176,12 +176,10 @@ class Script:
         with self.ranks.fail_together():
             if training.accelerator.is_main_process:  # one process: verifying reads all bytes
                 self.lock = self.lock or run_folder.RunLock(self.folder)
-                replay = training.replay
-                point.find(self.folder, replay.checkpoint if replay else "auto")
+                point.find(self.folder, training.begins_from)
                 if not point.checkpoint:
                     checkpoints.check_none_saved(self.folder)
-                accepts = training.accept_changes or bool(replay)
-                point.compare(self.manifest, accepts, {}, {}, self.project)
+                point.compare(self.manifest, training.accept_changes, {}, {}, self.project)
                 if point.in_folder:
                     point.best = point.saved.get("best")
                 point.write_running(self.folder)

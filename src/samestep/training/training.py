@@ -88,14 +88,13 @@ class Training:
         rows_depend: bool = False, accept_changes: bool = False, run: Any = None,
     ):  # fmt: skip
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.replay = replay.read_question()
         self.folder, self.seed, self.exact = Path(folder), seed, exact
         self.keep_checkpoints, self.keep_every = keep_checkpoints, keep_every
         self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
         self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
-        self.accept_changes = accept_changes
-        if self.replay:
-            self.folder, self.max_skipped_steps = self.replay.folder / "run", 0
+        self.accept_changes, self.begins_from = accept_changes, "auto"
+        if question := replay.read_question():
+            replay.Replay(self, question)  # takes the place of some methods
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
         if run is None:
             run = script.Script(
@@ -136,8 +135,6 @@ class Training:
             return self.step
         self.point = point = run.find_start(self)
         self.lock = run.lock
-        if self.replay:
-            self.replay.check_rows(self.manifest)
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
             options = run.optimizer_settings, run.sets_lr
@@ -171,7 +168,7 @@ class Training:
 
     def compare_built(self, state: TrainingState) -> None:
         """Compare what this program has built with what the run of the checkpoint had."""
-        point, accepts = self.point, self.accept_changes or bool(self.replay)
+        point, accepts = self.point, self.accept_changes
         with self.ranks.fail_together():
             given = point.checkpoint, point.saved, self.manifest
             changed = built.compare(*given, accepts, self.run.sets_lr)
@@ -305,21 +302,17 @@ class Training:
 
     def try_others(self, step: Step) -> Iterator[Any]:
         """Give other batches to the body of the loop before those of a step: a few rows before the
-        first one, and what `samestep replay` asks."""
+        first one."""
         if self.gradients is None:
             yield from try_loop(self, step)
             given = self.accelerator, self.ranks, self.model, self.prepared, self.exact
             self.gradients = exact.step_gradients(*given)
             self.meter.stopwatch.watch(self.model)
-        if self.replay and step.number == self.replay.step:
-            yield from self.replay.ask(self, step)
 
     def read_loss(self, step: Step) -> None:
         """Read the loss of a step that is logged, when its last batch is computed."""
         assert self.metrics
         self.metrics.monitor.add(step)
-        if self.replay and step.number == self.replay.step:
-            self.replay.answer |= replay.describe(self, step)
         if step.number % self.log_every == 0:
             self.metrics.monitor.read_losses()
             assert step.total is not None
@@ -348,10 +341,8 @@ class Training:
         step.check_complete()
         self.step, self.scores = step.number, None
         metrics.add(step, values)
-        if step.number in self.replay.lines if self.replay else step.due(self.log_every):
+        if step.due(self.log_every):
             metrics.write_means()
-        if self.replay and step.number == self.replay.last:
-            self.replay.finish(self)
         self.note_commits()
 
     def note_commits(self) -> None:
@@ -368,7 +359,7 @@ class Training:
         self.resume()
         step = self.complete()
         assert self.saver
-        if step == self.saver.step or self.replay:
+        if step == self.saver.step:
             return
         self.ranks.places.meet("training.save()", step)
         self.write_line()  # all lines of a step before its checkpoint
@@ -385,7 +376,7 @@ class Training:
 
     def write_line(self) -> None:
         """Write a line about the steps since the last one."""
-        if self.metrics and not self.replay:
+        if self.metrics:
             self.metrics.write_means()
 
     def score(self, scores: dict[str, float]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel
 
-from samestep.ask import again
-from samestep.ask.record import Record
+from samestep.ask import start_again
+from samestep.ask.recorded_run import RecordedRun
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
 from samestep.prepared import preview, run_data
@@ -89,13 +89,13 @@ class Part:
             if int(word) not in numbers:
                 raise UserError(f"row {word}: there are {len(numbers):,} rows, from 0 on")
             return [int(word)]
+        if isinstance(self.view, range):
+            raise UserError(f"{one_line(word, 60)}: rows of a script are known by their numbers")
         is_cut = isinstance(self.view, Sequences) and "lengths" not in self.columns
         ends = (word, f": {word}", f"/{word}")
         found = [i for i in numbers if self.place(i) == word or self.place(i).endswith(ends[1:])]
         if found:  # the row before may hold the beginning
             return sorted({*found, *(max(i - 1, 0) for i in found if is_cut)})
-        if isinstance(self.view, range):
-            raise UserError(f"{one_line(word, 60)}: rows of a script are known by their numbers")
         texts = ["".join(self.text(self.view[i]).split()) for i in numbers]
         whole, wanted = ("" if is_cut else "\n").join(texts), "".join(word.split())
         begins = np.cumsum([0, *(len(text) + (not is_cut) for text in texts)])
@@ -108,11 +108,11 @@ class Part:
         return sorted(rows)
 
 
-class RunData:
-    """The rows of a run; raises UserError where they are not those of then."""
+class RecordedRows:
+    """The rows of a run; raises UserError where they are not those of then. flags: of train.py."""
 
-    def __init__(self, record: Record):
-        self.record = record
+    def __init__(self, record: RecordedRun, flags: list[str]):
+        self.record, self.flags = record, flags
         self.is_script = not record.config  # which a script of one's own does not write
         if not self.is_script:
             self.train, self.task = startup.find_project()
@@ -132,8 +132,8 @@ class RunData:
             numbers = range(self.record.manifest(step)["data"]["samples"])
             return Part(SampleDataset(numbers, None, entry["seed"]), None)
         with tempfile.TemporaryDirectory() as folder:
-            recipe = again.write_recipe(self.record.settings(step), Path(folder))
-            cfg, _ = config.parse_config(self.train.Config, ["--config", recipe], None)
+            words = start_again.words(self.record.settings(step), Path(folder), self.flags)
+            cfg, _ = config.parse_config(self.train.Config, words, None)
         data, task, views, samples = run_data.read_data(
             cfg, self.task, self.record.folder, entry["prepared"]
         )
@@ -155,6 +155,11 @@ class RunData:
             self.seek(step)
         self.next = step + 1
         return view.__getitems__([*self.record.positions(step)])
+
+    def lines(self, step: int) -> dict[int, str]:
+        """What is told of each sample of a step, by its number."""
+        part = self.part(step)
+        return {number: part.line(number, row) for number, row in self.samples(step)}
 
     def ids(self, step: int) -> list[int]:
         """The ids of the samples of a step, in that order."""

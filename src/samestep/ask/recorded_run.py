@@ -1,16 +1,20 @@
-"""What the folder of a run says of it. Needs neither its data nor torch."""
+"""What the folder of a run says of it, checked: a stranger may have written it. Needs no torch."""
 
 import contextlib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from samestep.base import run_folder
+from samestep.base.console import escaped, without_credentials
 from samestep.base.errors import UserError
+from samestep.base.fields import NonNegativeInt
 from samestep.base.files import read_text
+from samestep.settings.config import BatchSize, naming, read_yaml
 from samestep.state import checkpoints, state_hash
 
 ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the rows of a step
@@ -18,6 +22,51 @@ ROWS = ("seed", "global_batch_size", "task.data", "data ")  # what decides the r
 FREE = ("hardware cpu_name", "hardware devices", "hardware python", "hardware datasets")
 LAYOUT = ("hardware processes", "hardware nodes", "hardware threads")
 LATER = ("settings ", "code optimizer", "hardware sharding", *FREE[:2], *LAYOUT)
+
+
+def print_line(text: str) -> None:
+    """Prints one line, whatever files have put into it."""
+    print(escaped(without_credentials(text[:2000])))
+
+
+# ---- What files may hold -------------------------------------------------------------------------
+
+_MOST = 10**9  # steps
+Number = Annotated[int, Field(ge=0, le=_MOST)]  # of a step
+_Key = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]  # a folder of prepared data
+_Count = Annotated[int, Field(ge=1, le=10**6)]
+_ENTRY: dict[str, Any] = {"step": Number, "samples": NonNegativeInt, "seed": NonNegativeInt}
+_ENTRY |= {"global_batch_size": BatchSize, "mixture": dict[str, Any] | None}
+_ENTRY |= {"data": str, "prepared": _Key}
+HARDWARE = {"processes": _Count, "threads": _Count, "precision": str}
+
+
+def check(kinds: dict[str, Any], found: Any, place: object) -> Any:
+    """A JSON object; raises UserError unless its entries are of these types."""
+    for name, kind in kinds.items():
+        adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(strict=True))
+        try:
+            adapter.validate_python(found[name])
+        except (ValidationError, LookupError, TypeError) as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "missing"
+            raise UserError(f"{place}: {name}: {problem}") from None
+    return found
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML; empty: there is no file. Raises ValueError for anything else."""
+    if not path.exists():
+        return {}
+    text = read_text(path)
+    with naming(path):
+        read_yaml(text)  # refuses names that are given twice, and what grows beyond its text
+        found = yaml.safe_load(text)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is empty or damaged: it has no settings")
+    return found
+
+
+# ---- A run ---------------------------------------------------------------------------------------
 
 
 class Interval(NamedTuple):
@@ -28,8 +77,8 @@ class Interval(NamedTuple):
     line: dict
 
 
-class Record:
-    """The record of a run; raises UserError for a folder that holds none.
+class RecordedRun:
+    """The record of a run; raises UserError for a folder that holds none, or a damaged one.
 
     manifests: of the checkpoints that are there, by step, in order.
     config:    the settings of the newest start; a script of one's own writes none.
@@ -39,13 +88,14 @@ class Record:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder, self.manifests, self.intervals = Path(folder), {}, []
+        self.folder, self.intervals = Path(folder), []
+        self.manifests: dict[int, dict[str, Any]] = {}
         for path in reversed(checkpoints.list_checkpoints(self.folder / "checkpoints")):
             with contextlib.suppress(ValueError):
-                self.manifests[checkpoints.step_of(path)] = checkpoints.verify(path, hashed=False)
-        self.config: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            self.config = yaml.safe_load(read_text(self.folder / "config.yaml"))
+                manifest = checkpoints.verify(path, hashed=False)
+                if all(each["bytes"] >= 0 for each in manifest["files"].values()):  # no pipe
+                    self.manifests[manifest["step"]] = manifest
+        self.config = _read_mapping(self.folder / "config.yaml")
         if not (self.manifests or self.config):
             raise UserError(f"{self.folder} is no folder of a run; give one, such as runs/default")
         newest = max(self.manifests, default=0)
@@ -55,8 +105,13 @@ class Record:
         self.history = self.manifest(newest).get("history") if self.manifests else [begin]
         if not self.history:
             raise UserError(f"{self.folder}: an older samestep has made it, without a history")
+        steps = [check(_ENTRY, each, self.folder)["step"] for each in self.history]
+        if steps != sorted({*steps}):
+            raise UserError(f"{self.folder}: the steps of its history are not in their order")
         self.log, before, self.last = run_folder.read_metrics(self.folder), 0, newest
         for line in self.log:
+            if not 0 <= line["step"] <= _MOST:
+                raise UserError(f"metrics.jsonl of {self.folder} has a step {line['step']}")
             if "loss" in line:
                 self.intervals.append(Interval(before + 1, line["step"], line))
             if "loss" in line or "started" in line:
@@ -67,27 +122,16 @@ class Record:
                 self.last = line["step"]
                 break
 
-    def interval(self, step: int) -> Interval:
-        for each in self.intervals:
-            if each.first <= step <= each.last:
-                return each
-        raise UserError(f"metrics.jsonl of {self.folder} has no line about step {step}")
-
     def manifest(self, step: int) -> dict[str, Any]:
         """That of the first checkpoint that holds a step, else of the newest; {}: there is none."""
         later = [number for number in self.manifests if number >= step]
         chosen = later[:1] or [*self.manifests][-1:]
         return self.manifests[chosen[0]] if chosen else {}
 
-    def hardware(self) -> dict[str, Any]:
+    def started(self) -> dict[str, Any]:
         """What hardware.yaml says of the newest start; raises UserError without it."""
         path = self.folder / "hardware.yaml"
-        found = None
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            found = yaml.safe_load(read_text(path))
-        if not isinstance(found, dict) or "environment" not in found:
-            raise UserError(f"{path} is gone or damaged: it says how the run was started")
-        return found
+        return check({"environment": dict[str, str]}, _read_mapping(path), path)
 
     def newest(self) -> dict[str, Any]:
         """The manifest of the newest checkpoint; raises UserError without any."""
@@ -101,15 +145,6 @@ class Record:
             return self.config
         return self.manifest(step)["config"]
 
-    def checkpoint_before(self, step: int) -> Path | None:
-        """The newest valid checkpoint before a step; None: the run has to begin."""
-        for number in sorted((each for each in self.manifests if each < step), reverse=True):
-            path = checkpoints.checkpoint_folder(self.folder / "checkpoints", number)
-            with contextlib.suppress(ValueError):
-                checkpoints.verify(path)
-                return path
-        return None
-
     def entry(self, step: int) -> dict:
         """The entry of the history that tells of a step; raises UserError without one."""
         first = self.history[0]["step"] + 1
@@ -117,6 +152,38 @@ class Record:
             known = f"{self.folder} tells of steps {first} to {self.last}"
             raise UserError(f"step {step}: {known}; give one of them")
         return [each for each in self.history if each["step"] < step][-1]
+
+    def replayed(self, step: int) -> tuple[dict[str, Any], dict[str, Any], list[dict]]:
+        """The question of training.replay about a step; the settings, variables and hardware that
+        it was trained with; and the lines of metrics.jsonl from the checkpoint before it on."""
+        entry = self.entry(step)
+        about = [each for each in self.intervals if each.first <= step <= each.last]
+        if not about:
+            raise UserError(f"metrics.jsonl of {self.folder} has no line about step {step}")
+        started = self.started()
+        trained = {"settings": self.settings(step), "environment": started["environment"]}
+        trained["hardware"] = self.manifest(step).get("hardware", started)
+        sharding = trained["hardware"].get("sharding", "none")
+        kinds = {part.split()[0] for part in sharding.split(", ")}
+        if kinds - {"none", "FSDP2", "dp_replicate", "dp_shard"}:
+            raise UserError(
+                f"step {step} was trained with {sharding}; DeepSpeed, tensor and context "
+                "parallelism and pipelines cannot be replayed"
+            )
+        begin, start = 0, "never"
+        for number in reversed(self.manifests):  # the newest valid one counts
+            if number < about[0].first and not begin:
+                path = checkpoints.checkpoint_folder(self.folder / "checkpoints", number)
+                with contextlib.suppress(ValueError):
+                    checkpoints.verify(path)
+                    begin, start = number, str(path.resolve())
+        if not begin and self.history[0]["step"]:
+            raise UserError(f"there is no checkpoint before step {step} to begin from")
+        last = about[0].last
+        lines = [each.line for each in self.intervals if begin < each.last <= last]
+        question = {"step": step, "begin": begin, "checkpoint": start, "last": last}
+        question |= {"lines": [line["step"] for line in lines]}
+        return question | {"data": entry["data"], "prepared": entry["prepared"]}, trained, lines
 
     def positions(self, step: int) -> range:
         """The positions in the run of the samples of a step."""
@@ -146,6 +213,8 @@ class Record:
         Raises ValueError unless they are the state that the manifest names.
         """
         path = checkpoints.checkpoint_folder(self.folder / "checkpoints", step)
+        if step not in self.manifests:
+            raise UserError(f"{path} is no valid checkpoint")
         manifest = checkpoints.verify(path)
         tensors = state_hash.hash_tensors(path, [*manifest["files"]])
         version = manifest.get("state_version", 1)
@@ -189,6 +258,15 @@ def describe(name: str, before: Any, after: Any) -> str:
     if group == "code" and not short.startswith("optimizer"):
         return f"code of {short.split()[1]}"
     return f"other data ({short})" if group == "data" else f"{short}: {before} -> {after}"
+
+
+def difference(before: Any, now: Any) -> str:
+    """How far two values are apart."""
+    if before == now or (before is None and now != now):  # a line has null for NaN
+        return "equal"
+    if isinstance(before, float) and isinstance(now, float):
+        return f"{abs(now - before) / max(abs(before), 1e-30):.1e} apart"
+    return "DIFFERS"
 
 
 def digest_of(content: Any) -> str:
