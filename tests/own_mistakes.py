@@ -52,7 +52,7 @@ if mistake == "compiled":
     model = torch.compile(model)
 own = torch.Generator().manual_seed(0)
 if mistake == "odd_state":
-    bag = SimpleNamespace(state_dict=lambda: {"bag": {1, 2}}, load_state_dict=print)
+    bag = SimpleNamespace(state_dict=lambda: {"bag": object()}, load_state_dict=print)
     accelerator.register_for_checkpointing(bag)
 
 

@@ -133,7 +133,7 @@ def test_an_edited_optimizer_is_refused_and_anyway_names_the_first_weight(clone)
     printed = clone.ask("audit", "receipt.json", "--anyway", code=1)
     assert "differs, and must not: code of train.build_optimizer" in printed
     assert "step      4: NOT EQUAL" in printed and "step      8" not in printed
-    assert "4 of 4 weights differ, the first: 0.bias" in printed
+    assert "differs: 4 of 4 weights, first 0.bias" in printed
     assert "=> NOT the run of the receipt" in printed
 
 

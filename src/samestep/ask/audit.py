@@ -55,7 +55,8 @@ class _Audited:
         if self.first:
             record = RecordedRun(self.run)
             record.weights_at(self.first)
-            if record.manifests[self.first]["state"] != self.saves[self.first]["state"]:
+            save = self.saves[self.first]
+            if record.state_at(self.first, save.get("version", 1)) != save["state"]:
                 raise UserError(f"{self.run} has another state after step {self.first}")
             folder = self.run / "checkpoints"
             self.checkpoint = checkpoints.checkpoint_folder(folder, self.first).absolute()
@@ -79,16 +80,17 @@ class _Audited:
 
     def compare(self, record: RecordedRun, step: int) -> bool:
         """Prints whether the state of a new checkpoint is that of the receipt."""
-        save, state = self.saves[step], record.manifests[step]["state"]
+        save = self.saves[step]
+        state = record.state_at(step, save.get("version", 1))
         self.seen.add(step)
         word = "equal" if state == save["state"] else "NOT EQUAL"
         print_line(f"  step {step:6}: {word} {save['state'][:16]}")
         if state != save["state"] and "weights" in save:
             digits = save["weights"]
             given = {n: digits[8 * i : 8 * i + 8] for i, n in enumerate(self.receipt["names"])}
-            changed = checkpoints.differences(given, record.weights_at(step))
-            first = min(changed, default="none by its 8 digits")
-            print_line(f"    {len(changed)} of {len(given)} weights differ, the first: {first}")
+            weights = record.weights_at(step)
+            known = {name: weights.get(name) for name in given}
+            print_line(f"    differs: {recorded_run.describe_weights(given, known)}")
         return state == save["state"]
 
     def follow(self, started: list[subprocess.Popen], folder: Path, log: Path) -> bool:

@@ -18,7 +18,6 @@ from samestep.ask import recorded_run
 from samestep.ask.recorded_run import RecordedRun, difference
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
-from samestep.state import checkpoints
 
 
 def show(what: str, text: str) -> None:
@@ -78,14 +77,22 @@ def _first_lines(records: list[RecordedRun]) -> list[int]:
 
 def _first_state(records: list[RecordedRun]) -> list[int]:
     """Prints the first step whose saved states differ, and the first weight; the step."""
-    states = [{each["step"]: each["state"] for each in r.saves()} for r in records]
-    common = [step for step in states[0] if step in states[1]]
+    saves = [{each["step"]: each for each in record.saves()} for record in records]
+    # States of two versions of the hash are compared by the first, if the checkpoints are there.
+    states: list[dict] = [{}, {}]
+    for step in saves[0].keys() & saves[1].keys():
+        versions = [each[step]["version"] for each in saves]
+        for of_record, each, record in zip(states, saves, records, strict=True):
+            if versions[0] == versions[1]:
+                of_record[step] = each[step]["state"]
+            elif all(step in record.manifests for record in records):
+                of_record[step] = record.state_at(step, min(versions))
+    common = sorted(states[0])
     other = [step for step in common if states[0][step] != states[1][step]][:1]
     text = f"differs first at step {other[0]}" if other else f"equal at {len(common)} steps"
     if other and all(other[0] in record.manifests for record in records):
         weights = [record.weights_at(other[0]) for record in records]
-        changed = checkpoints.differences(*weights)
-        text += f": {len(changed)} of {len(weights[0])} weights, first {min(changed)}"
+        text += f": {recorded_run.describe_weights(*weights)}"
     show("state", text)
     logged = [{each[:2] for each in record.intervals} for record in records]
     if not common and not logged[0] & logged[1]:

@@ -56,7 +56,7 @@ def make(record: RecordedRun) -> dict[str, Any]:
     saves = []
     names = [*record.weights_at(manifest["step"])]
     for each in chain:
-        save = {"step": each["step"], "state": each["state"]}
+        save = {name: each[name] for name in ("step", "state", "version")}
         if each["step"] in record.manifests:
             weights = record.weights_at(each["step"])
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
@@ -86,6 +86,10 @@ def receipt(args: Namespace) -> None:
     exact = "exact" if found["config"]["exact"] else "for as many processes only"
     size = f"{len(text) / 1e3:.1f} kB"
     print_line(f"{path}: {size}, states of steps {steps[0]} to {steps[-1]}, {exact}")
+    if older := [save["step"] for save in found["saves"] if save["version"] < state_hash.VERSION]:
+        print_line(
+            f"  up to step {older[-1]} a state is hashed without learning rates and averages"
+        )
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -127,7 +131,9 @@ def read(path: Path) -> dict[str, Any]:
     before, previous, names = max(found["begins"] - 1, 0), found["previous"], found["names"]
     for save in found["saves"]:
         check(_SAVE, save, path)
-        weights = save.get("weights", "")
+        weights, version = save.get("weights", ""), save.get("version", 1)
+        if version not in (1, state_hash.VERSION):
+            raise UserError(f"{path} has states of version {version!r}; update samestep")
         if save["step"] <= before or len(weights) not in (0, 8 * len(names)):
             raise UserError(f"{path}: what it says of step {save['step']} is none of a run")
         before, previous = save["step"], state_hash.chain_hash(save | {"previous": previous})

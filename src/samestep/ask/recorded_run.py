@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from samestep.base import run_folder
 from samestep.base.console import escaped, without_credentials
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.base.fields import NonNegativeInt
 from samestep.base.files import read_text
 from samestep.settings.config import BatchSize, naming, read_yaml
@@ -51,6 +51,9 @@ def check(kinds: dict[str, Any], found: Any, place: object) -> Any:
             problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "missing"
             raise UserError(f"{place}: {name}: {problem}") from None
     return found
+
+
+OTHER = "state of "  # begins the name of what is state and no weight
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -193,22 +196,31 @@ class RecordedRun:
         return range(first, first + size)
 
     def saves(self) -> list[dict]:
-        """The step, state and previous entry of each save whose chain leads to the newest. One that
-        neither a checkpoint nor metrics.jsonl tells of cuts the chain."""
-        lines = [line for line in self.log if "state" in line]
-        states = {line.get("committed_step", line["step"]): line["state"] for line in lines}
-        states |= {step: each["state"] for step, each in self.manifests.items()}
+        """The step, state, version of its hash, and previous entry of each save whose chain leads
+        to the newest. One that neither a checkpoint nor metrics.jsonl tells of cuts the chain."""
+        told = {line.get("committed_step", line["step"]): line for line in self.log}
+        told |= self.manifests
+        states = {step: each["state"] for step, each in told.items() if each.get("state")}
         saves: list[dict] = []
-        for step in sorted(each for each in states if states[each]):
+        for step in sorted(states):
             previous = state_hash.chain_hash(saves[-1]) if saves else ""
             known = self.manifests.get(step, {}).get("previous", previous)
             if known != previous:
                 saves = []
-            saves.append({"step": step, "state": states[step], "previous": known})
+            version = told[step].get("state_version", 1)
+            entry = {"step": step, "state": states[step], "version": version}
+            saves.append(entry | {"previous": known})
         return saves
 
-    def weights_at(self, step: int) -> dict[str, str]:
-        """8 hex digits of each weight of a checkpoint, of its values and its optimizer state.
+    def state_at(self, step: int, version: int) -> str:
+        """The state of a checkpoint by a version of the hash."""
+        manifest = self.manifests[step]
+        if manifest.get("state_version", 1) == version:
+            return manifest["state"]
+        return state_hash.state_of(self.tensors_at(step), manifest, version)
+
+    def tensors_at(self, step: int) -> dict[str, list]:
+        """Dtype, shape and SHA-256 of each tensor of a checkpoint.
 
         Raises ValueError unless they are the state that the manifest names.
         """
@@ -220,12 +232,21 @@ class RecordedRun:
         version = manifest.get("state_version", 1)
         if state_hash.state_of(tensors, manifest, version) != manifest["state"]:
             raise UserError(f"{path} does not hold the state that its manifest names")
+        return tensors
+
+    def weights_at(self, step: int) -> dict[str, str]:
+        """8 hex digits of each weight of a checkpoint, of its values and its optimizer state, and
+        of what else is state, such as the settings of a group. For errors see `tensors_at`."""
         weights: dict[str, list] = {}
-        for name, about in sorted(tensors.items()):
+        for name, about in sorted(self.tensors_at(step).items()):
             kind, _, weight = name.partition(".")
-            if kind != "model":  # state.WEIGHT.exp_avg
+            if kind in ("state", "number"):  # state.WEIGHT.exp_avg
                 weight = weight.rpartition(".")[0]
+            if kind not in ("model", "state", "number"):
+                weight = OTHER + name
             weights.setdefault(weight, []).append([name, *about])
+        for name, value in state_hash.rest_of(self.manifests[step])["others"].items():
+            weights.setdefault(OTHER + name, []).append([name, value])
         return {name: digest_of(about)[:8] for name, about in sorted(weights.items())}
 
 
@@ -243,6 +264,16 @@ def facts_of(manifest: dict) -> dict[str, Any]:
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts["data identity"] = manifest["identity"]
     return facts | {f"hardware {name}": value for name, value in manifest["hardware"].items()}
+
+
+def describe_weights(before: dict, after: dict) -> str:
+    """How many weights differ in what `weights_at` gives, and the first; else what else does."""
+    changed = sorted(checkpoints.differences(before, after))
+    weights = [name for name in changed if not name.startswith(OTHER)]
+    count = len([name for name in before if not name.startswith(OTHER)])
+    if weights:
+        return f"{len(weights)} of {count} weights, first {weights[0]}"
+    return some(changed, 3) or "no weight by its 8 digits"
 
 
 def differing(before: dict, after: dict) -> dict[str, list]:

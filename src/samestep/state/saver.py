@@ -126,8 +126,8 @@ class Saver:
             # DeepSpeed's files have no hash of the state.
             listed = [*files] if share else []
             self.hashed = state_hash.describe_state(partial, listed, ranks, manifest)
-            manifest |= {"state": self.hashed["state"], "state_version": state_hash.VERSION}
-            manifest["previous"] = self.previous
+            entries = {n: value for n, value in self.hashed.items() if n != "hash_seconds"}
+            manifest |= {**entries, "previous": self.previous}
             with ranks.fail_together():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, files)

@@ -157,7 +157,8 @@ def describe_state(folder: Path, files: list[str], ranks: Any, manifest: dict) -
         share = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
     tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
     state = state_of(tensors, manifest)
-    return {"state": state, "hash_seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    return {"state": state, "state_version": VERSION, "hash_seconds": seconds}
 
 
 def chain_hash(manifest: dict) -> str:

@@ -89,8 +89,6 @@ class StepGradients:
         self.check_changes()
         if self.steps == 1 and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
-        if self.steps == 2:
-            alike.check_alike(self.ranks, self.model, "after the first step")
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
         accumulation_steps = len(plan.run())
         self.accelerator.gradient_accumulation_steps, self.accelerator.step = accumulation_steps, 0
