@@ -178,7 +178,8 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
     offload = facts.get("offload", OffloadPolicy())
     plugin = SimpleNamespace(mixed_precision_policy=policy, cpu_offload=offload)
     accelerator = SimpleNamespace(
-        _models=[model], _optimizers=[0], unwrap_model=lambda module: module, is_fsdp2=True, process_index=0,
+        _models=[model], _optimizers=[0], unwrap_model=lambda module: module, is_fsdp2=True,
+        process_index=0,
         distributed_type=SimpleNamespace(value=facts.get("kind", "NO")),
         num_processes=2 if config else 1,
         parallelism_config=config, mixed_precision=facts.get("mixed_precision", "no"),

@@ -124,18 +124,16 @@ def _gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
 def _check_repeated(run: Any, first: tuple, second: tuple) -> None:
     """Raise UserError where a batch has another loss or gradient the second time: to the bit where
     the device computes the same bits; elsewhere it is a line above 1e-5, for gradients 1e-3."""
-    losses = [computed.sums[""].detach().double() for computed, _ in (first, second)]
+    losses = [computed.sums[""].detach().double().nan_to_num() for computed, _ in (first, second)]
     same_bits = run.accelerator.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     apart = float((losses[0] - losses[1]).abs() / losses[0].abs().clamp(min=trial.SMALLEST))
     far = not torch.equal(*losses) if same_bits else apart > _REPEATED
     for one, other in zip(first[1], second[1], strict=True):
         if one is None or other is None:
             far = far or one is not other
-        elif same_bits:
-            far = far or not torch.equal(one.nan_to_num(), other.nan_to_num())
-        else:
-            size = float(one.norm())
-            far = far or float((one - other).norm()) > _REPEATED_GRADIENT * size
+            continue
+        limit = 0.0 if same_bits else _REPEATED_GRADIENT * float(one.nan_to_num().norm())
+        far = far or float((one.nan_to_num() - other.nan_to_num()).norm()) > limit
     if not any(run.ranks.sum_over_ranks(int(far))):
         return
     problem = (
