@@ -170,6 +170,13 @@ class BakedProject:
         assert result.returncode == 0 or not check, ended
         return result
 
+    def copied(self, folder, code=""):
+        """A copy of the project in a folder, with this code at the end of its task."""
+        path = shutil.copytree(self.path, folder / "project", symlinks=True)
+        with open(path / "task.py", "a") as file:
+            file.write(code)
+        return BakedProject(path)
+
     def launch(self, launcher, hardware, *flags, **env):
         """Start a launcher (accelerate or samestep launch) in a process group of its own."""
         name, *words = launcher.split()
@@ -231,10 +238,12 @@ class BakedProject:
         return self.ended(flags, codes, self.ends(processes, *latest(flags), **options))
 
     def ended(self, flags, codes, ends):
-        """What all processes of a run printed; checks their exit codes."""
+        """What all processes of a run printed; checks their exit codes, and that one line says
+        why input is wrong."""
         text = "".join(printed + errors for _, printed, errors in ends)
         found = [code for code, _, _ in ends]
         assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
+        assert {*found} != {2} or text.count("train.py: ") == 1 and "Traceback" not in text, text
         return text
 
     def ask(self, *words, before="", code=0):
@@ -413,7 +422,7 @@ def edit(file, *changes):
 
 def with_ddp(project, folder, arguments):
     """A copy of a project whose train.py gives DDP these arguments."""
-    copied = type(project)(shutil.copytree(project.path, folder / "project"))
+    copied = project.copied(folder)
     options = "accelerator_options(cfg"
     edit(copied.path / "train.py", f"{options})", f"{options}, {arguments})")
     return copied
@@ -500,6 +509,22 @@ def run_once(tmp_path_factory):
 def quick(tiny):
     """Trains in the tiny project, in one process."""
     return functools.partial(tiny.train, 1)
+
+
+@pytest.fixture(scope="module")
+def small(request, tmp_path_factory):
+    """A project with a language model of two layers; a file of tests says in SMALL which fields of
+    the quick recipe are others."""
+    baked = bake(tmp_path_factory.mktemp("small"), pictures=False, tracker="none")
+    return write_recipe(baked, "small", **request.module.SMALL)
+
+
+@pytest.fixture(scope="module")
+def alone(small, run_once):
+    """A run of this project, of one process in fp32."""
+    from test_sharding import train
+
+    return run_once(train, small, "cpu", 1)
 
 
 @pytest.fixture(scope="module")

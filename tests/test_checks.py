@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from conftest import kill_after, lines
+from same import check_same
 from samestep.processes import alike
 from samestep.processes.mesh import Layout
-from test_exact import digests, with_task
 
 
 def facts_of(model):
@@ -52,13 +52,13 @@ def build_model(cfg, build=build_model):
 
 def test_three_processes_resume_bit_for_bit(tiny, tmp_path):
     """DDP chooses its buckets before the first step of each start: 12 steps, against 5 and 7."""
-    project = with_task(tiny, tmp_path, WIDE)
+    project = tiny.copied(tmp_path, WIDE)
     flags = ["--save_every", 5, "--eval_every", 0, "--output_dir"]
     project.train(3, *flags, tmp_path / "whole")
     first = kill_after(tmp_path / "run", 5)
     project.train(3, *flags, tmp_path / "run", before=first, codes=[-9, 1])
     project.train(3, *flags, tmp_path / "run")
-    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+    check_same(tmp_path / "whole", tmp_path / "run")
 
 
 ASTRAY = """
@@ -72,7 +72,7 @@ def loss_sum(model, batch, compute=loss_sum):
 
 
 def test_a_process_that_goes_astray_reaches_no_checkpoint(tiny, tmp_path):
-    project = with_task(tiny, tmp_path, ASTRAY.replace("SIZE", "2"))
+    project = tiny.copied(tmp_path, ASTRAY.replace("SIZE", "2"))
     printed = project.train(2, "--output_dir", tmp_path / "run", codes=[2])
     assert "after the first step process 1 has other weights than process 0" in printed
     assert "Traceback" not in printed and len(lines(tmp_path / "run", "loss")) == 1

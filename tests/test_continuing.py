@@ -132,7 +132,7 @@ def test_the_best_model_may_be_one_from_before_a_change_of_the_task(quick, whole
 
 def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, whole, tmp_path):
     """By functions, and without a word about comments; nothing has to be accepted."""
-    project = type(tiny)(shutil.copytree(tiny.path, tmp_path / "project"))
+    project = tiny.copied(tmp_path)
     task, train = project.path / "task.py", project.path / "train.py"
     output = copy_until(whole, 4, tmp_path / "run")
     flags = ["--output_dir", output, *BASE]
@@ -171,7 +171,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
     for processes, *each in ((2,), (1, "--check"), (1, "--eval_only"), (1, "--async_save")):
         printed = tiny.train(processes, *flags, *each, codes=[2])
         assert printed.count("status.json says that step 4 was saved; put") == 1
-        assert "--resume never" in printed and printed.count("train.py: ") == 1
+        assert "--resume never" in printed
     assert (output / "metrics.jsonl").read_text() == before
     tiny.train(1, *flags, "--resume", "never", before=KILL.format(3), codes=[-9])
     tiny.train(1, *flags)  # killed before its first checkpoint

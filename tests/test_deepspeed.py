@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 
 import test_sharding
 from conftest import lines, load_task, newest
-from test_sharding import CONSTANT, agree, both, make_small, train
+from test_sharding import CONSTANT, agree, both, train
 
-alone = test_sharding.alone  # a fixture: a run of one process
+SMALL: dict = {}  # four micro-batches a step
 WEIGHTS = "model.safetensors"
 
 pytestmark = [
@@ -18,12 +18,6 @@ pytestmark = [
         not is_deepspeed_available(), reason="DeepSpeed is not installed: pip install deepspeed"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Four micro-batches a step."""
-    return make_small(tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.parametrize("kind", ["deepspeed_zero2", "deepspeed_zero3_offload"])

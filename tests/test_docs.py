@@ -16,7 +16,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
+from conftest import ROOT, SOURCE, bake, status, train_module
 from samestep.__main__ import VERBS
 from samestep.settings import config
 from samestep.training import training
@@ -174,8 +174,8 @@ SMOKE = ["--config", "configs/train/smoke.yaml", "--output_dir", "runs/default"]
 
 @pytest.mark.slow
 def test_commands_run(tmp_path, baked):
-    path = shutil.copytree(baked[TASKS[0]].path, tmp_path / "project", symlinks=True)
-    project = BakedProject(path)
+    project = baked[TASKS[0]].copied(tmp_path)
+    path = project.path
     (wheel,) = path.glob("vendor/*.whl")  # which has the examples too
     zipfile.ZipFile(wheel).extractall(tmp_path / "library")
     project.train(1, *SMOKE)
@@ -193,7 +193,7 @@ def test_commands_run(tmp_path, baked):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_first_command_tunes_a_model_on_the_rows_beside_it(tmp_path, baked, task):
     """With a folder in the place of the Hub's name, and each row in sixty versions."""
-    project = BakedProject(shutil.copytree(baked[task].path, tmp_path / "project", symlinks=True))
+    project = baked[task].copied(tmp_path)
     length = {"text_classification": 512, "preference": 1024}.get(task)  # those of the recipe
     longer = ["--task.max_length", length] if length else []
     project.train(1, *SMOKE, *longer)

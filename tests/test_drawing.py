@@ -1,8 +1,7 @@
 """Transforms and collators of others draw from the global generators, by the row and the batch."""
 
 from conftest import lines
-from test_exact import with_task
-from test_invariance import check_same_curve
+from same import check_same_curve
 
 # The transform of a datasets.Dataset flips each row, by all three global generators.
 FLIPPED = """
@@ -42,11 +41,11 @@ DRAWS = "task.collate draws random numbers, by the micro-batch: micro_batch_size
 
 def test_a_transform_that_flips_rows_on_one_and_two_processes(tiny, tmp_path):
     """In one micro-batch of eight rows, and in two of four."""
-    project = with_task(tiny, tmp_path, FLIPPED)
+    project = tiny.copied(tmp_path, FLIPPED)
     for processes in (1, 2):
         flags = ["--micro_batch_size", 8, "--max_steps", 14, "--output_dir"]  # three epochs
         project.train(processes, *flags, tmp_path / str(processes))
-    check_same_curve(tmp_path / "1", tmp_path / "2", rel=1e-6)
+    check_same_curve(tmp_path / "1", tmp_path / "2")
     plain = tmp_path / "plain"
     tiny.train(1, *flags, plain)
     first, other = (lines(each, "loss")[0]["loss"] for each in (plain, tmp_path / "1"))
@@ -55,12 +54,12 @@ def test_a_transform_that_flips_rows_on_one_and_two_processes(tiny, tmp_path):
 
 def test_a_collator_that_masks(tiny, tmp_path):
     """Its evaluations of the same weights are equal, as are runs on one and two processes."""
-    project = with_task(tiny, tmp_path, MASKED)
+    project = tiny.copied(tmp_path, MASKED)
     flags = ["--learning_rate", 0, "--output_dir"]
     printed = project.train(1, *flags, tmp_path / "1")
     assert printed.count(DRAWS) == 1
     project.train(2, *flags, tmp_path / "2")
-    check_same_curve(tmp_path / "1", tmp_path / "2", rel=1e-6)
+    check_same_curve(tmp_path / "1", tmp_path / "2")
     scores = [line["eval_loss"] for line in lines(tmp_path / "1", "eval_loss")]
     assert len(scores) == 3 and len({*scores}) == 1
     losses = [line["loss"] for line in lines(tmp_path / "1", "loss")]
@@ -68,7 +67,7 @@ def test_a_collator_that_masks(tiny, tmp_path):
 
 
 def test_a_mean_is_found_where_a_collator_draws(tiny, tmp_path):
-    project = with_task(tiny, tmp_path, MASKED + MEAN)
+    project = tiny.copied(tmp_path, MASKED + MEAN)
     printed = project.train(2, "--output_dir", tmp_path / "run", codes=[2])
     assert printed.count("as the sum of each alone") == 1, printed
     assert lines(tmp_path / "run", "loss") == []

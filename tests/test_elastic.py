@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import checkpoint, digest, lines, newest, status, wait_until
+from conftest import checkpoint, lines, newest, status, wait_until
+from same import check_same
 from samestep.base import errors, run_folder
 from samestep.launch import rendezvous
 
@@ -107,11 +108,7 @@ def test_of_three_machines_one_is_lost_one_loses_its_process_and_another_comes(t
         assert f"continuing from {checkpoint(output, step)}" in printed
     flags += ["--max_steps", int(newest(output).name[5:]), "--task.row_seconds", 0]
     tiny.train(1, *flags, "--output_dir", unbroken)
-    found = {line["step"]: line for line in lines(output, "loss")}
-    for line in lines(unbroken, "loss"):
-        for key in ("batch_hash", "loss"):
-            assert line[key] == found[line["step"]][key]
-    assert digest(newest(output)) == digest(newest(unbroken))
+    check_same(unbroken, output)
 
 
 @pytest.mark.slow

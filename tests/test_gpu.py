@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from conftest import GPUS, bake, checkpoint, copy_until, digest, lines, newest, read_weights
+from conftest import GPUS, bake, checkpoint, copy_until, lines, read_weights
+from same import check_same
 from samestep.state import checkpoints
 from test_stopping import kill_all
 
@@ -73,14 +74,8 @@ def check_continues(project, hardware, folder, *flags):
     """A run that goes on from step 4 ends as one that was not broken; the folders of both."""
     whole = train(project, hardware, folder / "whole", *flags)
     half = train(project, hardware, copy_until(whole, 4, folder / "half"), *flags)
-    check_same_end(whole, half)
+    check_same(whole, half)
     return whole, half
-
-
-def check_same_end(one, other):
-    """In the last checkpoint: the bytes of the weights and of the optimizer's state."""
-    assert newest(one).name == newest(other).name
-    assert digest(newest(one)) == digest(newest(other))
 
 
 WAYS = [
@@ -107,8 +102,7 @@ def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, preci
     two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags, *shares)
     half = copy_until(two, 3, tmp_path / "half")
     train(project, f"single_gpu{precision}", half, *flags)
-    for output in (two, half):
-        check_same_end(one, output)
+    check_same(one, two, half)
     check_close(one, two, rel=0)
 
 

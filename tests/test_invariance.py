@@ -3,54 +3,11 @@
 import re
 
 import pytest
-import torch
 
-from conftest import checkpoint, lines, read_weights, reseal
+from conftest import checkpoint, lines, reseal
+from same import check_close, check_same_curve
 
 DROPOUT = ["--task.dropout", 0.2]
-TIMES = "data_wait compute peer_wait slowest peak_memory_gb save_seconds hash_seconds".split()
-TIMES += ["state"]  # of each save: a stopped run has saved other steps
-
-
-def timeless(output):
-    """The lines of metrics.jsonl without times, and without the shares that follow from them."""
-    for line in lines(output, "step"):
-        if not {"shares", "started"} & line.keys():
-            yield {
-                k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")
-            }
-
-
-def curve(output):
-    """{step: {name: number}}, of each step the last."""
-    found = {}
-    for line in timeless(output):
-        found.setdefault(line["step"], {}).update(line)
-    return found
-
-
-def check_same_curve(one, other, rel, norm=None):
-    """Samples and rates of each step are equal, losses to `rel`, and gradients to `norm`."""
-    first, second = curve(one), curve(other)
-    assert first.keys() == second.keys()
-    limits = {"loss": rel, "eval_loss": rel, "grad_norm": norm or 10 * rel}
-    for step, line in first.items():
-        for key in ("samples", "epoch", "lr", "batch_hash", "rows"):
-            assert line.get(key) == second[step].get(key), (step, key)
-        for key, limit in limits.items():
-            found, expected = line.get(key), second[step].get(key)
-            if None in (found, expected):  # no such line, or the step was skipped
-                assert found == expected, (step, key)
-            else:
-                atol = 1e-12 if limit else 0  # 0: to the bit
-                assert found == pytest.approx(expected, rel=limit, abs=atol), (step, key)
-
-
-def check_close(one, other):
-    """The weights after twelve steps."""
-    found = read_weights(checkpoint(other, 12))
-    for name, tensor in read_weights(checkpoint(one, 12)).items():
-        assert torch.allclose(tensor, found[name], rtol=0, atol=3e-7), name
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +26,9 @@ def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
     """
     printed = tiny.train(processes, "--output_dir", tmp_path / "run", *DROPOUT)
     assert f"= {processes} x {4 // processes} x 2 (" in printed
-    check_same_curve(one, tmp_path / "run", rel=1e-6)
+    check_same_curve(one, tmp_path / "run")
     assert len({line["batch_hash"] for line in lines(one, "loss")}) == 12
-    check_close(one, tmp_path / "run")
+    check_close(checkpoint(one, 12), checkpoint(tmp_path / "run", 12), atol=3e-7)
 
 
 SLOW = """
@@ -92,15 +49,16 @@ def test_steps_that_are_assigned_at_the_start_have_the_samples_of_one_process(ti
     (line,) = lines(tmp_path / "two", "shares")
     first, second = map(int, line["shares"].split(" + "))
     assert first + second == 8 and first > second
-    check_same_curve(tmp_path / "one", tmp_path / "two", rel=1e-6)
+    check_same_curve(tmp_path / "one", tmp_path / "two")
 
 
 def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):
     """Without dropout, whose masks follow the micro-batches. Measured: 2e-7, and 6e-8."""
     for micro in (1, 8):
         tiny.train(1, "--output_dir", tmp_path / str(micro), "--micro_batch_size", micro)
-        check_same_curve(tmp_path / "1", tmp_path / str(micro), rel=1e-6)
-        check_close(tmp_path / "1", tmp_path / str(micro))
+        check_same_curve(tmp_path / "1", tmp_path / str(micro))
+        ends = [checkpoint(tmp_path / name, 12) for name in ("1", str(micro))]
+        check_close(*ends, atol=3e-7)
 
 
 def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp_path):
@@ -109,7 +67,7 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp
     flags = ["--global_batch_size", 6, "--max_steps", 4, "--eval_every", 1, "--task.silent", 2]
     for processes in (1, 2, 3):
         tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)
-        check_same_curve(tmp_path / "1", tmp_path / str(processes), rel=1e-6)
+        check_same_curve(tmp_path / "1", tmp_path / str(processes))
     assert [line["rows"] for line in lines(tmp_path / "3", "eval_loss")] == [11] * 4
 
 

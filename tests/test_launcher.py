@@ -8,16 +8,16 @@ import sys
 import pytest
 import yaml
 
-from conftest import ROOT, SOURCE, THREADS, digest, status
+from conftest import ROOT, SOURCE, THREADS, lines, status
 from refusals import check_ended, refused, table
+from same import check_same
 from samestep.base import launching
 from samestep.launch import launched
 from samestep.processes import mesh
 from samestep.programs import env
 from test_hardware import SHIPPED, launched_env
 from test_hardware import machine as machine  # the fixture
-from test_invariance import curve
-from test_sharding import ON_CPU, make_small, model_digest
+from test_sharding import ON_CPU
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
 NOT_OURS = {"MASTER_ADDR", "MASTER_PORT", "_", "PWD", "OLDPWD", "SHLVL"}
@@ -208,9 +208,7 @@ def test_a_single_process_becomes_the_program(tmp_path):
 RUN = 'set -e; eval "$(python -m samestep env "$@")"; eval "exec $TORCHRUN"'
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small(tmp_path_factory.mktemp("small"), micro_batch_size=1, max_steps=3)
+SMALL = {"micro_batch_size": 1, "max_steps": 3}
 
 
 @pytest.mark.slow
@@ -227,10 +225,8 @@ def test_a_yaml_means_the_same_under_torchrun(small, tmp_path, hardware, process
     torchrun = f"torchrun --nproc-per-node {processes} {words}"
     small.run("sh", "-c", RUN, "sh", path, *options, TORCHRUN=torchrun)
     outputs = [tmp_path / "accelerate", tmp_path / "torchrun"]
-    assert curve(outputs[0]) == curve(outputs[1]) and len(curve(outputs[0])) == 3
-    assert model_digest(outputs[0]) == model_digest(outputs[1])
-    newest = [max(output.glob("checkpoints/step-*")) for output in outputs]
-    assert digest(newest[0]) == digest(newest[1])
+    check_same(*outputs)
+    assert len(lines(outputs[0], "loss")) == 3
     first, second = (yaml.safe_load((each / "hardware.yaml").read_text()) for each in outputs)
     assert first == second and first["processes"] == processes
     assert first["sharding"] == ("FSDP2" if hardware == "fsdp2" else "none")

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
 from refusals import refused
+from same import check_same
 from samestep.base.console import one_line
 from samestep.data.sources import IncompleteRow
 from samestep.models import preferences as references
 from samestep.text import preferences
-from test_exact import check_same
 from test_sharding import train
 from test_tasks import STEPS
 

@@ -1,14 +1,14 @@
 """Every branch for GPUs runs, on a CPU that is taken for a GPU: see pretend_gpu.py."""
 
 import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from conftest import BakedProject, bake, copy_until, digest, edit, latest, lines, newest, preloaded
-from test_sharding import agree, launcher_env, make_small, model_digest, train
+from conftest import bake, copy_until, edit, latest, lines, preloaded
+from same import check_same
+from test_sharding import agree, launcher_env
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
 
@@ -23,18 +23,9 @@ def rehearse(project, hardware, processes, *flags, program="train.py", codes=(0,
     return project.ended((hardware, *flags), codes, ended)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A language model of two layers; of three steps one writes a line."""
-    fields = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
-    fields["learning_rate"] = 0.002  # with 0.01 bf16 may have other norms after six steps
-    return make_small(tmp_path_factory.mktemp("small"), **fields)
-
-
-@pytest.fixture(scope="module")
-def alone(small, run_once):
-    """A run of a CPU in fp32."""
-    return run_once(train, small, "cpu", 1)
+# Of three steps one writes a line; with a rate of 0.01 bf16 may have other norms after six steps.
+SMALL = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
+SMALL["learning_rate"] = 0.002
 
 
 CLOSE = {"no": (1e-5, 1e-4), "bf16": (1e-2, 0.1), "fp16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
@@ -55,7 +46,7 @@ def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes
     agree(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
     half = copy_until(tmp_path / "whole", 3, tmp_path / "half")
     rehearse(small, hardware, processes, *flags, "--output_dir", half)
-    assert digest(newest(tmp_path / "whole")) == digest(newest(half))
+    check_same(tmp_path / "whole", half)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +86,7 @@ EXACT = ["--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
 def test_exact_has_the_bytes_of_one_gpu(small, run_once, tmp_path, case):
     one = run_once(rehearse, small, "single_gpu_bf16", 1, *EXACT)
     rehearse(small, *case, *EXACT, "--output_dir", tmp_path)
-    assert model_digest(tmp_path) == model_digest(one)
+    check_same(one, tmp_path)
 
 
 TASKS = ["text_classification", "causal_lm", "image_classification", "seq2seq", "preference"]
@@ -128,8 +119,8 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
     line = "lambda: model(task.loss_sum, batch)"
     wrong = line.replace("batch)", "{n: v.cpu() for n, v in batch.items()})")
-    path = shutil.copytree(small.path, tmp_path / "project")
-    edit(path / "train.py", line, wrong)
+    project = small.copied(tmp_path)
+    edit(project.path / "train.py", line, wrong)
     flags = ["--output_dir", tmp_path / "run"]
-    printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
+    printed = rehearse(project, "single_gpu_bf16", 1, *flags, codes=[1, 2])
     assert "same device" in printed

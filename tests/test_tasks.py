@@ -21,13 +21,13 @@ import transformers
 from PIL import Image
 from transformers import AutoTokenizer
 
-from conftest import ROOT, bake, digest, lines, load_task, prepare_task, status, write_table
+from conftest import ROOT, bake, lines, load_task, prepare_task, status, write_table
 from refusals import refused, table
+from same import check_same, check_same_curve
 from samestep.contract import contract
 from samestep.data import views
 from samestep.data.plain import load_splits
 from samestep.step import inputs
-from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
 SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
@@ -499,14 +499,11 @@ def check_two_processes_and_a_lost_half(project, folder, *flags, two=()):
     options = ["--num_workers", 1, *two, "--output_dir"]
     printed = project.train(2, *flags, *options, folder / "two")
     project.train(1, *flags, "--output_dir", whole)
-    check_same_curve(whole, folder / "two", rel=1e-6)
+    check_same_curve(whole, folder / "two")
     shutil.copytree(whole / "checkpoints", again / "checkpoints")
     shutil.rmtree(again / "checkpoints" / "step-00000006")
     assert "continuing from" in project.train(1, *flags, "--output_dir", again)
-    ends = [run / "checkpoints" / "step-00000006" for run in (again, whole)]
-    assert len({digest(end) for end in ends}) == 1
-    for file in whole.glob("model/*.safetensors"):
-        assert file.read_bytes() == (again / "model" / file.name).read_bytes()
+    check_same(whole, again)
     assert status(again)["state"] == "finished"
     project.check_asked(again, 5)
     return printed
@@ -533,8 +530,7 @@ def test_a_run_keeps_the_promises(kit, tmp_path):
     said = [line for line in printed.splitlines() if line.startswith("Prepar")]
     assert len(said) == len({*said}) and (said or kit in EXAMPLES)  # prepared by one of them
     project.train(3, *flags, "--output_dir", tmp_path / "three")
-    last = "checkpoints/step-00000006"
-    assert digest(tmp_path / "three" / last) == digest(tmp_path / "whole" / last)
+    check_same(tmp_path / "whole", tmp_path / "three")
     one, other = (lines(tmp_path / run, "eval_loss")[-1] for run in ("whole", "two"))
     assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
     if kit.loads:
