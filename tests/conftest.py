@@ -224,14 +224,10 @@ class BakedProject:
             program = ["-c", TRAIN, before] if before else ["train.py"]
             envs = self.envs(processes, **(env or {}))
             return preloaded(self.path, envs, [*program, *map(str, flags)], timeout)
-        assert not before
-        runs = self.start(processes, *flags, **first)
-        try:
-            printed = [run.communicate(timeout=timeout) for run in runs]
-        finally:
-            for run in runs:
-                run.kill()
-        return [[run.returncode, *each] for run, each in zip(runs, printed, strict=True)]
+        assert processes == 1 and not before
+        command = ["python", "train.py", *flags]
+        run = self.run(*command, check=False, timeout=timeout, **first)
+        return [[run.returncode, run.stdout, run.stderr]]
 
     def train(self, processes, *flags, codes=(0,), **options):
         """What all processes of such a run printed; checks their exit codes."""
@@ -490,6 +486,12 @@ def write_table(folder, rows, kind="jsonl", name="rows"):
             table.writeheader()
             table.writerows(rows)
     return path
+
+
+@pytest.fixture
+def output(tmp_path):
+    """The folder of a run that is to be made."""
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

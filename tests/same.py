@@ -64,7 +64,7 @@ def digests(output):
     return [last.name, digest(last), json.loads((last / "manifest.json").read_text())["state"]]
 
 
-def exported(output):
+def exported_files(output):
     """The files of the exported weights."""
     files = [*output.glob("model/*.safetensors"), *output.glob("model/weights.pt")]
     return {file.name: file.read_bytes() for file in files}
@@ -77,7 +77,9 @@ def check_same(whole, *others):
         assert digests(run) == digests(whole), (run, whole)
         assert diff.answer(Namespace(runs=[run, whole])) == 0, (run, whole)
         finished = {status(each)["state"] for each in (run, whole)} == {"finished"}
-        assert not finished or exported(run) == exported(whole), f"other weights: {run}/model"
+        assert not finished or exported_files(run) == exported_files(whole), (
+            f"other weights: {run}/model"
+        )
         found, wanted = (
             {json.dumps(line): line for line in timeless(each)} for each in (run, whole)
         )

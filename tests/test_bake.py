@@ -19,7 +19,7 @@ from cookiecutter.cli import main as cookiecutter_command
 
 import limits
 from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
-from refusals import table
+from refusals import cases, table
 
 sys.path.insert(0, str(ROOT))
 import local_extensions
@@ -34,14 +34,7 @@ LICENSE_WORDS = {
     "BSD-3-Clause": "3. Neither the name of the copyright holder",
     "Proprietary": "All rights reserved.",
 }
-# Each task, each tracker, each license, and each cluster.
-ANSWERS = [
-    ("MIT", "none", "causal_lm", "wandb"),
-    ("Proprietary", "skypilot", "text_classification", "trackio"),
-    ("BSD-3-Clause", "slurm", "image_classification", "tensorboard"),
-    ("Apache-2.0", "all", "seq2seq", "none"),
-    ("MIT", "kubernetes", "preference", "wandb"),
-]
+ANSWERS = cases("answers")
 
 
 def files(folder):
@@ -267,12 +260,7 @@ def is_one_line(ended, words):
 
 
 INJECTION = '"; import os; os.system("touch pwned") #'
-ACCEPTED = [
-    {"project_name": INJECTION, "author_name": INJECTION, "project_slug": "x" * 60},
-    {"project_name": "Émile's 🚀 训练 👩‍💻", "author_name": "O'Neil \\n <bob@example.org>"},
-    {"project_name": "a: b # c, [d] {e} & *f !g %h @i `j`", "author_name": 'Bob """ \\ Tables'},
-    {"project_name": "no", "project_slug": "null"},
-]
+ACCEPTED = cases("accepted")
 
 
 def test_hostile_answers_that_are_accepted(tmp_path):

@@ -12,14 +12,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT, write_table
+from refusals import cases
 from samestep.data import views
 from samestep.text import sequences
 from samestep.text import tokenizing as text_module
+from small_models import word_tokenizer
 from test_tasks import chat, refusal
 
 IGNORE_INDEX = -100
@@ -50,9 +51,7 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
 
 
 def test_ids_may_be_larger_than_the_number_of_tokens():
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[U]")
+    tokenizer = word_tokenizer({"a": 0, "b": 70_000, "[U]": 1}, eos_token="[U]", unk_token="[U]")
     found = text_module.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
     assert found["input_ids"][0].tolist() == [0, 70_000, 1]
 
@@ -180,9 +179,8 @@ def test_completions_alone_are_trained_and_every_one_of_them(pack):
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     """Its own bos, eos and pad, with a template of this run or none."""
-    bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
+    word_tokenizer(["a", *marks.values()], **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="", length=8)
     rows = [{"text": "a"}]
@@ -212,7 +210,7 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
-CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text(encoding="utf-8"))
+CHATS = cases("chats")
 AGENT, TOOLS = CHATS["tools, once and in parallel"]["row"].values()
 
 

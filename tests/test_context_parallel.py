@@ -1,13 +1,13 @@
 """Processes that share rows train as one process does. What the kernels of CUDA do is not shown."""
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import load_task
 from same import curve
 from samestep.processes import mesh as layout
 from samestep.processes import ranks
 from samestep.step import context_parallel
+from small_models import new_model
 from test_sharding import agree, train
 
 SHARED = layout.layout_of(2, 1, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
@@ -74,11 +74,8 @@ def test_models_that_would_be_trained_wrongly_are_refused():
         with pytest.raises(ValueError, match=f"task.{field} is {value!r} but must be .* under con"):
             task.check_context_parallel(task.TaskConfig(**{"rows": "text", field: value}))
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 2}
-
     def llama(attention="sdpa", **fields):
-        return LlamaForCausalLM(LlamaConfig(**sizes, **fields, attn_implementation=attention))
+        return new_model("Llama", vocab_size=32, **fields, attn_implementation=attention)
 
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     mixture = llama()

@@ -162,8 +162,7 @@ RunLog.start_step = start_step
 """
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, whole, tmp_path):
-    output = tmp_path / "run"
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, whole, output):
     flags = ["--output_dir", output, *BASE]
     tiny.train(1, *flags, before=KILL.format(7), codes=[-9])
     shutil.rmtree(output / "checkpoints")
@@ -223,10 +222,9 @@ def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick,
 
 
 def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_before(
-    quick, whole, tmp_path
+    quick, whole, output
 ):
     """Its newest checkpoint is the last, and model/ is there: that of the fewer steps."""
-    output = tmp_path / "run"
     shutil.copytree(whole, output)
     flags = ["--output_dir", output, *BASE, "--max_steps", 12, "--accept_changes"]
     killed = "import os\nfrom samestep.end import ending\n"
@@ -240,8 +238,7 @@ def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_be
     assert "is finished: 12 steps, and model/ is that of step 12; " in quick(*flags)
 
 
-def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, tmp_path):
-    output = tmp_path / "run"
+def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, output):
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoints")
     before, base = all_files(output), ["--output_dir", output, *BASE]
@@ -262,9 +259,8 @@ def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whol
     assert status(output)["state"] == "finished"
 
 
-def test_a_finished_run_without_its_model_exports_again_with_other_settings(quick, tmp_path):
+def test_a_finished_run_without_its_model_exports_again_with_other_settings(quick, output):
     """The best of the checkpoints, then the last."""
-    output = tmp_path / "run"
     base = ["--output_dir", output, "--eval_every", 2, "--save_every", 2, "--max_steps", 24]
     base += ["--learning_rate", 0.05]
     quick(*base)
@@ -355,10 +351,9 @@ def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
         assert said in printed and [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
-def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, tmp_path):
+def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, output):
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
     remove = KILL.format(3).replace(kill, "__import__('shutil').rmtree(self.lines.folder)")
-    output = tmp_path / "run"
     for every in (4, 0):  # in the middle, and at the end
         flags = ["--output_dir", output, *BASE, "--save_every", every, "--eval_every", 0]
         said = quick(*flags, before=remove, codes=[1])

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
-from conftest import ROOT, bake, lines, write_table
+from conftest import bake, lines, write_table
+from refusals import cases
 from same import check_same_curve
 from samestep.launch import device
 
@@ -43,22 +43,6 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]
     allowed = "True True high" if tf32 == "true" else "False False highest"
     assert f"allowed: {allowed} True" in quick(*flags, before=shown)
-
-
-def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path):
-    """The step before it is saved, although its data is fetched before that."""
-    from samestep.step import order
-
-    size, row = 1000, 5  # a row that the fingerprint of the data does not read
-    place = order.sample_ids(range(size), size, 0).tolist().index(row)
-    rank = place % 8 * 2 // 8  # the process that computes it
-    flags = ["--task.samples", size, "--global_batch_size", 8, "--micro_batch_size", 2]
-    flags += ["--task.fail_where", "row", "--task.fail_rank", rank, "--output_dir", tmp_path]
-    flags += ["--max_steps", 200, "--save_every", place // 8, "--eval_every", 0]
-    printed = tiny.train(2, *flags, codes=[1, 2])
-    assert "no row here" in printed
-    saved = max(int(f.name[5:]) for f in tmp_path.glob("checkpoints/step-*"))
-    assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
 
 
 def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
@@ -137,7 +121,7 @@ def test_batch_norm_is_synchronized_over_gpus_with_equal_shares():
             sync_batch_norms(model, gpu, StepPlan(8, 2, shares, 0), wanted)
 
 
-CASES = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["devices"]
+CASES = cases("environments")["devices"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from samestep.contract import dtypes
 from samestep.step.model import TaskModule, build_empty, form_of
+from small_models import new_model
 from test_prepared import make_texts
 from test_probes import train
 
@@ -26,12 +27,7 @@ FLAGS = ["--learning_rate", 1e-5, "--warmup_steps", 0, "--max_steps", 3, "--weig
 
 
 def make(**options):
-    config = LlamaConfig(
-        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=64, **options,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(HALF)
+    return new_model("Llama", vocab_size=384, max_position_embeddings=64, **options).to(HALF)
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ import shutil
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from conftest import ROOT, SOURCE, bake, lines, load_module, write_table
 from samestep.step.seeds import seed_micro_batch
+from small_models import new_model
 from test_cookbook import apply
 from test_tasks import BY_NAME, STEPS, check_two_processes_and_a_lost_half
 
@@ -41,11 +42,8 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
     project = apply(base, read("09"), tmp_path / "project")
     texts = [" ".join(WORDS[i * k % 17] for k in range(1, 9 + i % 29)) for i in range(120)]
     write_table(project.path, [{"text": text} for text in texts], name="mine")
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    size |= {"vocab_size": 300, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
-    LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
+    teacher = new_model("Llama", vocab_size=300, attention_dropout=0.5)  # in eval mode it has none
+    teacher.save_pretrained(project.path / "teacher")
     flags = [*STEPS, *BY_NAME["causal_lm"].flags(context_length=32)]
     whole = tmp_path / "whole"
     project.train(1, *flags, "--output_dir", whole)

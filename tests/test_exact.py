@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import bake, lines, newest, read_weights, with_ddp
+from conftest import lines, newest, read_weights, with_ddp
 from same import check_same, check_same_curve, digests
 from samestep.step import order
 from samestep.step.exact import ExactGradients
@@ -131,17 +131,6 @@ def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp
     tiny.train(1, *flags)
     check_same(tmp_path / "whole", tmp_path / "run")
     assert len(lines(tmp_path / "run", "loss")) >= len(lines(tmp_path / "whole", "loss")) + 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["causal_lm", "image_classification"])
-def test_each_task(tmp_path, task):
-    """With dropout; fine-tuning is in test_finetuning.py, pairs are in test_preference.py."""
-    project = bake(tmp_path, pictures=False, task=task, tracker="none")
-    flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 4, "--eval_every", 2]
-    flags += ["--log_every", 1, "--global_batch_size", 8, "--micro_batch_size", 1]
-    flags += ["--task.dropout", 0.1, "--task.validation_fraction", 0.01]
-    check_same(*train_all(project, tmp_path, [(1,), (3,)], *flags))
 
 
 BATCH_NORM = """

@@ -21,11 +21,8 @@ from samestep.step.step import Step
 
 
 @pytest.mark.parametrize("processes, poison", [(1, ["nan"]), (2, ["inf", "--task.poison_rank", 0])])
-def test_a_step_that_is_not_finite_changes_nothing_on_any_process(
-    tiny, tmp_path, processes, poison
-):
+def test_a_step_that_is_not_finite_changes_nothing_on_any_process(tiny, output, processes, poison):
     """Neither weights nor moments; also where the loss of one is infinite, its gradient is not."""
-    output = tmp_path / "run"
     flags = ["--output_dir", output, "--save_every", 1, "--task.poison", *poison]
     tiny.train(processes, *flags, "--task.poisoned", 20)
     skipped = {line["step"]: line for line in lines(output, "event")}
@@ -53,9 +50,8 @@ def test_a_step_without_items_in_the_loss_changes_nothing(tiny, tmp_path):
     assert digest(checkpoint(tmp_path, 1)) == digest(checkpoint(tmp_path, 2))
 
 
-def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
+def test_weights_that_are_not_finite_are_never_saved(tiny, output):
     """Overflow in the update itself, with finite losses until then."""
-    output = tmp_path / "run"
     flags = ["--learning_rate", 1e38, "--warmup_steps", 0, "--weight_decay", 0, "--save_every", 1]
     printed = tiny.train(1, "--output_dir", output, *flags, codes=[2])
     assert "is not finite, so nothing was saved" in printed
@@ -152,18 +148,25 @@ def test_an_error_of_one_process_is_told_to_all_and_printed_once(tiny, tmp_path,
     assert re.search(f"^train.py: process 1 on .*no {where} here$", printed, re.M), printed
 
 
-def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
-    """A line of its own, its traceback in a file, and a line from the main process."""
-    flags = ["--output_dir", tmp_path / "run", "--task.fail_where", "row"]
-    flags += ["--task.fail_kind", "TypeError", "--task.samples", 100, "--max_steps", 100]
-    printed = tiny.train(2, *flags, codes=[1], timeout=300)
+def test_a_row_that_one_process_cannot_read_ends_all_and_costs_no_checkpoint(tiny, output):
+    """A line of its own, its traceback in a file, and a line from the main process. The step before
+    it is saved, although its data is fetched before that."""
+    size, row = 1000, 5  # a row that the fingerprint of the data does not read
+    place = order.sample_ids(range(size), size, 0).tolist().index(row)
+    rank = place % 8 * 2 // 8  # the process that computes it
+    flags = ["--task.fail_where", "row", "--task.fail_rank", rank, "--task.samples", size]
+    flags += ["--task.fail_kind", "TypeError", "--global_batch_size", 8, "--micro_batch_size", 2]
+    flags += ["--max_steps", 200, "--save_every", place // 8, "--eval_every", 0]
+    printed = tiny.train(2, *flags, "--output_dir", output, codes=[1], timeout=300)
+    saved = max(int(path.name[5:]) for path in output.glob("checkpoints/step-*"))
+    assert saved == place // 8 == lines(output, "loss")[-1]["step"]
     assert printed.count("TypeError: no row here") == 2 and "Traceback" not in printed
-    file = tmp_path / "run" / "error-1.txt"
+    file = output / f"error-{rank}.txt"
     assert re.search(rf"^train.py: TypeError.* \(task\.py, line \d+\); .*{file}$", printed, re.M)
     assert file.read_text().startswith("Traceback") and "no row here" in file.read_text()
-    assert printed.count("train.py: process 1 on ") == 1
-    assert "TypeError: no row here" in status(tmp_path / "run")["reason"]
-    assert status(tmp_path / "run")["exit_code"] == 1
+    assert printed.count(f"train.py: process {rank} on ") == 1
+    assert "TypeError: no row here" in status(output)["reason"]
+    assert status(output)["exit_code"] == 1
 
 
 WAITS = """
@@ -182,9 +185,8 @@ task.loss_sum = loss_sum
 """
 
 
-def test_an_error_reaches_a_process_that_waits_for_its_device(tiny, tmp_path):
+def test_an_error_reaches_a_process_that_waits_for_its_device(tiny, output):
     """As one that reads a number of its GPU does, where NCCL waits for the process that failed."""
-    output = tmp_path / "run"
     printed = tiny.train(2, "--output_dir", output, before=WAITS, codes=[1])
     assert printed.count("TypeError: on this process alone") == 2 and "Traceback" not in printed
     assert printed.count("train.py: process 1 on ") == 1
@@ -192,9 +194,8 @@ def test_an_error_reaches_a_process_that_waits_for_its_device(tiny, tmp_path):
     assert status(output)["state"] == "failed" and status(output)["exit_code"] == 1
 
 
-def test_a_checkpoint_that_one_process_cannot_write_ends_all_and_keeps_the_old(tiny, tmp_path):
+def test_a_checkpoint_that_one_process_cannot_write_ends_all_and_keeps_the_old(tiny, output):
     """Process 1 may write no file above 4 kB: its random state is larger, the log lines are not."""
-    output = tmp_path / "run"
     tiny.train(2, "--output_dir", output)
     shutil.rmtree(checkpoint(output, 12))
     (output / "status.json").unlink()
@@ -235,9 +236,8 @@ task.export = export
 """
 
 
-def test_a_disk_that_is_full_at_the_export_is_a_line_and_keeps_the_old_model(quick, tmp_path):
+def test_a_disk_that_is_full_at_the_export_is_a_line_and_keeps_the_old_model(quick, output):
     """For torch, then for a plain file. The next start exports without room for a checkpoint."""
-    output = tmp_path / "run"
     flags = ["--output_dir", output, "--max_steps", 4]
     before = FULL.format(0, "RuntimeError('unexpected pos 64 vs 0')")  # as torch says it
     said = quick(*flags, before=before, codes=[2])
@@ -254,9 +254,8 @@ def test_a_disk_that_is_full_at_the_export_is_a_line_and_keeps_the_old_model(qui
     assert (output / "model" / "weights.pt").read_bytes() == model
 
 
-def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, umask=0o027):
+def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, output, umask=0o027):
     """safetensors makes files that only their owner can read; colleagues are to load model/."""
-    output = tmp_path / "run"
     quick("--output_dir", output, before=f"import os; os.umask({umask}); "
           f"from samestep.base import files; files.UMASK = {umask}")  # fmt: skip
     found = [output, *output.rglob("*")]

@@ -5,16 +5,10 @@ import re
 import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from conftest import ROOT, bake, lines, read_weights
+from small_models import new_model, word_tokenizer
 from test_tasks import check_two_processes_and_a_lost_half
 
 PAGE = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
@@ -31,18 +25,11 @@ def project(tmp_path_factory):
     baked = bake(tmp_path_factory.mktemp("trainer"), tracker="none", pictures=False)
     (baked.path / "task.py").write_text(TASK)
     (baked.path / "configs" / "train" / "default.yaml").write_text("tracker: none\n")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=12
-    )
-    fast.save_pretrained(baked.path / "small")
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(vocabulary), num_hidden_layers=1, **size)
-    model = BertForSequenceClassification(config).to(torch.bfloat16)
-    model.save_pretrained(baked.path / "small")
+    vocabulary = ["[PAD]", "[UNK]", *dict.fromkeys(WORDS)]
+    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 12}
+    word_tokenizer(vocabulary, **marks).save_pretrained(baked.path / "small")
+    model = new_model("Bert", "ForSequenceClassification", vocab_size=len(vocabulary))
+    model.to(torch.bfloat16).save_pretrained(baked.path / "small")
     rows = [[WORDS[i * k % 17 % len(WORDS)] for k in range(1, 4 + i % 9)] for i in range(90)]
     table = {"text": [" ".join(row) for row in rows], "label": [int("bad" in row) for row in rows]}
     datasets.Dataset.from_dict(table).save_to_disk(baked.path / "reviews")

@@ -128,31 +128,13 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
 DEFAULTS |= {"check": False}
-KINDS = {
-    "DDP": ((), {}),
-    "FSDP": (("FSDP",), {}),
-    "DEEPSPEED": (("DEEPSPEED",), {}),
-    "TP": (("PARALLELISM_CONFIG",), {"tp": 4}),
-    "CP": (("FSDP", "PARALLELISM_CONFIG"), {"cp": 4}),
-}
 
 
-@pytest.mark.parametrize(
-    "kind, fields, said",
-    [
-        ("FSDP", {"exact": True, "async_save": True}, ""),
-        ("DDP", {"device_shares": "[2, 1]"}, ""),
-        ("DEEPSPEED", {"async_save": True}, "async_save cannot be combined with DeepSpeed"),
-        ("DEEPSPEED", {"exact": True}, "exact cannot be combined with DeepSpeed"),
-        ("TP", {"exact": True}, "exact cannot be combined with tensor"),
-        ("CP", {"exact": True}, "exact cannot be combined with context"),
-        ("CP", {"compile": True}, "compile cannot be combined with context"),
-        ("FSDP", {"device_shares": "auto"}, "device_shares cannot be combined"),
-    ],
-)
-def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
-    shared = layout.layout_of(4, 0, *KINDS[kind])
-    with refused(begin=said) if said else contextlib.nullcontext():
+@pytest.mark.parametrize("given, said", table("layouts"))
+def test_fields_that_do_not_go_with_a_layout(given, said):
+    fields = {name: given[name] for name in DEFAULTS.keys() & given.keys()}
+    shared = layout.layout_of(4, 0, given.get("shards", ()), given.get("axes", {}))
+    with contextlib.nullcontext() if "allowed" in said else refused(begin=said):
         combinations.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
@@ -199,11 +181,10 @@ def test_the_yaml_of_accelerates_own_launcher_is_looked_at(tiny, tmp_path):
 
 
 def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_changed(
-    tiny, tmp_path, monkeypatch
+    tiny, output, monkeypatch
 ):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "http://me:secret@proxy")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    output = tmp_path / "run"
     flags = ["--output_dir", output, "--save_every", 2, "--accept_changes"]
     assert "a version changed" not in tiny.train(1, *flags, "--max_steps", 2)
     first = yaml.safe_load((output / "hardware.yaml").read_text())
@@ -252,6 +233,13 @@ def test_the_largest_unit_is_a_block_or_what_lies_in_no_block():
 GPU = devices.Devices("cuda", 2, "bf16", Path("configs/accelerate/multi_gpu_bf16.yaml"))
 
 
+def sees(monkeypatch, kind):
+    """Lets torch see one device of this kind."""
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+
+
 @pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
 def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precision):
     """Of a T4 and an A100."""
@@ -262,9 +250,7 @@ def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precisi
         return 0, "\n".join(["compute_cap", *chosen])
 
     monkeypatch.setattr(devices, "nvidia_smi", query)
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    sees(monkeypatch, "cuda")
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
     yaml_of = Path(f"configs/accelerate/single_gpu_{precision}.yaml")
     assert devices.choose(None, None) == ("cuda", 1, precision, yaml_of)
@@ -276,8 +262,7 @@ def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precisi
 
 def test_another_gpu_is_tested_where_a_yaml_names_it(monkeypatch):
     """Without a YAML the CPU trains, as by `make train`."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    sees(monkeypatch, "mps")
     cpu_multi = Path("configs/accelerate/cpu_multi.yaml")
     assert devices.choose(None, 2) == ("cpu", 2, "no", cpu_multi)
     assert devices.choose(FOLDER / "mps.yaml", None)[:3] == ("mps", 1, "no")

@@ -7,6 +7,7 @@ from datasets import ClassLabel, Dataset, Features
 
 from conftest import load_task
 from samestep.models import pretrained
+from small_models import new_model
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -30,10 +31,8 @@ HEADS = [  # classes of the head, those of the data, and whether the head is kep
 
 @pytest.mark.parametrize("own, names, kept", HEADS)
 def test_a_head_is_kept_for_the_same_classes_or_without_names(tmp_path, capsys, own, names, kept):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.ViTConfig(**sizes, id2label=dict(enumerate(own)))
-    old = transformers.ViTForImageClassification(config)
+    sizes = {"image_size": 8, "patch_size": 4, "id2label": dict(enumerate(own))}
+    old = new_model("ViT", "ForImageClassification", **sizes)
     old.save_pretrained(tmp_path)
     new, again = start(tmp_path, names), start(tmp_path, names)
     assert torch.equal(new.classifier.weight, old.classifier.weight) == kept

@@ -4,12 +4,11 @@ import ast
 import inspect
 import re
 
-import yaml
-
 import samestep
 from conftest import ROOT, SOURCE
+from refusals import cases
 
-WORDS = yaml.safe_load((ROOT / "tests" / "words.yaml").read_text(encoding="utf-8")).items()
+WORDS = cases("words").items()
 FORBIDDEN = {re.compile(rf"\b({word})\b", re.I): instead for word, instead in WORDS}
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, SOURCE, THREADS, lines, status
-from refusals import check_ended, refused, table
+from refusals import cases, check_ended, refused, table
 from same import check_same
 from samestep.base import launching
 from samestep.launch import launched
@@ -129,22 +129,17 @@ def test_a_wrong_yaml_is_one_line_and_eval_fails(
         launched.check_started()
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ([], "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help"),
-        (["none.yaml"], "samestep env: none.yaml: No such file or directory"),
-        ([FOLDER / "cpu.yaml", "--num_procesess", 2], "--num_procesess"),
-    ],
-)
-def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words, said):
-    code, _, errors = lines_of(monkeypatch, capsys, *words)
-    check_ended([code, "", errors], said)
+@pytest.mark.parametrize("words", ["", "none.yaml", f"{FOLDER}/cpu.yaml --num_procesess 2"])
+def test_wrong_words_are_one_line(monkeypatch, capsys, restored, words):
+    said = {"": "samestep env: name a YAML, such as configs/accelerate/cpu.yaml; see --help"}
+    said["none.yaml"] = "samestep env: none.yaml: No such file or directory"
+    code, _, errors = lines_of(monkeypatch, capsys, *words.split())
+    check_ended([code, "", errors], said.get(words, "--num_procesess"))
 
 
 # ---- A process that no launcher has started ------------------------------------------------------
 
-STARTED = yaml.safe_load((ROOT / "tests" / "environments.yaml").read_text("utf-8"))["started"]
+STARTED = cases("environments")["started"]
 SBATCH, ELASTIC = (STARTED[name]["env"] for name in ("srun", "torchelastic"))
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -163,8 +158,7 @@ def test_a_process_that_no_launcher_has_started(monkeypatch, name):
     assert "torchrun, accelerate launch or samestep launch" in str(error.value)
 
 
-def test_it_ends_in_one_line_and_a_check_is_made(tiny, tmp_path):
-    output = tmp_path / "run"
+def test_it_ends_in_one_line_and_a_check_is_made(tiny, output):
     flags = ["--output_dir", output, "--max_steps", 2]
     several = {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "2"}
     said = "train.py: WORLD_SIZE is 2, and no launcher has set RANK: start "

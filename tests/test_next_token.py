@@ -3,13 +3,14 @@
 import copy
 
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from refusals import cases
 from samestep.models import next_token, pretrained
+from small_models import word_tokenizer
 
 LENGTH = 32
 SIZES = {
@@ -17,20 +18,7 @@ SIZES = {
     "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-EIGHT = {"head_dim": 8}
-# The attention that a model has, and whether its logits are made in chunks.
-SDPA, EAGER = "sdpa", "eager"
-MODELS = {
-    "llama": ("Llama", {}, SDPA, True),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}, SDPA, True),
-    "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, SDPA, True),
-    "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, SDPA, True),  # its head has a bias
-    "window": ("Mistral", {"sliding_window": 8}, SDPA, True),
-    "window in some layers": ("Gemma3Text", {"sliding_window": 8, **EIGHT}, SDPA, True),
-    "kwargs are not handed down": ("StableLm", {}, SDPA, True),
-    "capped": ("Gemma2", EIGHT, EAGER, False),
-    "no positions": ("Bloom", {"n_head": 4, "hidden_dropout": 0}, EAGER, True),  # but ALiBi
-}
+MODELS = cases("models")
 PLAIN = pretrained.ModelConfig()
 check_separates_texts = next_token.check_separates_texts
 
@@ -132,9 +120,7 @@ def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer for padding alone; pad_token_id is 0."""
-    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(128)}, "t1")
-    whole = tokenizers.Tokenizer(words)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="t0")
+    return word_tokenizer([f"t{i}" for i in range(128)], pad_token="t0")
 
 
 def pad(tokenizer, collator, texts):

@@ -4,9 +4,9 @@ import re
 import shutil
 
 import pytest
-import yaml
 
 from conftest import ROOT, copy_until, lines
+from refusals import cases
 from test_prepared import make_texts
 
 
@@ -47,7 +47,7 @@ def loss_sum(model, batch):
     return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')
 """
 DEPENDENT = "together, but"
-WRONG = yaml.safe_load((ROOT / "tests" / "wrong_tasks.yaml").read_text(encoding="utf-8"))["probes"]
+WRONG = cases("wrong_tasks")["probes"]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -24,6 +24,7 @@ from conftest import (
     trained,
     wait_until,
 )
+from refusals import cases
 from samestep.base import run_folder
 from samestep.report import tracking
 from samestep.state.checkpoints import read_manifest
@@ -55,8 +56,7 @@ def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, co
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
-    output = tmp_path / "run"
+def test_a_killed_process_is_named_with_its_signal(tiny, output):
     run = tiny.launch("samestep", "cpu_multi", *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     family = psutil.Process(run.pid).children(recursive=True)
@@ -106,8 +106,7 @@ def check_same_best(whole, parts):
         assert found[0]["eval_loss"] == found[1]["eval_loss"]
 
 
-def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, tmp_path):
-    output = tmp_path / "run"
+def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, output):
     base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
     often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
     quick(*often)
@@ -144,9 +143,8 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_path, keep):
+def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, output, keep):
     """Damaged; or deleted, where one checkpoint was to keep, so that the last is the only one."""
-    output = tmp_path / "run"
     flags = [*BEST, "--output_dir", output, "--keep_checkpoints", keep, "--max_steps", 24]
     printed = quick(*flags)
     losses, best = eval_losses(output)
@@ -304,14 +302,7 @@ def test_a_stop_in_the_last_evaluation_has_saved_what_it_evaluates(tiny, tmp_pat
     assert exported.equal(saved[6]) and exported.equal(weights(whole)[0])
 
 
-LENGTHS = [  # recipe, flags, steps (37 samples in steps of 8)
-    ("max_steps: 12", ["--num_epochs", 3], 14),
-    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3),
-    ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5),
-    ("seed: 1", ["--max_steps", 7], 7),
-    # 1.1 x 50 is 55.00000000000001.
-    ("num_epochs: 1.1\ntask: {samples: 50}", ["--max_steps", 0, "--global_batch_size", 5], 11),
-]
+LENGTHS = cases("lengths")
 
 
 @pytest.mark.parametrize("recipe, flags, steps", LENGTHS)

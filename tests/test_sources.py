@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -11,7 +10,7 @@ import yaml
 
 import hub
 from conftest import ROOT, bake, load_task
-from refusals import check_ended, refused
+from refusals import cases, check_ended, refused
 from samestep.base.console import one_line
 from samestep.contract import contract
 from samestep.data import files, inputs, sources
@@ -186,7 +185,7 @@ def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused():
 
 # ---- Splits --------------------------------------------------------------------------------------
 
-TREES = yaml.safe_load(Path(__file__).with_name("trees.yaml").read_text(encoding="utf-8"))
+TREES = cases("trees")
 ENDINGS = (".txt", *files.TABLES, *files.IMAGES)
 
 

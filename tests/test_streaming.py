@@ -22,6 +22,7 @@ from samestep.step.plan import StepPlan
 from samestep.step.samples import SampleDataset, StepBatchSampler
 from samestep.text import lanes, tokenizing
 from test_invariance import SLOW
+from test_tasks import chat
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
@@ -194,15 +195,14 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     assert tokenizer.decode(ids[:200]).startswith(texts_of(number)[0] + "<|endoftext|>")
 
 
-def chat(number):
-    said = [("user", f"what is {number}"), ("assistant", f"it is {number}, {'so ' * (number % 5)}")]
-    return [{"role": role, "content": content} for role, content in said]
+def messages(number):
+    return chat(f"what is {number}", f"it is {number}, {'so ' * (number % 5)}")["messages"]
 
 
 ROWS = {  # of each kind the fields of the task, and a row by its number
     "prompts": ({}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
-    "messages": ({}, lambda n: {"prompt": chat(n)[:1], "completion": chat(n)[1:]}),
-    "chats": ({"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
+    "messages": ({}, lambda n: {"prompt": messages(n)[:1], "completion": messages(n)[1:]}),
+    "chats": ({"overlong": "truncate"}, lambda n: {"conversations": messages(n)}),
     "texts": ({"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
 }
 

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import ROOT, bake, lines, load_task, prepare_task, status, write_table
-from refusals import refused, table
+from refusals import cases, refused, table
 from same import check_same, check_same_curve
 from samestep.contract import contract
 from samestep.data import views
@@ -32,7 +32,6 @@ from samestep.step import inputs
 NUMBERS = "zero one two three four five six seven eight nine".split()
 SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
-SMALL = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
 STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
 WORDS = "the a train of samples stops and resumes at any step with equal bytes".split()
@@ -83,15 +82,19 @@ def ctc_loss(model, batch):
 
 @dataclass
 class Kit:
-    """One task, and a small dataset for it."""
+    """One task, and a small dataset for it: see tests/cases/kits.yaml."""
 
     name: str
-    rows: list[dict] = field(default_factory=list)  # empty: the bundled ones
+    own: Callable
+    number: int = 0
     settings: dict = field(default_factory=dict)
-    empty: str = ""  # a column that may be empty
-    noise: dict = field(default_factory=dict)  # settings that make training draw random numbers
-    loads: str = ""  # the class of transformers that loads the export
-    own: Callable = own_loss
+    empty: str = ""
+    noise: dict = field(default_factory=dict)
+    loads: str = ""
+
+    @cached_property
+    def rows(self):
+        return [ROWS[self.name](i) for i in range(self.number)]
 
     @cached_property
     def task(self):
@@ -157,108 +160,54 @@ class Kit:
         return [word for name, value in settings.items() for word in (f"--task.{name}", value)]
 
 
-TEMPLATES = [
-    Kit(
-        "causal_lm",
-        [{"text": f"{text}.\n"} for text in SPELLED],
-        {**SMALL, "context_length": 16, "vocab_size": 300},
-        "text",
-        {"dropout": 0.1},
-        loads="AutoModelForCausalLM",
-    ),
-    Kit(
-        "text_classification",
-        [{"text": text, "label": ["odd", "even"][i % 2]} for i, text in enumerate(SPELLED)],
-        {**SMALL, "max_length": 32, "vocab_size": 300, "dropout": 0.0},
-        "label",
-        {"token_dropout": 0.5},
-        loads="AutoModelForSequenceClassification",
-    ),
-    Kit(
-        "image_classification",
-        [{"image": f"i{i}.png", "label": [*COLORS][i % 3]} for i in range(60)],
-        {**SMALL, "image_size": 8, "patch_size": 4, "min_crop": 1.0},
-        "image",
-        {"flip": True, "min_crop": 0.5, "mixup": 0.4, "label_smoothing": 0.1},
-        loads="AutoModelForImageClassification",
-    ),
-    Kit(
-        "seq2seq",
-        [{"source": text, "target": str(n)} for n, text in enumerate(SPELLED, 100)],
-        {**SMALL, "vocab_size": 300, "dropout": 0.0},
-        "target",
-        {"dropout": 0.1},
-        loads="AutoModelForSeq2SeqLM",
-    ),
-    Kit(  # its loss is compared with the papers in test_preference.py
-        "preference",
-        [{"prompt": t, "chosen": f" {n}", "rejected": f" {n}?"} for n, t in enumerate(SPELLED)],
-        {**SMALL, "vocab_size": 300, "max_length": 32},
-        "chosen",
-    ),
-]
 TAGS = {"the": "O", "a": "O", "of": "O", "train": "B-noun", "samples": "I-noun", "stops": "B-verb"}
 TONE = {"sampling_rate": 8000}
-EXAMPLES = [
-    Kit("plain_module"),
-    Kit("unet3d", settings={"samples": 90, "side": 8, "width": 4}),
-    Kit("diffusion", settings={"width": 16}),
-    Kit(
-        "masked_lm",
-        [{"text": text(i)} for i in range(90)],
-        {"mask_fraction": 0.5},
-        loads="AutoModelForMaskedLM",
-    ),
-    Kit(
-        "token_classification",
-        [
-            {"tokens": text(i).split(), "ner_tags": [TAGS.get(w, "B-x") for w in text(i).split()]}
-            for i in range(90)
-        ],
-        loads="AutoModelForTokenClassification",
-    ),
-    Kit(
-        "reward_model",
-        [{"prompt": text(i, 5), "chosen": text(i + 1), "rejected": text(i)} for i in range(90)],
-        loads="AutoModelForSequenceClassification",
-        own=reward_loss,
-    ),
-    Kit(
-        "multiple_choice",
-        [
-            {"sent1": text(i), "sent2": "then", "label": i % 4}
-            | {f"ending{k}": text(i + k, 7) for k in range(4)}
-            for i in range(90)
-        ],
-        loads="AutoModelForMultipleChoice",
-    ),
-    Kit(
-        "question_answering",
-        [
-            {"question": f"{text(i, 3)}?", "context": f"{text(i)} {'so ' * i}{i}."}
-            | {"answers": {"text": [f"{i}"], "answer_start": [len(text(i)) + 1 + 3 * i]}}
-            for i in range(90)
-        ],
-        loads="AutoModelForQuestionAnswering",
-        own=span_loss,
-    ),
-    Kit("image_pretraining", loads="ViTMAEForPreTraining"),
-    Kit("semantic_segmentation", loads="AutoModelForSemanticSegmentation"),
-    Kit("object_detection", loads="AutoModelForObjectDetection"),
-    Kit(
-        "speech_recognition",
-        [{"text": f"{i}", "audio": {**TONE, "array": [*range(1100 + i)]}} for i in range(50)],
-        loads="AutoModelForCTC",
-        own=ctc_loss,
-    ),
-    Kit(
-        "vision_language",
-        settings={"train_vision": True},
-        loads="AutoModelForImageTextToText",
-    ),
-    Kit("vision_language", settings={"lora_rank": 4}, loads="AutoModelForImageTextToText"),
-]
-BY_NAME = {kit.name: kit for kit in [*TEMPLATES, *EXAMPLES]}
+LABELS = ["odd", "even"]
+
+
+def question(i):
+    """A row of question_answering: the answer is the number at the end of the context."""
+    before = f"{text(i)} {'so ' * i}"
+    answers = {"text": [f"{i}"], "answer_start": [len(before)]}
+    return {"question": f"{text(i, 3)}?", "context": f"{before}{i}.", "answers": answers}
+
+
+def choice(i):
+    endings = {f"ending{k}": text(i + k, 7) for k in range(4)}
+    return {"sent1": text(i), "sent2": "then", "label": i % 4, **endings}
+
+
+def tagged(i):
+    words = text(i).split()
+    return {"tokens": words, "ner_tags": [TAGS.get(word, "B-x") for word in words]}
+
+
+ROWS = {  # a row by its number
+    "causal_lm": lambda i: {"text": f"{SPELLED[i]}.\n"},
+    "text_classification": lambda i: {"text": SPELLED[i], "label": LABELS[i % 2]},
+    "image_classification": lambda i: {"image": f"i{i}.png", "label": [*COLORS][i % 3]},
+    "seq2seq": lambda i: {"source": SPELLED[i], "target": str(100 + i)},
+    "preference": lambda i: {"prompt": SPELLED[i], "chosen": f" {i}", "rejected": f" {i}?"},
+    "masked_lm": lambda i: {"text": text(i)},
+    "token_classification": tagged,
+    "reward_model": lambda i: {
+        "prompt": text(i, 5),
+        "chosen": text(i + 1),
+        "rejected": text(i),
+    },
+    "multiple_choice": choice,
+    "question_answering": question,
+    "speech_recognition": lambda i: {
+        "text": f"{i}",
+        "audio": {**TONE, "array": [*range(1100 + i)]},
+    },
+}
+OWN = {"reward_model": reward_loss, "question_answering": span_loss}
+OWN["speech_recognition"] = ctc_loss
+KITS = [Kit(own=OWN.get(each["name"], own_loss), **each) for each in cases("kits")]
+TEMPLATES = [kit for kit in KITS if kit.empty]
+EXAMPLES = [kit for kit in KITS if not kit.empty]
+BY_NAME = {kit.name: kit for kit in KITS}
 
 
 def name_of(kit):

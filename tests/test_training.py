@@ -19,8 +19,7 @@ FLAGS += ["--keep_checkpoints", 0, "--learning_rate", 3e-3, "--task.data", "docs
 FLAGS += ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.context_length", 64]
 
 
-def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(project, tmp_path):
-    output = tmp_path / "run"
+def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(project, output):
     printed = project.train(1, *FLAGS, "--output_dir", output, "--tracker", "none")
     assert {p.name for p in output.iterdir()} >= {
         "config.yaml", "hardware.yaml", "metrics.jsonl", "checkpoints", "model", "curves.png",

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import load_task
 from samestep.models import pretrained, weight_files
+from small_models import new_model
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-SMALL |= {"intermediate_size": 32, "num_key_value_heads": 2}
+SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64}
 MOE = {**SMALL, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 MOE |= {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "head_dim": 8}
 HEAD = load_task("text_classification").HEAD
@@ -19,12 +19,12 @@ LM, CLASSES = t.AutoModelForCausalLM, t.AutoModelForSequenceClassification
 
 
 def llama(**more):
-    return t.LlamaForCausalLM(t.LlamaConfig(**SMALL, **more))
+    return new_model("Llama", **{**SMALL, **more})
 
 
 def gpt2():
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+    sizes = {"vocab_size": 64, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return new_model("GPT2", "LMHeadModel", num_hidden_layers=2, **sizes)
 
 
 def save(folder, model, more=(), fields=None, rename=str, pickled=False):
@@ -48,7 +48,7 @@ BESIDE = [  # a model, how it is loaded, what its files have besides, and what i
     (llama(attention_bias=True), LM, {"fields": {"attention_bias": False}},
      "8 tensors", "self_attn.k_proj.bias"),
     (llama(), LM, {"fields": ONE, "pickled": True}, "9 tensors", "model.layers.1.input_layernorm"),
-    (t.LlamaModel(t.LlamaConfig(**SMALL)), CLASSES, {"fields": ONE}, "9 tensors", "layers.1."),
+    (new_model("Llama", "Model", **SMALL), CLASSES, {"fields": ONE}, "9 tensors", "layers.1."),
     (llama(), LM, {"more": ["model.layers.0.self_attn.q_norm.weight"]}, "1 tensor", "q_norm"),
     (llama(), LM, {"more": ["model.embed_norm.weight"]}, "1 tensor", "model.embed_norm.weight"),
 ]  # fmt: skip
@@ -70,13 +70,13 @@ def old_name(name):
     return new.replace("LayerNorm.bias", "LayerNorm.beta")
 
 
-BERT = t.BertForPreTraining(t.BertConfig(**SMALL))
+BERT = new_model("Bert", "ForPreTraining", **SMALL)
 OLD = ["model.layers.0.self_attn.rotary_emb.inv_freq"]
 VISION = ["vision_tower.layers.0.weight", "model.multi_modal_projector.linear_1.weight"]
-MERGED = t.Qwen2MoeForCausalLM(t.Qwen2MoeConfig(**MOE))
+MERGED = new_model("Qwen2Moe", **MOE)
 BRANCHES = [  # and what is said; nothing where no weight is left out
     (BERT, CLASSES, {}, "7 tensors of its files are not in this model: cls"),
-    (t.BertModel(t.BertConfig(**SMALL)), t.AutoModelForMaskedLM, {},
+    (new_model("Bert", "Model", **SMALL), t.AutoModelForMaskedLM, {},
      "2 tensors of its files are not in this model: pooler"),
     (BERT, CLASSES, {"rename": old_name}, "7 tensors of its files are not in this model: cls"),
     (llama(), LM, {"more": VISION}, "model.multi_modal_projector, vision_tower"),

@@ -7,11 +7,12 @@ import re
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 
 from conftest import ROOT, bake, digest, kill_after, lines, write_table
 from same import check_same, check_same_curve, curve
 from samestep.models import lora, next_token
+from small_models import new_model, word_tokenizer
 from test_tasks import BY_NAME, chat, picture
 
 TABLE = (ROOT / "tests" / "reports" / "README.md").read_text()
@@ -77,11 +78,10 @@ def base_model(folder):
     """A small model whose tokenizer puts <s> before a text, pads with </s>, and whose template
     writes <s> itself."""
     words = "<s> </s> <unk> why is so User Bot".split() + [str(i) for i in range(60)]
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    own.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **marks)
+    tokenizer = word_tokenizer(words, **marks)
+    begins = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begins
     tokenizer.chat_template = (
         "{% set names = {'user': 'User', 'assistant': 'Bot'} %}{{ bos_token }}"
         "{% for m in messages %}{{ names[m['role']] }} "
@@ -89,11 +89,8 @@ def base_model(folder):
         "{% endfor %}{% if add_generation_prompt %}Bot {% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 128}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=len(words), tie_word_embeddings=True, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 128, "vocab_size": len(words)}
+    new_model("Llama", tie_word_embeddings=True, **sizes).save_pretrained(folder)
     return tokenizer, {"model_name_or_path": str(folder), "context_length": 64}
 
 
