@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,17 +263,35 @@ class BakedProject:
         return printed
 
 
+def before_calls(name, code):
+    """Python for `before`: this code runs before each call of a function, such as task.loss_sum. It
+    sees the arguments, `given`, and the number of the call, from 1 on."""
+    owner, _, attribute = name.rpartition(".")
+    return f"""
+import os, pkgutil, signal, time
+owner = pkgutil.resolve_name("{owner}")
+def wrapped(*given, old=owner.{attribute}, calls=[], **named):
+    calls.append(1)
+    number = len(calls)
+{textwrap.indent(code, "    ")}
+    return old(*given, **named)
+owner.{attribute} = wrapped
+"""
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
 def kill_after(output, step):
     """Python for `before`: the process is killed at the micro-batch after a checkpoint."""
-    return f"""
-import os, task
-old = task.loss_sum
-def loss_sum(*arguments):
-    if os.path.exists("{output}/checkpoints/step-{step:08}"):
-        os.kill(os.getpid(), 9)
-    return old(*arguments)
-task.loss_sum = loss_sum
-"""
+    saved = f"{output}/checkpoints/step-{step:08}"
+    return before_calls("task.loss_sum", f"if os.path.exists('{saved}'): {KILL}")
+
+
+def kill_before(step, action=KILL):
+    """Python for `before`: the process is killed before a step, or does something else."""
+    start = "samestep.training.log.RunLog.start_step"
+    return before_calls(start, f"if given[1] == {step}: {action}")
 
 
 def lines(output, key):
@@ -333,6 +352,11 @@ def reseal(checkpoint, **facts):
 def checkpoint(output, step):
     """The folder of a run's checkpoint."""
     return output / "checkpoints" / f"step-{step:08d}"
+
+
+def manifest(checkpoint):
+    """What the manifest of a checkpoint says."""
+    return json.loads((checkpoint / "manifest.json").read_text())
 
 
 def newest(output):
@@ -530,11 +554,20 @@ def alone(small, run_once):
 
 
 @pytest.fixture(scope="module")
+def whole(request, quick, tmp_path_factory):
+    """An uninterrupted run of one process in the tiny project, with the flags WHOLE of a file."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    quick("--output_dir", output, *request.module.WHOLE)
+    return output
+
+
+@pytest.fixture(scope="module")
 def kit(request):
-    """The kit in tests/test_tasks.py for the task that a file of tests is named after."""
+    """The kit in tests/test_tasks.py for the task that a file of tests is named after, or KIT."""
     from test_tasks import BY_NAME
 
-    return BY_NAME[request.module.__name__.removeprefix("test_")]
+    own = request.module.__name__.removeprefix("test_")
+    return BY_NAME[getattr(request.module, "KIT", own)]
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,7 @@ QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
 GOLDEN = ROOT / "tests" / "golden_tree.txt"
 LIMITS = json.loads((ROOT / "tests" / "limits.json").read_text(encoding="utf-8"))
-LICENSE_WORDS = {
-    "MIT": "Permission is hereby granted, free of charge",
-    "Apache-2.0": "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION",
-    "BSD-3-Clause": "3. Neither the name of the copyright holder",
-    "Proprietary": "All rights reserved.",
-}
-ANSWERS = cases("answers")
+LICENSE_WORDS, ANSWERS = cases("licenses"), cases("answers")
 
 
 def files(folder):

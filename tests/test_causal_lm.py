@@ -1,5 +1,6 @@
 """The task causal_lm: what it reads, how it packs, what it counts, and how it answers bad input."""
 
+import copy
 import itertools
 import json
 import math
@@ -248,31 +249,19 @@ def test_what_is_read_and_trained_of_a_chat(pack, form, capsys):
 
 TEXTS = Path(__file__).with_name("chat_templates")
 PLAIN = (TEXTS / "plain.jinja").read_text().strip()
-CALLS = "m['tool_calls'] | tojson"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
-WHOLE = [{"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS}]
-PARALLEL = [{"messages": AGENT[4:]}]
-THOUGHT = chat("a", "b")["messages"]
-THOUGHT[1]["reasoning_content"] = "because"
-CONTENT = "m['content']"
-THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
-TEMPLATES = [  # what a template has in place of what, chats, and what is said
-    ("", "", WHOLE, ""),
-    ("OF", "m['role'] != 'system'", WHOLE, "leaves out 'Be brief.' of message 1 (system); give"),
-    ("if tools", "if no_tools", WHOLE, "leaves out the tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "leaves out a call of 'tides' of message 2"),
-    ("", "", [{"messages": THOUGHT}], "leaves out 'because' of message 2 (assistant)"),
-    # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "leaves out 'why 7' of message 2 (ass"),
-    (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
-    ("", "{{ messages | length }}", [THINKS], "does not begin with what the template gives to ask"),
-    ("", "{{ raise_exception('no\n\x1b[31mroles') }}", [THINKS], "no \\x1b[31mroles"),
-]
+LEFT_OUT = {
+    "agent": {"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS},
+    "parallel": {"messages": AGENT[4:]},
+    "thought": chat("a", "b", reasoning_content="because"),
+    "thinks": chat("a", "<think>why 7</think>answer 7", "b", "c"),
+}
 
 
-@pytest.mark.parametrize("old, new, chats, said", TEMPLATES)
-def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, chats, said):
-    rows = [json.loads(json.dumps(row)) for row in [*chats, *chats]]
+@pytest.mark.parametrize("case", cases("templates"))
+def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, case):
+    old, new, name, said = case.values()
+    rows = [copy.deepcopy(LEFT_OUT[name]) for _ in range(2)]
     for i, row in enumerate(rows):
         row["messages"][-1]["content"] = f"{i}!"
     given = write_template(tmp_path, PLAIN.replace(old, new, 1).replace("OF", "true"))

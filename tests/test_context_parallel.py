@@ -3,12 +3,12 @@
 import pytest
 
 from conftest import load_task
-from same import curve
+from same import check_same_curve, curve
 from samestep.processes import mesh as layout
 from samestep.processes import ranks
 from samestep.step import context_parallel
 from small_models import new_model
-from test_sharding import agree, train
+from test_sharding import train
 
 SHARED = layout.layout_of(2, 1, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
 
@@ -32,7 +32,7 @@ def test_losses_norms_and_evaluations_are_those_of_one_process(small, alone, tmp
     """Two replicas of two processes, with two micro-batches each. One process continues the run."""
     flags = ["--gradient_checkpointing=true", "--output_dir", tmp_path / "run"]
     train(small, "context_parallel_2x2", 4, *flags)
-    agree(tmp_path / "run", alone, norm=1e-6)
+    check_same_curve(tmp_path / "run", alone, norm=1e-6)
     first, shared = (curve(output) for output in (alone, tmp_path / "run"))
     for name in ("unigram_loss", "bits_per_byte"):  # from columns with one number a row
         assert shared[4][name] == pytest.approx(first[4][name], rel=1e-6)

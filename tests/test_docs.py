@@ -17,6 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
 from conftest import ROOT, SOURCE, bake, status, train_module
+from refusals import cases
 from samestep.__main__ import VERBS
 from samestep.settings import config
 from samestep.training import training
@@ -161,14 +162,6 @@ def test_commands_name_what_is_there(baked, flags, place):
         assert not unknown, f"{name} names {sorted(unknown)}"
 
 
-# A page, and what it says to type: one after the other, in a project with two runs.
-RUN = [
-    ("README.md", 'python -m samestep predict "a text"'),
-    ("docs/tracking.md", 'make plot RUNS="runs/default runs/mine"'),
-    ("README.md", "make example ARGS=plain_module"),
-    ("README.md", "mv plain_module.py task.py"),
-    ("README.md", 'make train ARGS="--output_dir runs/plain"'),
-]
 SMOKE = ["--config", "configs/train/smoke.yaml", "--output_dir", "runs/default"]
 
 
@@ -180,7 +173,7 @@ def test_commands_run(tmp_path, baked):
     zipfile.ZipFile(wheel).extractall(tmp_path / "library")
     project.train(1, *SMOKE)
     shutil.copytree(path / "runs" / "default", path / "runs" / "mine")
-    for name, command in RUN:
+    for name, command in cases("commands"):
         assert command in (path / name).read_text("utf-8"), f"{name} has no {command}"
         project.run("bash", "-ec", command, PYTHONPATH=str(tmp_path / "library"))
         if command.startswith("mv"):  # the page says to remove the fields of the old task

@@ -14,14 +14,13 @@ import torch
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from conftest import ROOT, SOURCE, bake, lines, load_module, write_table
+from refusals import cases
 from samestep.step.seeds import seed_micro_batch
 from small_models import new_model
 from test_cookbook import apply
 from test_tasks import BY_NAME, STEPS, check_two_processes_and_a_lost_half
 
-# Lines that an edit may add.
-LINES = {"01": 5, "02": 5, "03": 11, "04": 6, "05": 3, "06": 10, "07": 12, "08": 49, "09": 15}
-LINES |= {"11": 10}
+EDITS = cases("edits")
 STEPS = [*STEPS, "--micro_batch_size", 4, "--warmup_steps", 2]
 STEPS += ["--task.data", "mine.jsonl", "--check_export", "false"]
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
@@ -61,14 +60,6 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
 
 
 PAIRS = [(WORDS[i % 17], WORDS[i * (1 + i % 2) % 17]) for i in range(80)]
-# Of those that edit another task than causal_lm.
-TASKS = {
-    "04": "templates/text_classification/task.py",
-    "05": "templates/image_classification/task.py",
-    "07": "examples/plain_module.py",
-    "08": "templates/seq2seq/task.py",
-    "11": "templates/text_classification/task.py",
-}
 
 
 # Keeps what the loop gets for a step.
@@ -116,11 +107,12 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
     assert "task.loss_sum is " in said and "as the sum of each alone" in said
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", EDITS)
 def test_an_edit_takes_few_lines_applies_and_is_shown_by_the_page_of_tasks(name):
-    assert added_lines(read(name)) <= LINES[name]
+    most, task = EDITS[name].values()
+    assert added_lines(read(name)) <= most
     hunks = [hunk.rstrip("\n").split("\n")[1:] for hunk in read(name).split("\n@@")[1:]]
-    files = [TASKS.get(name, "templates/causal_lm/task.py"), f"{SOURCE}/train.py"]
+    files = [task, f"{SOURCE}/train.py"]
     sources = [(ROOT / file).read_text("utf-8") for file in files]
     for hunk in hunks:
         kept = itertools.takewhile(lambda line: not line.startswith("--- a/"), hunk)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import lines, newest, read_weights, with_ddp
+from conftest import kill_before, lines, newest, read_weights, with_ddp
 from same import check_same, check_same_curve, digests
 from samestep.step import order
 from samestep.step.exact import ExactGradients
 from samestep.step.plan import assign_micro_batches, plan_step
-from test_continuing import KILL
 from test_invariance import DROPOUT
 
 EXACT = ["--exact", "true", *DROPOUT]
@@ -172,7 +171,7 @@ torch.optim.AdamW = Noisy
 def test_an_optimizer_that_draws_is_seeded_by_the_step(tiny, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     tiny.train(1, *EXACT, "--output_dir", whole, before=NOISY)
-    tiny.train(1, *EXACT, "--output_dir", run, before=NOISY + KILL.format(7), codes=[-9])
+    tiny.train(1, *EXACT, "--output_dir", run, before=NOISY + kill_before(7), codes=[-9])
     tiny.train(3, *EXACT, "--output_dir", run, before=NOISY)
     check_same(whole, run)
 

@@ -11,23 +11,12 @@ import zipfile
 import pytest
 
 from conftest import ROOT, bake, lines, status, write_recipe
+from refusals import cases
 
 # Where make test-all installs nbclient.
 ADDED = ROOT / ".venv" / "extra"
 added = pytest.mark.skipif(not ADDED.exists(), reason="make test-all installs it")
-# The most lines of each file, which is read in one sitting.
-LINES = {
-    "plain_module": 75, "unet3d": 120, "diffusion": 120, "own_script": 90, "train_pipeline": 345,
-    "masked_lm": 120, "token_classification": 142, "reward_model": 120, "multiple_choice": 120,
-    "question_answering": 180, "image_pretraining": 120, "semantic_segmentation": 140,
-    "object_detection": 175, "speech_recognition": 170, "vision_language": 180,
-}  # fmt: skip
-# Tasks: their flags for a short run, and the most that is left of the first loss.
-LEARNED = {
-    "plain_module": (["--learning_rate", 0.02], 0.1),
-    "unet3d": (["--task.samples", 90, "--task.side", 8, "--task.width", 4], 0.8),
-    "diffusion": (["--task.width", 16], 0.6),
-}
+LINES, LEARNED = cases("examples").values()
 
 
 @pytest.mark.slow
@@ -61,7 +50,7 @@ def test_examples_of_plain_modules_learn(tmp_path):
     project = write_recipe(bake(tmp_path, pictures=False, tracker="none"), "example")
     for name, (flags, left) in LEARNED.items():
         shutil.copy(ROOT / "examples" / f"{name}.py", project.path / "task.py")
-        project.train(1, *flags, "--output_dir", tmp_path / name)
+        project.train(1, *flags.split(), "--output_dir", tmp_path / name)
         scores = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss")]
         assert len(scores) == 3 and scores[-1] < left * lines(tmp_path / name, "loss")[0]["loss"]
         assert status(tmp_path / name)["state"] == "finished"

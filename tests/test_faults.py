@@ -1,6 +1,5 @@
 """Losses that are not finite, errors of one process alone, full disks, processes that hang."""
 
-import json
 import math
 import re
 import shutil
@@ -11,11 +10,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from conftest import checkpoint, digest, edit, lines, read_checkpoint, read_weights, status
+from conftest import (
+    before_calls,
+    checkpoint,
+    digest,
+    edit,
+    lines,
+    manifest,
+    read_checkpoint,
+    read_weights,
+    status,
+)
+from refusals import cases
 from samestep.processes import mesh
 from samestep.step import monitor, order
 from samestep.step.plan import StepPlan
 from samestep.step.step import Step
+from test_exact import SOON
 
 # ---- Not finite ----------------------------------------------------------------------------------
 
@@ -88,15 +99,7 @@ def test_what_the_watch_notes():
     assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 
 
-@pytest.mark.parametrize(
-    "loss, norm, scales, count",
-    [
-        (3.0, math.inf, (1024.0, 256.0), 0),  # the scale was too large
-        (math.nan, 1.0, (1024.0, 256.0), 2),
-        (3.0, math.inf, (256.0, 256.0), 2),  # the scaler saw no infinity
-        (3.0, math.inf, (256.0, 0.5), 2),  # no scale makes these finite
-    ],
-)
+@pytest.mark.parametrize("loss, norm, scales, count", cases("overflows"))
 def test_overflows_of_fp16_that_its_scaler_mends_are_no_skipped_steps(loss, norm, scales, count):
     numbers, notes, reason = feed([loss, loss], norm, scales)
     assert len(notes) == count and bool(reason) == bool(count)
@@ -170,24 +173,17 @@ def test_a_row_that_one_process_cannot_read_ends_all_and_costs_no_checkpoint(tin
 
 
 WAITS = """
-import os, time, task
-from samestep.launch import rendezvous
-rendezvous.LOOK, rendezvous.GRACE = 0.2, 1
-plain, calls = task.loss_sum, []
-def loss_sum(*given):
-    calls.append(0)
-    if len(calls) == 8 and os.environ["RANK"] == "1":
-        raise TypeError("on this process alone")
-    if len(calls) == 8:
-        time.sleep(1000)
-    return plain(*given)
-task.loss_sum = loss_sum
+if number == 8 and os.environ["RANK"] == "1":
+    raise TypeError("on this process alone")
+if number == 8:
+    time.sleep(1000)
 """
 
 
 def test_an_error_reaches_a_process_that_waits_for_its_device(tiny, output):
     """As one that reads a number of its GPU does, where NCCL waits for the process that failed."""
-    printed = tiny.train(2, "--output_dir", output, before=WAITS, codes=[1])
+    waits = f"{SOON}\n{before_calls('task.loss_sum', WAITS)}"
+    printed = tiny.train(2, "--output_dir", output, before=waits, codes=[1])
     assert printed.count("TypeError: on this process alone") == 2 and "Traceback" not in printed
     assert printed.count("train.py: process 1 on ") == 1
     assert "the same command continues from the newest checkpoint" in printed
@@ -293,12 +289,12 @@ def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
 def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):
     output, project = tmp_path / "run", tiny.copied(tmp_path)
     project.train(1, "--output_dir", output, "--max_steps", 4)
-    manifest = json.loads((checkpoint(output, 4) / "manifest.json").read_text())
-    assert manifest["data"]["samples"] == 37 and manifest["config"]["global_batch_size"] == 8
+    saved = manifest(checkpoint(output, 4))
+    assert saved["data"]["samples"] == 37 and saved["config"]["global_batch_size"] == 8
     changed = ["--output_dir", output, "--max_steps", 6]
     edit(project.path / "task.py", "1000 * self.cfg.seed", "7")
     printed = project.train(1, *changed, codes=[2])
-    assert f"data fingerprint: {manifest['data']['fingerprint']} -> " in printed
+    assert f"data fingerprint: {saved['data']['fingerprint']} -> " in printed
     project.train(1, *changed, "--accept_changes")
     (note,), (*_, last) = lines(output, "changes"), lines(output, "loss")
     assert note["step"] == 4 and last["step"] == 6 and math.isfinite(last["loss"])

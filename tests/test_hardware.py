@@ -14,8 +14,8 @@ import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE, edit
-from refusals import refused, table
+from conftest import ROOT, SOURCE, checkpoint, edit, manifest
+from refusals import cases, refused, table
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.launch import combinations, launched, launcher
@@ -193,8 +193,8 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     assert first["environment"]["NCCL_SOCKET_IFNAME"] == "http://proxy"
     assert "secret" not in (output / "hardware.yaml").read_text()
 
-    manifest = json.loads((output / "checkpoints/step-00000002/manifest.json").read_text())
-    assert first == manifest["hardware"] | {"environment": first["environment"]}
+    saved = manifest(checkpoint(output, 2))
+    assert first == saved["hardware"] | {"environment": first["environment"]}
     assert first["torch"] == importlib.metadata.version("torch")
 
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
@@ -270,23 +270,12 @@ def test_another_gpu_is_tested_where_a_yaml_names_it(monkeypatch):
 
 # ---- check ---------------------------------------------------------------------------------------
 
-LISTED = "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100"
-LOST = "Unable to determine the device handle for GPU1: 0000:1B:00.0: GPU is lost."
-ECC = {devices.ERRORS: (0, "0, 0, No\n1, 3, No")}
 
-
-@pytest.mark.parametrize(
-    "printed, seen, problem, said",  # by nvidia-smi, by torch, by the second GPU
-    [
-        ({}, 2, "", None),
-        ({"-L": (15, LOST)}, 0, "", f"nvidia-smi: {LOST}; see docs/problems.md, a lost"),
-        ({}, 0, "", "torch sees 0 GPUs, and nvidia-smi lists 2: "),
-        ({}, 2, "out of order", "device 1: out of order"),
-        (ECC, 2, "", "GPU 1 has errors in its memory (ECC: 3"),
-    ],
-)
-def test_what_makes_training_wrong_is_a_failure(monkeypatch, printed, seen, problem, said):
-    smi = {"-L": (0, LISTED)} | printed
+@pytest.mark.parametrize("case", cases("devices"))
+def test_what_makes_training_wrong_is_a_failure(monkeypatch, case):
+    printed, seen, problem, said = case.values()
+    smi = {"-L": (0, "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100")} | printed
+    smi[devices.ERRORS] = smi.get("errors", (1, ""))
     answers = [("H100", 1.0, ""), ("H100", 1.0, problem)]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)

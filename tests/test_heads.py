@@ -6,10 +6,9 @@ import transformers
 from datasets import ClassLabel, Dataset, Features
 
 from conftest import load_task
+from refusals import cases
 from samestep.models import pretrained
 from small_models import new_model
-
-OWN = ["cat", "Dog", "emu"]
 
 
 def start(folder, names):
@@ -21,15 +20,7 @@ def start(folder, names):
     return task.build_model(cfg, {"train": Dataset.from_dict({"label": [0]}, features)})
 
 
-HEADS = [  # classes of the head, those of the data, and whether the head is kept
-    (OWN, OWN, True),
-    (["LABEL_0", "LABEL_1", "LABEL_2"], OWN, True),
-    (OWN, ["cat", "dog", "owl"], False),
-    (OWN, ["emu", "cat", "Dog"], False),
-]
-
-
-@pytest.mark.parametrize("own, names, kept", HEADS)
+@pytest.mark.parametrize("own, names, kept", cases("heads"))
 def test_a_head_is_kept_for_the_same_classes_or_without_names(tmp_path, capsys, own, names, kept):
     sizes = {"image_size": 8, "patch_size": 4, "id2label": dict(enumerate(own))}
     old = new_model("ViT", "ForImageClassification", **sizes)

@@ -4,42 +4,27 @@ import re
 
 import pytest
 
-from conftest import checkpoint, lines, reseal
+from conftest import before_calls, checkpoint, lines, reseal
 from same import check_close, check_same_curve
 
 DROPOUT = ["--task.dropout", 0.2]
-
-
-@pytest.fixture(scope="module")
-def one(tiny, tmp_path_factory):
-    """One process, four micro-batches, dropout on."""
-    output = tmp_path_factory.mktemp("one") / "run"
-    tiny.train(1, "--output_dir", output, *DROPOUT)
-    return output
+WHOLE = DROPOUT  # one process, four micro-batches
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
+def test_processes_in_place_of_accumulation(tiny, whole, tmp_path, processes):
     """(1, 4), (2, 2) and (4, 1) processes and micro-batches, dropout on, counted terms differing.
 
     Measured: losses of twelve steps to 1e-7 relative, final weights to 3e-8 absolute.
     """
     printed = tiny.train(processes, "--output_dir", tmp_path / "run", *DROPOUT)
     assert f"= {processes} x {4 // processes} x 2 (" in printed
-    check_same_curve(one, tmp_path / "run")
-    assert len({line["batch_hash"] for line in lines(one, "loss")}) == 12
-    check_close(checkpoint(one, 12), checkpoint(tmp_path / "run", 12), atol=3e-7)
+    check_same_curve(whole, tmp_path / "run")
+    assert len({line["batch_hash"] for line in lines(whole, "loss")}) == 12
+    check_close(checkpoint(whole, 12), checkpoint(tmp_path / "run", 12), atol=3e-7)
 
 
-SLOW = """
-import os, time, task
-plain = task.loss_sum
-def slow(*given):
-    if os.environ["RANK"] == "1":
-        time.sleep(0.03)
-    return plain(*given)
-task.loss_sum = slow
-"""
+SLOW = before_calls("task.loss_sum", "if os.environ['RANK'] == '1': time.sleep(0.03)")
 
 
 def test_steps_that_are_assigned_at_the_start_have_the_samples_of_one_process(tiny, tmp_path):

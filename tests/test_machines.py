@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SOURCE, TRAIN, BakedProject, latest, lines, preloaded
-from refusals import check_ended
+from refusals import cases, check_ended
 from same import check_same_curve
 from samestep.processes import alike, ranks
 from samestep.state import consistency
@@ -22,15 +22,7 @@ from test_exact import SOON
 FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ([{}, {}, {}], ""),
-        ([{}, {"learning_rate": "1"}, {"code task.py": "2"}],
-         "code task.py is 1 on a, b and 2 on c; learning_rate is 0.1 on a, c and 1 on b; give"),
-        ([{"data x": f"{'a' * 30}{i}{'b' * 30}"} for i in "122"], "data x is a+...b+ on a and a+"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes, said", cases("differences"))
 def test_a_difference_names_the_machines(changes, said):
     found = [FACTS | each for each in changes]
     processes = SimpleNamespace(gather=lambda _: [*zip("abc", found, strict=True)])

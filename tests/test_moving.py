@@ -1,23 +1,19 @@
 """Checkpoints of real runs: moved between kinds of parallelism, and saved in the background."""
 
+import textwrap
+
 import pytest
 from safetensors import safe_open
 
 from conftest import checkpoint, copy_until, lines, status
+from refusals import cases
 from same import check_close, check_same
 from samestep.state import checkpoints
 from samestep.step import order
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
+WHOLE = FLAGS  # 12 steps with checkpoints at 3, 6, 9 and 12
 ASYNC = [*FLAGS, "--async_save", "true"]
-
-
-@pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
-    """A run of one process, 12 steps with checkpoints at 3, 6, 9 and 12."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    tiny.train(1, "--output_dir", output, *FLAGS)
-    return output
 
 
 # ---- From one layout to another ------------------------------------------------------------------
@@ -115,39 +111,18 @@ def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, tmp_path):
     check_same(unbroken, output)
 
 
-# Python before a write, the exit code, what is said, and flags.
-SECOND = "if len(calls) == {} and os.environ['RANK'] == '1':\n        "
-SOON = ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-POISONED = int(order.sample_ids([2], 37, 0)[0])
-ENDS = {
-    "a failure": (
-        SECOND.format(2) + "raise ValueError('no more of this')",
-        2,
-        "no more of this",
-        ["--max_steps", 100_000],
-    ),
-    "a stop": (
-        SECOND.format(1) + "os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)",
-        75,
-        "stopped after step {}",
-        ["--max_steps", 100_000, "--task.row_seconds", 0.01, "--save_every", 5],
-    ),
-    "a loss that is not finite": (
-        "time.sleep(2)",
-        2,
-        "not finite in 1 steps in a row",
-        [*SOON, "--max_skipped_steps", 1, "--eval_every", 0, "--task.poisoned", POISONED],
-    ),
-}
+ENDS = cases("ends")
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_ends_waits_for_the_save_in_flight(tiny, output, name):
     """It keeps the checkpoint that it has begun; a stop saves one more, a failed save is none."""
-    code, ended, said, flags = ENDS[name]
-    flags = ["--output_dir", output, *ASYNC, *flags]
-    processes = 1 if name == "a loss that is not finite" else 2
-    printed = tiny.train(processes, *flags, before=SLOWED.format(code), codes=[ended])
+    code, processes, ended, said, flags = ENDS[name].values()
+    flags = ["--output_dir", output, *ASYNC, *flags.split()]
+    if name == "a loss that is not finite":
+        flags += ["--task.poisoned", int(order.sample_ids([2], 37, 0)[0])]
+    slowed = SLOWED.format(textwrap.indent(code, "    ").strip())
+    printed = tiny.train(processes, *flags, before=slowed, codes=[ended])
     last = lines(output, "loss")[-1]["step"]
     assert said.format(last) in printed and status(output)["exit_code"] == ended
     wanted = {"a failure": {3}, "a stop": {5, last}}.get(name, {2})

@@ -135,17 +135,7 @@ def pad(tokenizer, collator, texts):
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-PADDED = [
-    ("llama", "left", "ForLanguageModeling"),
-    ("llama", "left", "ForSeq2Seq"),
-    ("llama", "right", "WithPadding"),
-    ("gpt2", "left", "WithPadding"),
-    ("window", "left", "WithPadding"),
-    ("no positions", "left", "WithPadding"),
-]
-
-
-@pytest.mark.parametrize("name, side, collator", PADDED)
+@pytest.mark.parametrize("name, side, collator", cases("padded"))
 def test_padding_on_either_side_changes_no_loss(name, side, collator, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "padding_side", side)
     texts = [[*range(3, 30)], [*range(40, 49)], [7, 5]]

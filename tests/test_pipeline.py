@@ -16,10 +16,11 @@ from conftest import (
     preloaded,
     train_module,
 )
-from same import check_same
+from refusals import cases, table
+from same import check_same, check_same_curve
 from samestep.models import next_token
 from samestep.processes import mesh
-from test_sharding import agree, train
+from test_sharding import train
 
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
@@ -48,7 +49,7 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
     train(small, "cpu", 1, *flags, "--output_dir", one)
     text = pipe(small, 2, *flags, "--output_dir", two)
     assert "8 samples = 1 x 8 x 1 (groups of 2 processes x micro-batches x samples)" in text
-    agree(two, one, norm=1e-6)
+    check_same_curve(two, one, norm=1e-6)
     exported = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
     torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-6)
     half = copy_until(two, 3, tmp_path / "half")
@@ -56,36 +57,20 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
     check_same(two, half)
 
 
-# Processes, flags of the pipeline, and those that train.py gets too.
-CASES = [
-    ("--tensor_parallel 2", ""),
-    ("", "--task.packing best_fit --gradient_checkpointing true --micro_batch_size 2 "
-     "--task.loss_chunk 16 --max_grad_norm 0"),
-]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("own, flags", CASES)
+@pytest.mark.parametrize("own, flags", cases("pipelines"))
 def test_other_pipelines_have_the_losses_of_train(small, tmp_path, own, flags):
     """Two stages of two parts each; and two pipelines, packed and recomputed."""
     flags = [*flags.split(), "--task.num_layers", "4", "--max_steps", "3", "--output_dir"]
     pipe(small, 4, *own.split(), *flags, tmp_path / "four")
     train(small, "cpu", 1, *flags, tmp_path / "one")
-    agree(tmp_path / "four", tmp_path / "one", norm=1e-6)
-
-
-REFUSED = [
-    (2, ["--exact", "true"], "exact cannot be combined with stages; leave one of them out"),
-    (1, ["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
-    (1, ["--check", "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
-]
+    check_same_curve(tmp_path / "four", tmp_path / "one", norm=1e-6)
 
 
 @pytest.mark.slow
 def test_settings_that_do_not_fit_are_one_line(small):
-    for processes, flags, words in REFUSED:
-        printed = pipe(small, processes, *flags, codes=[2])
-        assert words in printed, printed
+    for (processes, flags), said in table("pipelines"):
+        assert said in pipe(small, processes, *flags.split(), codes=[2])
     with pytest.raises(ValueError, match="2 stages need a YAML that shards nothing"):
         mesh.layout_of(4, 0, ("FSDP",), {"stages": 2})
 

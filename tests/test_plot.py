@@ -7,7 +7,7 @@ import math
 import pytest
 
 from conftest import BakedProject
-from refusals import check_ended
+from refusals import check_ended, table
 from samestep.report import curves
 
 
@@ -81,10 +81,5 @@ def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
         result = plot(*runs)
         assert (result.returncode, result.stdout, result.stderr) == (0, figure + "\n", "")
         assert (tmp_path / figure).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    for words, said in [
-        (["runs/c"], "No such file or directory: 'runs/c/metrics.jsonl'"),
-        (["runs/started"], "runs/started/metrics.jsonl has no training line yet; the first comes"),
-        (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
-        (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported (supported formats: "),
-    ]:
-        check_ended(plot(*words), said, "samestep plot: ")
+    for words, said in table("plot"):
+        check_ended(plot(*words.split()), said, "samestep plot: ")

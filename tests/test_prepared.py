@@ -20,7 +20,8 @@ import pytest
 import torch
 import yaml
 
-from conftest import ROOT, edit, kill_after, make_tiny, preloaded, write_recipe
+from conftest import ROOT, edit, kill_after, make_tiny, manifest, preloaded, write_recipe
+from refusals import cases
 from same import check_same_curve
 from samestep.prepared import prepared_key, run_data
 
@@ -77,14 +78,10 @@ def folders(project):
 CHECKPOINT = "checkpoints/step-00000004"
 
 
-def manifest(run):
-    return json.loads((run / CHECKPOINT / "manifest.json").read_text())
-
-
 def filled(run):
     """A field that prepare_data fills in, as config.yaml and the newest manifest have it."""
     config = yaml.safe_load((run / "config.yaml").read_text())
-    return config["task"]["lower"], manifest(run)["config"]["task"]["lower"]
+    return config["task"]["lower"], manifest(run / CHECKPOINT)["config"]["task"]["lower"]
 
 
 def test_prepared_once_and_found_again(texts):
@@ -296,22 +293,9 @@ def test_killed_at_ten_moments_it_prepares_again(texts, program):
         assert len(cached(texts)) == 1
 
 
-DISKS = [  # Python that makes the disk one, and what is said of it
-    (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
-        "cannot write cache: File too large\n",
-    ),
-    (
-        "import errno, filelock\n"
-        "def acquire(self, **_): raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))\n"
-        "filelock.FileLock.acquire = acquire",
-        "cannot lock cache: No locks available; give a folder on",
-    ),
-]
-
-
-@pytest.mark.parametrize("code, said", DISKS)
-def test_a_full_disk_or_one_without_locks_is_one_line(texts, program, code, said):
+@pytest.mark.parametrize("case", cases("disks"))
+def test_a_full_disk_or_one_without_locks_is_one_line(texts, program, case):
+    code, said = case.values()
     many = "import datasets; rows = datasets.Dataset.from_dict({'x': [*range(5000)]})\n"
     given = "prepare_data=lambda cfg, folder: datasets.DatasetDict(train=rows, validation=rows)"
     result = program(f"{many}{code}\nread({given})")
@@ -418,9 +402,7 @@ def test_unseeded_draws_are_the_same_after_a_kill_and_on_two_processes(texts):
     texts.train(2, "--output_dir", "runs/b")
     runs = [texts.path / "runs" / name for name in "ab"]
     check_same_curve(*runs)
-    own, other = (
-        json.loads((run / CHECKPOINT / "manifest.json").read_text())["data"] for run in runs
-    )
+    own, other = (manifest(run / CHECKPOINT)["data"] for run in runs)
     assert own == other
 
 

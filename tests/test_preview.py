@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from samestep.prepared import preview
+from small_models import word_tokenizer
 
 
 def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tmp_path):
@@ -18,12 +19,7 @@ def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tm
 
 
 def test_tokens_are_decoded_and_all_fits_a_screen(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 1, "apples": 2}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    word_tokenizer(["<unk>", "red", "apples"]).save_pretrained(tmp_path)
     row = {"input_ids": [1, 2, 1], "labels": [-100, 2, -100], "uneven": [[1], [1, 2]]}
     row |= {"text": "long\x1b " * 100, "half": torch.zeros(2, dtype=torch.bfloat16)}
     row |= {f"more_{i}": i for i in range(9)}

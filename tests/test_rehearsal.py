@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conftest import bake, copy_until, edit, latest, lines, preloaded
-from same import check_same
-from test_sharding import agree, launcher_env
+from same import check_same, check_same_curve
+from test_sharding import launcher_env
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
 
@@ -43,7 +43,7 @@ def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes
     assert f"{processes} x cuda, " in printed
     yaml = (small.path / "configs" / "accelerate" / f"{hardware}.yaml").read_text()
     (precision,) = re.findall("^mixed_precision: (\\S+)", yaml, re.MULTILINE)
-    agree(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
+    check_same_curve(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
     half = copy_until(tmp_path / "whole", 3, tmp_path / "half")
     rehearse(small, hardware, processes, *flags, "--output_dir", half)
     check_same(tmp_path / "whole", half)
@@ -73,7 +73,7 @@ OPTIONS = [
 def test_options_train(small, alone, tmp_path, options, close):
     rehearse(small, "multi_gpu", 2, *options.split(), "--output_dir", tmp_path / "run")
     if close:
-        agree(tmp_path / "run", alone, *close)
+        check_same_curve(tmp_path / "run", alone, *close)
     else:
         assert lines(tmp_path / "run", "loss")[-1]["step"] == 12
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, train_module
-from refusals import refused, table
+from refusals import cases, refused, table
 from samestep.programs.schema import recipe_schema
 from samestep.settings import config
 
@@ -68,23 +68,11 @@ def test_recipes_follow_the_schema_of_the_fields(schemas, projects, task):
     assert {*described, *(f"task.{name}" for name in own)} == fields.keys() - flags
 
 
-RIGHT = """
-max_steps: 10
-learning_rate: 1e-3
-eval_every: epoch
-device_shares: [2, 1]
-num_workers: null
-task:
-  data: a.jsonl:2,b.jsonl
-find_unused_parameters: false
-"""
-
-
 def test_what_the_schema_refuses_train_py_refuses_too(schemas, tmp_path):
     schema, _ = schemas["causal_lm"]
     path = tmp_path / "mine.yaml"
     with train_module(ROOT / "templates" / "causal_lm" / "task.py") as train:
-        for right in (RIGHT, "max_steps: 10\ntask:\n", "task: null\n"):
+        for right in cases("schema"):
             jsonschema.validate(read(right), schema)
             path.write_text(right)
             config.parse_config(train.Config, ["--config", str(path)], "")

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from conftest import (
+    KILL,
     ROOT,
+    before_calls,
     checkpoint,
     eval_losses,
     lines,
@@ -170,26 +172,17 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, outp
 
 
 # Ended by a signal when an evaluation begins, after its step was saved.
-ENDED = """
-import os, signal
-from samestep.step.evaluation import Evaluation
-begun = []
-def batches(self, old=Evaluation.__iter__):
-    begun.append(1)
-    if {}:
-        os.kill(os.getpid(), signal.{})
-    yield from old(self)
-Evaluation.__iter__ = batches
-"""
-KILL = ENDED.format("len(begun) == 2", "SIGKILL")
+BATCHES = "samestep.step.evaluation.Evaluation.__iter__"
+KILLED = before_calls(BATCHES, f"if number == 2: {KILL}")
 # Of two processes one is asked to stop.
-STOP_ALL = ENDED.format("os.environ['RANK'] == '1'", "SIGTERM")
+ASKED = "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"
+STOP_ALL = before_calls(BATCHES, ASKED)
 
 
 @pytest.mark.parametrize("how", [[], ["--async_save"]])
 def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, twelve, tmp_path, how):
     for _ in range(3):
-        quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILL, codes=[-9])
+        quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILLED, codes=[-9])
     quick(*TWELVE, *how, "--output_dir", tmp_path)
     check_same_best(twelve, tmp_path)
 
@@ -257,26 +250,19 @@ def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
     assert smallest not in of_these  # the case is one in which it matters
 
 
-# The signal comes when an evaluation has read so many batches; the first one is a rehearsal.
-STOP = """
-import os, signal, task
-old, read = task.eval_sums, [0]
-def eval_sums(model, batch):
-    read[0] += 1
-    if read[0] == {}:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return old(model, batch)
-task.eval_sums = eval_sums
-"""
+def stop_at(batch):
+    """A signal comes when an evaluation has read so many batches; the first one is a rehearsal."""
+    asked = f"if number == {batch}: os.kill(os.getpid(), signal.SIGTERM)"
+    return before_calls("task.eval_sums", asked)
 
 
 def test_a_stop_in_the_best_evaluation_changes_nothing(quick, twelve, tmp_path):
     """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
     flags = [*TWELVE, "--output_dir", tmp_path]
-    quick(*flags, codes=[75], before=STOP.format(5))
+    quick(*flags, codes=[75], before=stop_at(5))
     assert status(tmp_path)["state"] == "stopped"
     # Stopped in the evaluation that is made up for: that goes on, not the training.
-    quick(*flags, codes=[75], before=STOP.format(3))
+    quick(*flags, codes=[75], before=stop_at(3))
     assert lines(tmp_path, "loss")[-1]["step"] == 2
     quick(*flags)
     check_same_best(twelve, tmp_path)

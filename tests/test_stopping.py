@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from conftest import lines, newest, status, trained, wait_until
+from refusals import cases
 from same import check_same
 from samestep.base import run_folder
 
@@ -46,15 +47,7 @@ def end(run, processes):
     return printed
 
 
-SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
-    ("samestep", "cpu_multi", "SIGINT", True),
-    ("samestep", "cpu_multi", "SIGTERM", False),
-    ("accelerate", "cpu", "SIGUSR1", True),  # from here on in tests/torture.py alone
-    ("samestep", "cpu", "SIGTERM", False),
-    ("samestep", "cpu", "SIGINT", True),
-    ("samestep", "cpu", "SIGHUP", True),
-    ("accelerate", "cpu_multi", "SIGTERM", True),
-]
+SIGNALS = cases("signals")
 
 
 def stop(tiny, output, launcher, hardware, name, whole_group):

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from conftest import bake, copy_until, lines, load_task, prepare_task, write_table
+from conftest import bake, copy_until, lines, prepare_task, write_table
 from same import check_same
 from samestep.data import files
 from samestep.step.loader import make_loader
@@ -26,7 +26,8 @@ from test_tasks import chat
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
-FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size": 300}
+KIT = "causal_lm"
+FIELDS = {"streaming": True, "lanes": LANES}
 
 
 def texts_of(number):
@@ -120,16 +121,10 @@ def test_an_id_that_is_too_large_is_refused():
 # ---- Texts ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def task():
-    return load_task("causal_lm")
-
-
-def prepared(task, folder, data, **fields):
-    cache = str(folder / "cache")
-    cfg = task.TaskConfig(data=str(data), cache_dir=cache, **{**FIELDS, **fields})
-    data = prepare_task(task, cfg)
-    return cfg, data, task.views(cfg, data)
+@pytest.fixture
+def prepared(prepare):
+    """Prepares shards as the fixture `prepare` does rows."""
+    return lambda data, **fields: prepare(data, **{**FIELDS, **fields})
 
 
 TASK = types.SimpleNamespace(collate=torch.utils.data.default_collate, count=len)
@@ -149,7 +144,7 @@ def steps_of(stream, shares, workers, steps, first=0, last=None):
     return found
 
 
-def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
+def test_samples_depend_on_nothing_but_the_data(prepared, tmp_path):
     """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
     kinds = {
@@ -158,7 +153,7 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     }
     for kind, cuts in kinds.items():
         data = write_shards(tmp_path / kind, SHARDS, kind)
-        _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
+        _, _, (stream, validation) = prepared(data)
         assert len(validation) > 10
         for shares, workers in cuts:
             found.append(steps_of(stream, shares, workers, 20))
@@ -171,18 +166,18 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     assert len({shard for shard, _ in places}) >= LANES
 
 
-def test_chats_go_on_inside_of_a_shard(task, tmp_path):
+def test_chats_go_on_inside_of_a_shard(prepared, tmp_path):
     fields, row = ROWS["chats"]
     data = write_shards(tmp_path / "rows", 6, row=row)
-    _, _, (stream, _) = prepared(task, tmp_path, data, context_length=64, **fields)
+    _, _, (stream, _) = prepared(data, context_length=64, **fields)
     whole, share = steps_of(stream, (8,), 0, 9), STEP // LANES
     last = [whole[2][(lane + 1) * share - 1] for lane in range(LANES)]
     assert steps_of(stream, (4, 4), 0, 6, 3, last) == whole[3:]
 
 
-def test_sequences_are_those_of_the_texts(task, tmp_path):
+def test_sequences_are_those_of_the_texts(prepared, tmp_path):
     data = write_shards(tmp_path / "data", 3)
-    cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
+    cfg, prepared_data, (stream, _) = prepared(data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
     (shard, *_), held, _ = files.split_shards(cfg)
     assert len(held) == 1
@@ -244,12 +239,12 @@ def test_a_stream_has_the_samples_of_prepared_rows(task, tmp_path, kind):
     assert len(found[0]) >= 180 and len(found[1]) >= 60
 
 
-def test_a_store(task, tmp_path):
+def test_a_store(prepared, tmp_path):
     data = write_shards(tmp_path / "data", 4, "parquet")
     fsspec.filesystem("memory").put(str(data), "/texts", recursive=True)
     found = []
     for place in (data, "memory://texts"):
-        stream, _ = prepared(task, tmp_path, place, lanes=2)[2]
+        stream, _ = prepared(place, lanes=2)[2]
         stream.begin(1, 4)
         samples = stream.__getitems__([*range(40)])
         found.append([(i, row["input_ids"].tolist()) for i, row in samples])
@@ -272,14 +267,14 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         assert sorted(found) == wanted
 
 
-def test_a_long_text_is_several(task, tmp_path):
+def test_a_long_text_is_several(prepared, tmp_path):
     """A block has so few sequences that their numbers fit."""
     (tmp_path / "data").mkdir()
     for name, number in (("a", 9), ("b", 250_000), ("c", 9)):
         text = json.dumps({"text": "a tall man " * number}) + "\n"
         (tmp_path / "data" / f"{name}.jsonl").write_text(text)
     fields = {"lanes": 1, "validation_data": str(tmp_path / "data" / "a.jsonl")}
-    _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "data" / "b.jsonl", **fields)
+    _, _, (stream, _) = prepared(tmp_path / "data" / "b.jsonl", **fields)
     blocks = [*stream.blocks(stream.shards[0])]
     assert [len(block["text"]) for block in blocks] == [1, 1, 1]
     assert "".join(text for block in blocks for text in block["text"]) == "a tall man " * 250_000
@@ -337,29 +332,29 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     assert found == wanted
 
 
-def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys):
+def test_an_empty_shard_of_chats_is_passed_over_or_named(prepared, tmp_path, capsys):
     _, row = ROWS["chats"]
     data = write_shards(tmp_path / "all", 4, row=row, each=30)
     (data / "part-2.jsonl").write_text("")
     (data / "README.md").write_text("About these rows.")
     fields = {"lanes": 1, "context_length": 64}
     fields["validation_data"] = str(write_table(tmp_path, [row(n) for n in range(30)], name="held"))
-    stream, _ = prepared(task, tmp_path, data, **fields)[2]
+    stream, _ = prepared(data, **fields)[2]
     said = "4 shards to train on, 1 to evaluate on, 1 not read (the first: README.md)"
     assert said in capsys.readouterr().out
     found = [sum(map(len, map(stream.samples, stream.blocks(each)))) for each in stream.shards]
     assert sorted(found)[0] == 0 < 5 < sorted(found)[1] and len(found) == 4
     fields["validation_data"] = str(data / "part-2.jsonl")
     with pytest.raises(ValueError, match="validation_data: there are no rows in .*part-2.jsonl"):
-        prepared(task, tmp_path, data, **fields)
+        prepared(data, **fields)
 
 
-def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
+def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(prepared, tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
     _, row = ROWS["chats"]
     data = write_shards(tmp_path / "data", 3, row=row)
     fields = {"lanes": 1, "context_length": 64, "rows": "chat"}
-    _, _, (stream, _) = prepared(task, tmp_path, data, **fields)
+    _, _, (stream, _) = prepared(data, **fields)
     path = Path(stream.shards[0])
     content = path.read_text() + "\n"
     for wrong, said in (
@@ -369,7 +364,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
         path.write_text(f"{content}{wrong}\n")
         with pytest.raises(ValueError, match=f"task.data: .*part-.*{said}"):
             [*stream.blocks(str(path))]
-    _, _, (stream, _) = prepared(task, tmp_path, data, incomplete_rows="skip", **fields)
+    _, _, (stream, _) = prepared(data, incomplete_rows="skip", **fields)
     capsys.readouterr()
     assert sum(len(block["chat"]) for block in stream.blocks(str(path))) == 60
     assert capsys.readouterr().out == ""  # each process that reads the shard would print it

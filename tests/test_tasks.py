@@ -259,19 +259,11 @@ def test_rows_that_belong_together_are_on_one_side_and_columns_have_any_name(kit
     assert train and held_out and not train & held_out and len(train | held_out) == 60
 
 
-LONG = [  # a row, the lengths of its columns then, and settings
-    ("text_classification", {"text": "nine " * 100, "label": "odd"}, {"input_ids": 32}, {}),
-    ("seq2seq", {"source": "nine " * 50, "target": "9" * 50}, {"input_ids": 12, "labels": 5},
-     {"max_source_length": 12, "max_target_length": 5}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, row, columns, settings", LONG)
-def test_long_texts_are_cut_aloud_and_keep_their_end(
-    tmp_path, capsys, name, row, columns, settings
-):
-    kit = BY_NAME[name]
-    _, _, parts = kit.prepare(tmp_path, [*kit.rows, row], **settings)
+@pytest.mark.parametrize("case", cases("long"))
+def test_long_texts_are_cut_aloud_and_keep_their_end(tmp_path, capsys, case):
+    name, row, columns, settings = case.values()
+    row = {key: value if isinstance(value, str) else "nine " * value for key, value in row.items()}
+    _, _, parts = BY_NAME[name].prepare(tmp_path, [*BY_NAME[name].rows, row], **settings)
     printed, rows = capsys.readouterr().out, [row for part in parts for row in part]
     for name, most in columns.items():
         assert f" {most} at most; 1 have {most}, where rows are truncated\n" in printed, printed
@@ -407,21 +399,13 @@ def test_what_is_refused_is_answered_in_one_line(tmp_path, monkeypatch, name, sa
         assert not (tmp_path / "cache").exists()
 
 
-MISSING_MODELS = [
-    ("runs/default/model", "there is no folder runs/default/model; give an existing one"),
-    ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
-    ("here/file", "there is no folder here/file; give an existing one"),
-    ("owner/there", "cannot load owner/there: "),
-]
-
-
 def test_a_model_that_is_missing_is_one_line(kit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
-    for name, said in MISSING_MODELS:
+    for name, said in table("models"):
         text = refusal(kit, kit.config(tmp_path, kit.rows, model_name_or_path=name))
         assert text.startswith(f"task.model_name_or_path: {said}")
 

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import lines, read_weights
+from conftest import kill_before, lines, read_weights
 from samestep.report import tracking
-from test_continuing import KILL
 
 FLAGS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 FLAGS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4]
@@ -107,8 +106,8 @@ def test_a_run_is_a_plain_loop_of_torch(tiny, tmp_path):
         mine = [line["lr"], line["loss"], line["grad_norm"]]
         assert mine == pytest.approx([*map(float, plain.split())], rel=1e-5)
     plain = torch.load(tiny.path / "plain.pt")
-    for name, values in read_weights(tmp_path / "run/checkpoints/step-00000012").items():
-        torch.testing.assert_close(values, plain[name], rtol=1e-5, atol=1e-6)
+    saved = read_weights(tmp_path / "run/checkpoints/step-00000012")
+    torch.testing.assert_close(saved, {**plain}, rtol=1e-5, atol=1e-6)
 
 
 EVALUATED = """
@@ -141,8 +140,8 @@ def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
     output = tmp_path / "a run"
     flags = ["--output_dir", output, "--tracker", "wandb"]
     env = {"HOME": str(tmp_path)}
-    tiny.train(1, *flags, before=KILL.format(7), codes=[-9], env=env)
-    tiny.train(1, *flags, before=KILL.format(10), codes=[-9], env=env)
+    tiny.train(1, *flags, before=kill_before(7), codes=[-9], env=env)
+    tiny.train(1, *flags, before=kill_before(10), codes=[-9], env=env)
     printed = tiny.train(2, *flags, env=env)
     assert f"continuing from {output}/checkpoints/step-00000008" in printed
     folders = sorted(output.glob("wandb/offline-run-*"))

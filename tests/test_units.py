@@ -2,7 +2,7 @@
 
 import pytest
 
-from refusals import table
+from refusals import cases, table
 from samestep.base.errors import UserError
 from samestep.step.plan import plan_step
 from samestep.step.samples import SampleDataset
@@ -14,21 +14,11 @@ def test_rows_keep_their_ids_and_filler_has_none():
     assert rows.__getitems__([3]) == [(-1, "a")]
 
 
-@pytest.mark.parametrize(
-    "step, shares, text",
-    [
-        ((24, 5, 4), (2, 2, 2, 2), "24 samples = 4 x 2 x 3 ("),
-        ((24, 5, 5), (1,) * 5, "24 samples = 5 x 1 x (4 or 5) ("),
-        ((8, 1, 3), (3, 3, 2), "8 samples = (3 + 3 + 2) x 1 (micro-batches x samples)"),
-        ((10, 4, 2), (2, 2), "10 samples = 2 x 2 x (2 or 3) ("),
-        ((32, 32, 2, False, "auto"), (4, 4), "32 samples = 2 x 4 x 4 ("),
-        ((32, 32, 2, False, [3.0, 1.0]), (6, 2), "32 samples = (6 + 2) x 4 ("),
-        ((32, 8, 2, True, "auto"), (2, 2), "32 samples = 2 x 2 x 8 ("),
-    ],
-)
-def test_a_step_is_cut_by_one_formula(step, shares, text):
+@pytest.mark.parametrize("case", cases("cuts"))
+def test_a_step_is_cut_by_one_formula(case):
+    step, shares, text = case.values()
     plan = plan_step(*step)
-    assert plan.shares == shares and plan.describe().startswith(text)
+    assert [*plan.shares] == shares and plan.describe().startswith(text)
 
 
 @pytest.mark.parametrize("step, said", table("cuts"))

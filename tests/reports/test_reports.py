@@ -9,10 +9,11 @@ import torch
 import transformers
 from tokenizers import processors
 
-from conftest import ROOT, bake, digest, kill_after, lines, write_table
+from conftest import ROOT, bake, kill_after, lines, write_table
 from same import check_same, check_same_curve, curve
 from samestep.models import lora, next_token
 from small_models import new_model, word_tokenizer
+from test_causal_lm import segments
 from test_tasks import BY_NAME, chat, picture
 
 TABLE = (ROOT / "tests" / "reports" / "README.md").read_text()
@@ -94,16 +95,6 @@ def base_model(folder):
     return tokenizer, {"model_name_or_path": str(folder), "context_length": 64}
 
 
-def documents(split):
-    """The tokens of each document of prepared sequences, and which of them are in the loss."""
-    for row in split:
-        begin = 0
-        for length in row["lengths"]:
-            end = begin + length
-            yield row["input_ids"][begin:end], row["loss_mask"][begin:end]
-            begin = end
-
-
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
 def test_one_bos_begins_a_document_and_its_eos_is_trained_though_it_pads(tmp_path, rows):
     (tokenizer, given), kit = base_model(tmp_path / "base"), BY_NAME["causal_lm"]
@@ -111,11 +102,11 @@ def test_one_bos_begins_a_document_and_its_eos_is_trained_though_it_pads(tmp_pat
     if rows == "prompt":
         data = [{"prompt": f"why {i} ", "completion": f"{i} is so"} for i in range(30)]
     cfg, prepared, (train, _) = kit.prepare(tmp_path, data, **given)
-    found = [*documents(prepared["train"])]
-    for ids, mask in found:
-        assert ids[0] == tokenizer.bos_token_id and ids.count(0) == 1
-        end = ids.index(tokenizer.eos_token_id)
-        assert mask[end] == 1 == sum(mask[end:]) and end > 5
+    found = [*segments(kit.task.collate([*train]))]
+    for ids, labels in found:
+        assert ids[0] == tokenizer.bos_token_id and (ids == 0).sum() == 1
+        end = ids.tolist().index(tokenizer.eos_token_id)
+        assert labels[end] >= 0 and (labels[end:] >= 0).sum() == 1 and end > 5
     assert len(found) == 28
     for _, tokens in kit.task.test_inputs([*train][:2], cfg, prepared):
         assert tokens["input_ids"][0].count(tokenizer.bos_token_id) == 1
@@ -144,8 +135,7 @@ def test_adapters_with_gradient_checkpointing_are_those_without(tmp_path):
     flags += ["--warmup_steps", 0, "--save_every", 3, "--eval_every", 3, "--output_dir"]
     project.train(1, *flags, tmp_path / "without", "--gradient_checkpointing", "false")
     project.train(1, *flags, tmp_path / "with", "--gradient_checkpointing", "true")
-    ends = [tmp_path / name / "checkpoints/step-00000003" for name in ("without", "with")]
-    assert digest(ends[0]) == digest(ends[1])
+    check_same(tmp_path / "without", tmp_path / "with")
 
 
 def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
@@ -187,10 +177,10 @@ def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_write
     )
     tokenizer.save_pretrained(tmp_path / "base")
     data = [chat(*[f"why {i}", f"{i} is so"] * 2) for i in range(40)]
-    _, prepared, _ = kit.prepare(tmp_path, data, **given)
+    _, _, (train, _) = kit.prepare(tmp_path, data, **given)
     ends = 0 if closing == "nowhere" else 1
-    for ids, mask in documents(prepared["train"]):
-        in_loss = [i for i, counts in zip(ids, mask, strict=True) if counts]
+    for _, labels in segments(kit.task.collate([*train])):
+        in_loss = labels[labels >= 0].tolist()
         assert len(in_loss) == 2 * (3 + ends)
         assert in_loss.count(tokenizer.eos_token_id) == 2 * ends
     warned = "the chat template ends answers without a special token of the tokenizer"
