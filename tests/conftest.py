@@ -215,15 +215,17 @@ class BakedProject:
         envs = self.envs(processes, **env)
         return [subprocess.Popen(command, env=each, **self.apart(), **pipes) for each in envs]
 
-    def ends(self, processes, *flags, before="", env=None, timeout=120, **first):
-        """Run train.py in so many processes: exit code, stdout and stderr of each.
+    def ends(
+        self, processes, *flags, before="", program=("train.py",), env=None, timeout=120, **first
+    ):
+        """Run a program in so many processes: exit code, stdout and stderr of each.
 
         `before` is Python that runs when train.py is imported, `env` has variables that no import
         reads. Those of `first` are set before any import, which takes 4 s more.
         """
         if not first:
-            program = ["-c", TRAIN, before] if before else ["train.py"]
-            envs = self.envs(processes, **(env or {}))
+            program = ["-c", TRAIN, before] if before else program
+            envs = [{**each, **(env or {})} for each in self.envs(processes)]
             return preloaded(self.path, envs, [*program, *map(str, flags)], timeout)
         assert processes == 1 and not before
         command = ["python", "train.py", *flags]
@@ -231,12 +233,9 @@ class BakedProject:
         return [[run.returncode, run.stdout, run.stderr]]
 
     def train(self, processes, *flags, codes=(0,), **options):
-        """What all processes of such a run printed; checks their exit codes."""
-        return self.ended(flags, codes, self.ends(processes, *latest(flags), **options))
-
-    def ended(self, flags, codes, ends):
-        """What all processes of a run printed; checks their exit codes, and that one line says
-        why input is wrong."""
+        """What all processes of such a run printed; checks their exit codes, and that one line
+        says why input is wrong."""
+        ends = self.ends(processes, *latest(flags), **options)
         text = "".join(printed + errors for _, printed, errors in ends)
         found = [code for code, _, _ in ends]
         assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"

@@ -139,23 +139,6 @@ def build_model(cfg, build=build_model):
 """
 
 
-# torch counts no new version of the buffers that this function changes.
-STATISTICS = """
-
-def build_model(cfg, build=build_model):
-    norm = torch.nn.BatchNorm1d(cfg.width)
-    norm.num_batches_tracked = None
-    norm.register_buffer("mask", torch.full((8,), float("nan")))
-    return build(cfg).insert(1, norm)
-"""
-
-
-def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path):
-    project = tiny.copied(tmp_path, STATISTICS)
-    printed = project.train(2, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
-    assert "exact: the model changes its buffer 1.running_mean while it trains" in printed
-
-
 NOISY = """
 import torch
 class Noisy(torch.optim.AdamW):

@@ -1,5 +1,9 @@
-"""Losses that are not finite, errors of one process alone, full disks, processes that hang."""
+"""Losses that are not finite, errors of one process alone, full disks, processes that hang,
+or that are no longer alike.
+"""
 
+import contextlib
+import copy
 import math
 import re
 import shutil
@@ -15,6 +19,7 @@ from conftest import (
     checkpoint,
     digest,
     edit,
+    kill_after,
     lines,
     manifest,
     read_checkpoint,
@@ -22,7 +27,9 @@ from conftest import (
     status,
 )
 from refusals import cases
-from samestep.processes import mesh
+from same import check_same
+from samestep.processes import alike, mesh
+from samestep.processes.mesh import Layout
 from samestep.step import monitor, order
 from samestep.step.plan import StepPlan
 from samestep.step.step import Step
@@ -299,3 +306,51 @@ def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):
     (note,), (*_, last) = lines(output, "changes"), lines(output, "loss")
     assert note["step"] == 4 and last["step"] == 6 and math.isfinite(last["loss"])
     assert "data fingerprint" in note["changes"] and note["changes"]["max_steps"] == [4, 6]
+
+
+def facts_of(model):
+    """What one of two processes gathers about its weights."""
+    found = []
+    ranks = SimpleNamespace(layout=Layout(2), gather=lambda facts: found.append(facts) or [facts])
+    alike.check_alike(ranks, model, "")
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "refused"),
+    [("", 1, False), ("", 1 + 1e-6, True), ("b", 1 + 1e-6, False), ("b", 1.01, True)],
+)
+def test_weights_of_two_kinds_of_devices_are_compared_by_their_sums(kind, factor, refused):
+    model = torch.nn.Linear(3, 4)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(factor)
+    own, *sums = facts_of(other)
+    both = [facts_of(model), (kind or own, *sums)]
+    ranks = SimpleNamespace(layout=Layout(2), gather=lambda _: both)
+    expected = pytest.raises(ValueError, match="after step 3 process 1 has other weights")
+    with expected if refused else contextlib.nullcontext():
+        alike.check_alike(ranks, model, "after step 3")
+
+
+WIDE = """
+
+def build_model(cfg, build=build_model):
+    model = build(cfg)
+    layers = [torch.nn.Linear(cfg.width, cfg.width) for _ in range(6)]
+    for place, layer in enumerate(layers):
+        model.insert(2 + place, layer)
+    return model
+"""
+
+
+def test_three_processes_resume_bit_for_bit(tiny, tmp_path):
+    """DDP chooses its buckets before the first step of each start: 12 steps, against 5 and 7."""
+    project = tiny.copied(tmp_path, WIDE)
+    flags = ["--save_every", 5, "--eval_every", 0, "--output_dir"]
+    project.train(3, *flags, tmp_path / "whole")
+    first = kill_after(tmp_path / "run", 5)
+    project.train(3, *flags, tmp_path / "run", before=first, codes=[-9, 1])
+    project.train(3, *flags, tmp_path / "run")
+    check_same(tmp_path / "whole", tmp_path / "run")

@@ -10,10 +10,8 @@ from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaFo
 from conftest import (
     ROOT,
     copy_until,
-    latest,
     load_module,
     load_task,
-    preloaded,
     train_module,
 )
 from refusals import cases, table
@@ -27,9 +25,8 @@ EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
 def pipe(project, processes, *flags, codes=(0,)):
     """What train_pipeline.py prints in so many processes."""
-    envs = project.envs(processes, ACCELERATE_MIXED_PRECISION="no")
-    ended = preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
-    return project.ended(flags, codes, ended)
+    given = {"program": ["train_pipeline.py"], "env": {"ACCELERATE_MIXED_PRECISION": "no"}}
+    return project.train(processes, *flags, codes=codes, timeout=500, **given)
 
 
 # Eight micro-batches a step, whose gradient is clipped.

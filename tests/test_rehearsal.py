@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import bake, copy_until, edit, latest, lines, preloaded
+from conftest import bake, copy_until, edit, lines
 from same import check_same, check_same_curve
 from test_sharding import launcher_env
 
@@ -17,10 +17,8 @@ def rehearse(project, hardware, processes, *flags, program="train.py", codes=(0,
     """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
     config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
     env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False"}
-    envs = [{**each, **env} for each in project.envs(processes)]
-    arguments = [str(PRETEND), *program.split(), *latest(flags)]
-    ended = preloaded(project.path, envs, arguments, 300)
-    return project.ended((hardware, *flags), codes, ended)
+    given = {"program": [str(PRETEND), *program.split()], "env": env, "timeout": 300}
+    return project.train(processes, *flags, codes=codes, **given)
 
 
 # Of three steps one writes a line; with a rate of 0.01 bf16 may have other norms after six steps.

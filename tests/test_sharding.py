@@ -17,9 +17,7 @@ from conftest import (
     checkpoint,
     copy_until,
     eval_losses,
-    latest,
     lines,
-    preloaded,
     read_weights,
     status,
     with_ddp,
@@ -49,13 +47,12 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
 
     cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
     """
-    env, program = {"ACCELERATE_MIXED_PRECISION": precision}, ["train.py"]
+    given = {"env": {"ACCELERATE_MIXED_PRECISION": precision}, "timeout": 500, "codes": codes}
     if hardware not in ("cpu", "cpu_multi"):
         config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
-        env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
-    envs = [{**each, **env} for each in project.envs(processes)]
-    ended = preloaded(project.path, envs, [*program, *latest(flags)], seconds=500)
-    return project.ended((hardware, *flags), codes, ended)
+        given["env"] = launcher_env(config, processes, precision)
+        given["program"] = [str(ON_CPU), "train.py"]
+    return project.train(processes, *flags, **given)
 
 
 def both(project, folder, hardware, *flags, precision="no"):
