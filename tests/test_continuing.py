@@ -168,9 +168,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
 
 
 @pytest.mark.parametrize("background", [[], ["--async_save"]])
-def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
-    quick, whole, tmp_path, background
-):
+def test_a_run_killed_in_its_first_save_starts_again(quick, whole, tmp_path, background):
     flags = ["--output_dir", tmp_path, *BASE]
     killed = before_calls("samestep.state.checkpoints.commit", KILL)
     quick(*flags, *background, before=killed, codes=[-9])

@@ -180,9 +180,7 @@ def test_the_yaml_of_accelerates_own_launcher_is_looked_at(tiny, tmp_path):
 # ---- hardware.yaml of a run ----------------------------------------------------------------------
 
 
-def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_changed(
-    tiny, output, monkeypatch
-):
+def test_hardware_yaml_says_what_was_launched_and_then_what_changed(tiny, output, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "http://me:secret@proxy")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     flags = ["--output_dir", output, "--save_every", 2, "--accept_changes"]

@@ -126,9 +126,7 @@ def test_pixels_are_those_of_the_image_processor_of_the_model(task, tmp_path, ki
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_unreadable_images_are_refused_or_named_and_left_out(
-    kit, config, prepare, tmp_path, capsys
-):
+def test_unreadable_images_are_refused_or_left_out(kit, config, prepare, tmp_path, capsys):
     root = folders(tmp_path / "a")
     (root / "red" / "0.png").write_bytes(b"no image")
     half = root / "green" / "3.png"

@@ -112,9 +112,7 @@ def test_a_yaml_of_accelerate_config(tmp_path, monkeypatch, capsys, restored):
 
 
 @pytest.mark.parametrize("text, said", table("env"))
-def test_a_wrong_yaml_is_one_line_and_eval_fails(
-    tmp_path, monkeypatch, capsys, restored, text, said
-):
+def test_a_wrong_yaml_is_one_line_to_eval(tmp_path, monkeypatch, capsys, restored, text, said):
     path = tmp_path / "hardware.yaml"
     path.write_text(text)
     code, printed, errors = lines_of(monkeypatch, capsys, path)

@@ -7,13 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import (
-    ROOT,
-    copy_until,
-    load_module,
-    load_task,
-    train_module,
-)
+from conftest import ROOT, copy_until, load_module, load_task, train_module
 from refusals import cases, table
 from same import check_same, check_same_curve
 from samestep.models import next_token

@@ -116,9 +116,7 @@ def test_two_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
     check_same(unbroken, output)
 
 
-def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
-    tiny, tmp_path, monkeypatch
-):
+def test_workers_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, tmp_path, monkeypatch):
     """They live on for seconds; the next start does not wait for them."""
     (run,) = tiny.start(1, *LONG, "--num_workers", 2, "--output_dir", tmp_path)
     wait_until(lambda: trained(tmp_path, 3), run)

@@ -89,9 +89,7 @@ BRANCHES = [  # and what is said; nothing where no weight is left out
 
 
 @pytest.mark.parametrize("model, auto, options, said", BRANCHES)
-def test_whole_branches_that_are_not_loaded_are_one_line(
-    tmp_path, capsys, model, auto, options, said
-):
+def test_branches_that_are_not_loaded_are_one_line(tmp_path, capsys, model, auto, options, said):
     cfg = save(tmp_path / "m", model, **options)
     if model is MERGED:
         names = load_file(tmp_path / "m" / "model.safetensors")
