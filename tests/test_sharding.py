@@ -232,7 +232,7 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
     flags = ["--eval_every", "3", "--save_every", "3", "--async_save", "true", "--export", "best"]
     printed = train(project, "fsdp2", 2, *flags, "--output_dir", whole)
     train(project, "fsdp2", 2, *flags, "--output_dir", copy_until(whole, 6, half))
-    check_same(whole, half)
+    check_same(whole, half, exports=False)  # where the best checkpoint is not
     step = eval_losses(whole)[1]
     assert step < 12 and f"the best evaluation was that of step {step}" in printed
     exported = torch.load(whole / "model" / "weights.pt")
