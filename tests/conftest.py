@@ -267,8 +267,9 @@ def before_calls(name, code):
     sees the arguments, `given`, and the number of the call, from 1 on."""
     owner, _, attribute = name.rpartition(".")
     return f"""
-import os, pkgutil, signal, time
+import functools, os, pkgutil, signal, time
 owner = pkgutil.resolve_name("{owner}")
+@functools.wraps(owner.{attribute})  # its parameters are looked at
 def wrapped(*given, old=owner.{attribute}, calls=[], **named):
     calls.append(1)
     number = len(calls)
