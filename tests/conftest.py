@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,13 @@ class BakedProject:
         assert result.returncode == 0 or not check, ended
         return result
 
+    def copied(self, folder, code=""):
+        """A copy of the project in a folder, with this code at the end of its task."""
+        path = shutil.copytree(self.path, folder / "project", symlinks=True)
+        with open(path / "task.py", "a") as file:
+            file.write(code)
+        return BakedProject(path)
+
     def launch(self, launcher, hardware, *flags, **env):
         """Start a launcher (accelerate or samestep launch) in a process group of its own."""
         name, *words = launcher.split()
@@ -210,34 +218,31 @@ class BakedProject:
         envs = self.envs(processes, **env)
         return [subprocess.Popen(command, env=each, **self.apart(), **pipes) for each in envs]
 
-    def ends(self, processes, *flags, before="", env=None, timeout=120, **first):
-        """Run train.py in so many processes: exit code, stdout and stderr of each.
+    def ends(
+        self, processes, *flags, before="", program=("train.py",), env=None, timeout=120, **first
+    ):
+        """Run a program in so many processes: exit code, stdout and stderr of each.
 
         `before` is Python that runs when train.py is imported, `env` has variables that no import
         reads. Those of `first` are set before any import, which takes 4 s more.
         """
         if not first:
-            program = ["-c", TRAIN, before] if before else ["train.py"]
-            envs = self.envs(processes, **(env or {}))
+            program = ["-c", TRAIN, before] if before else program
+            envs = [{**each, **(env or {})} for each in self.envs(processes)]
             return preloaded(self.path, envs, [*program, *map(str, flags)], timeout)
-        assert not before
-        runs = self.start(processes, *flags, **first)
-        try:
-            printed = [run.communicate(timeout=timeout) for run in runs]
-        finally:
-            for run in runs:
-                run.kill()
-        return [[run.returncode, *each] for run, each in zip(runs, printed, strict=True)]
+        assert processes == 1 and not before
+        command = ["python", "train.py", *flags]
+        run = self.run(*command, check=False, timeout=timeout, **first)
+        return [[run.returncode, run.stdout, run.stderr]]
 
     def train(self, processes, *flags, codes=(0,), **options):
-        """What all processes of such a run printed; checks their exit codes."""
-        return self.ended(flags, codes, self.ends(processes, *latest(flags), **options))
-
-    def ended(self, flags, codes, ends):
-        """What all processes of a run printed; checks their exit codes."""
+        """What all processes of such a run printed; checks their exit codes, and that one line
+        says why input is wrong."""
+        ends = self.ends(processes, *latest(flags), **options)
         text = "".join(printed + errors for _, printed, errors in ends)
         found = [code for code, _, _ in ends]
         assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
+        assert {*found} != {2} or text.count("train.py: ") == 1 and "Traceback" not in text, text
         return text
 
     def ask(self, *words, before="", code=0):
@@ -260,17 +265,36 @@ class BakedProject:
         return printed
 
 
+def before_calls(name, code):
+    """Python for `before`: this code runs before each call of a function, such as task.loss_sum. It
+    sees the arguments, `given`, and the number of the call, from 1 on."""
+    owner, _, attribute = name.rpartition(".")
+    return f"""
+import functools, os, pkgutil, signal, time
+owner = pkgutil.resolve_name("{owner}")
+@functools.wraps(owner.{attribute})  # its parameters are looked at
+def wrapped(*given, old=owner.{attribute}, calls=[], **named):
+    calls.append(1)
+    number = len(calls)
+{textwrap.indent(code, "    ")}
+    return old(*given, **named)
+owner.{attribute} = wrapped
+"""
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
 def kill_after(output, step):
     """Python for `before`: the process is killed at the micro-batch after a checkpoint."""
-    return f"""
-import os, task
-old = task.loss_sum
-def loss_sum(*arguments):
-    if os.path.exists("{output}/checkpoints/step-{step:08}"):
-        os.kill(os.getpid(), 9)
-    return old(*arguments)
-task.loss_sum = loss_sum
-"""
+    saved = f"{output}/checkpoints/step-{step:08}"
+    return before_calls("task.loss_sum", f"if os.path.exists('{saved}'): {KILL}")
+
+
+def kill_before(step, action=KILL):
+    """Python for `before`: the process is killed before a step, or does something else."""
+    start = "samestep.training.log.RunLog.start_step"
+    return before_calls(start, f"if given[1] == {step}: {action}")
 
 
 def lines(output, key):
@@ -331,6 +355,11 @@ def reseal(checkpoint, **facts):
 def checkpoint(output, step):
     """The folder of a run's checkpoint."""
     return output / "checkpoints" / f"step-{step:08d}"
+
+
+def manifest(checkpoint):
+    """What the manifest of a checkpoint says."""
+    return json.loads((checkpoint / "manifest.json").read_text())
 
 
 def newest(output):
@@ -416,7 +445,7 @@ def edit(file, *changes):
 
 def with_ddp(project, folder, arguments):
     """A copy of a project whose train.py gives DDP these arguments."""
-    copied = type(project)(shutil.copytree(project.path, folder / "project"))
+    copied = project.copied(folder)
     options = "accelerator_options(cfg"
     edit(copied.path / "train.py", f"{options})", f"{options}, {arguments})")
     return copied
@@ -486,6 +515,12 @@ def write_table(folder, rows, kind="jsonl", name="rows"):
     return path
 
 
+@pytest.fixture
+def output(tmp_path):
+    """The folder of a run that is to be made."""
+    return tmp_path / "run"
+
+
 @pytest.fixture(scope="session")
 def run_once(tmp_path_factory):
     """Gives a function that trains once what several tests compare with; its run folder."""
@@ -506,11 +541,36 @@ def quick(tiny):
 
 
 @pytest.fixture(scope="module")
+def small(request, tmp_path_factory):
+    """A project with a language model of two layers; a file of tests says in SMALL which fields of
+    the quick recipe are others."""
+    baked = bake(tmp_path_factory.mktemp("small"), pictures=False, tracker="none")
+    return write_recipe(baked, "small", **request.module.SMALL)
+
+
+@pytest.fixture(scope="module")
+def alone(small, run_once):
+    """A run of this project, of one process in fp32."""
+    from test_sharding import train
+
+    return run_once(train, small, "cpu", 1)
+
+
+@pytest.fixture(scope="module")
+def whole(request, quick, tmp_path_factory):
+    """An uninterrupted run of one process in the tiny project, with the flags WHOLE of a file."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    quick("--output_dir", output, *request.module.WHOLE)
+    return output
+
+
+@pytest.fixture(scope="module")
 def kit(request):
-    """The kit in tests/test_tasks.py for the task that a file of tests is named after."""
+    """The kit in tests/test_tasks.py for the task that a file of tests is named after, or KIT."""
     from test_tasks import BY_NAME
 
-    return BY_NAME[request.module.__name__.removeprefix("test_")]
+    own = request.module.__name__.removeprefix("test_")
+    return BY_NAME[getattr(request.module, "KIT", own)]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Bad input is answered in one line: the tables of tests/refusals, and what all such lines have."""
+"""Tables of cases, in YAML; and bad input, which is answered in one line (tests/refusals)."""
 
 import contextlib
 from pathlib import Path
@@ -12,6 +12,12 @@ def table(name):
     file = Path(__file__).with_name("refusals") / f"{name}.yaml"
     said = yaml.safe_load(file.read_text(encoding="utf-8"))
     return [(given, line) for line, given in said.items()]
+
+
+def cases(name):
+    """The cases of tests/cases/NAME.yaml: a list, or by their names."""
+    file = Path(__file__).with_name("cases") / f"{name}.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def check_line(line, said, begin, most=500):

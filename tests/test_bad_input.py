@@ -13,25 +13,14 @@ import pytest
 import yaml
 
 from conftest import ROOT, all_files, checkpoint, train_module
-from refusals import check_ended, refused, table
+from refusals import cases, check_ended, refused, table
 from samestep.run import startup
 from samestep.settings import config
 
-TWO = {  # on two processes
-    "--device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
-    "--exact true": "exact: 32 samples in micro-batches of 32 cannot be assigned to 2 processes; "
-    "give a micro_batch_size of 16 or 8 or 4, or start at most 1",
-}
-DATA = [  # a file and its content, and what the line says
-    ("data.docx", b"a", "nothing to read at data.docx"),
-    ("data.txt", b"", "task.data: there is no text in data.txt"),
-    ("data.txt", b"\xff\xfe\x00" * 9, "cannot read data.txt"),
-    ("data.txt", b"a b c", "to train on: its only row is evaluated on"),
-    ("d.jsonl", b'{"text": "a"}\n{"text": \n', "cannot read d.jsonl after line 1: Expecting"),
-    ("d.jsonl", b'{"txt": "a"}\n', "d.jsonl has the columns txt, but"),
-    ("d.parquet", b"PAR1" + b"\0" * 50, "cannot read d.parquet"),
-    ("bad.yaml", b"seed: \xff\n", "bad.yaml: "),
-]
+DATA = []
+for given, said in table("data"):
+    ((name, content),) = given.items()
+    DATA.append((name, content.encode("latin-1"), said))
 # Flags, a file to write and its content, and what the line says.
 CASES = [(flags, "", b"", said) for flags, said in table("flags")]
 DATA += [("bad.yaml", text.encode(), said) for text, said in table("recipes")]
@@ -91,11 +80,11 @@ def test_bad_input_is_one_line(refuse, flags, file, content, said):
     refuse(flags, file, content, said)
 
 
-@pytest.mark.parametrize("flags", TWO)
-def test_bad_input_of_two_processes_is_one_line(refuse, monkeypatch, flags):
+@pytest.mark.parametrize("flags, said", table("two"))
+def test_bad_input_of_two_processes_is_one_line(refuse, monkeypatch, flags, said):
     for variable, text in {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}.items():
         monkeypatch.setenv(variable, text)
-    refuse(flags, "", b"", TWO[flags])
+    refuse(flags, "", b"", said)
 
 
 @pytest.mark.parametrize("flags, file, content, said", REAL)
@@ -136,23 +125,13 @@ def parsed(tmp_path, text="", *flags):
     return config.parse_config(Outer, arguments, "")[0].own
 
 
-GIVEN = [  # a field, what is written, and what it is
-    ("hidden", "[1, 2]", [1, 2]),
-    ("name", "null", None),
-    ("depth", "auto", "auto"),
-    ("points", "[[1, 2e-3]]", [(1, 0.002)]),
-    ("weights", '{"a": 1e3}', {"a": 1000.0}),
-    ("tags", "[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
-    ("extra", "{class_path: [os.system, 10]}", {"class_path": ["os.system", 10]}),
-    ("source", "[{path: a, weight: 2}]", [{"path": "a", "weight": 2}]),
-    ("folder", "b/c", Path("b/c")),
-    ("flag", "true", True),
-]
+TYPES = {"folder": Path, "points": lambda pairs: [*map(tuple, pairs)]}  # YAML has no such values
 
 
 def test_fields_of_other_types(tmp_path):
     """A flag means what the same text means in a recipe; config.yaml gives all of them back."""
-    for name, text, value in GIVEN:
+    for name, text, value in cases("values"):
+        value = TYPES[name](value) if name in TYPES else value
         expected = Own(**{"depth": 3, name: value})
         assert parsed(tmp_path, f"own: {{{name}: {text}}}") == expected
         assert parsed(tmp_path, "", f"--own.{name}", text) == expected
@@ -200,23 +179,11 @@ def test_a_url_with_a_password_or_a_token_is_refused_in_any_field(tmp_path):
         assert parsed(tmp_path, f"own.name: {text}").name == text
 
 
-HUB = "--task.model_name_or_path OWNER/NAME"
-RATES = [  # a recipe, flags, and what the line says of the learning rate; empty: there is none
-    ("default", "", ""),  # new weights
-    ("finetune", "", ""),
-    ("finetune_demo", "", ""),
-    ("lora", "", ""),
-    ("lora_demo", "", ""),
-    ("default", HUB, "0.005, .* OWNER/NAME; give at most 0.001"),
-    ("finetune_demo", "--learning_rate 2e-3", "0.002, .*; give at most 0.001"),
-    ("lora_demo", "--learning_rate 6e-3", "0.006, .*; give at most 0.005"),
-]
+RATES = cases("rates")
 
 
 @pytest.mark.parametrize("recipe, flags, said", RATES)
-def test_a_learning_rate_for_new_weights_is_named_with_pretrained_ones(
-    project, train, monkeypatch, recipe, flags, said
-):
+def test_a_learning_rate_of_new_weights_is_named(project, train, monkeypatch, recipe, flags, said):
     monkeypatch.chdir(project.path)
     words = ["--config", f"configs/train/{recipe}.yaml", *flags.split()]
     cfg, _ = config.parse_config(train.Config, words, None)
@@ -240,9 +207,8 @@ def test_good_input_is_one_line_too_and_a_check_trains_nothing(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_checkpoints_in_the_way_are_kept(tiny, tmp_path):
+def test_checkpoints_in_the_way_are_kept(tiny, output):
     """resume: never over checkpoints, none that is valid, and a manifest of something else."""
-    output = tmp_path / "run"
     base = ["--output_dir", output, "--max_steps", 4]
     tiny.train(1, *base)
     manifest = checkpoint(output, 4) / "manifest.json"

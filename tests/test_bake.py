@@ -1,10 +1,15 @@
-"""Every answer gives a sound project, or is refused in one line that says what to write instead."""
+"""Every answer gives a sound project, or is refused in one line that says what to write instead.
+
+tests/golden/make.txt has what is typed on machines whose tools are stand-ins, and what comes of
+it: lines that are printed, after + what is installed, after ? what nvidia-smi is asked.
+"""
 
 import ast
 import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,7 +24,7 @@ from cookiecutter.cli import main as cookiecutter_command
 
 import limits
 from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
-from refusals import table
+from refusals import cases, table
 
 sys.path.insert(0, str(ROOT))
 import local_extensions
@@ -28,20 +33,7 @@ QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
 GOLDEN = ROOT / "tests" / "golden_tree.txt"
 LIMITS = json.loads((ROOT / "tests" / "limits.json").read_text(encoding="utf-8"))
-LICENSE_WORDS = {
-    "MIT": "Permission is hereby granted, free of charge",
-    "Apache-2.0": "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION",
-    "BSD-3-Clause": "3. Neither the name of the copyright holder",
-    "Proprietary": "All rights reserved.",
-}
-# Each task, each tracker, each license, and each cluster.
-ANSWERS = [
-    ("MIT", "none", "causal_lm", "wandb"),
-    ("Proprietary", "skypilot", "text_classification", "trackio"),
-    ("BSD-3-Clause", "slurm", "image_classification", "tensorboard"),
-    ("Apache-2.0", "all", "seq2seq", "none"),
-    ("MIT", "kubernetes", "preference", "wandb"),
-]
+LICENSE_WORDS, ANSWERS = cases("licenses"), cases("answers")
 
 
 def files(folder):
@@ -267,12 +259,7 @@ def is_one_line(ended, words):
 
 
 INJECTION = '"; import os; os.system("touch pwned") #'
-ACCEPTED = [
-    {"project_name": INJECTION, "author_name": INJECTION, "project_slug": "x" * 60},
-    {"project_name": "Émile's 🚀 训练 👩‍💻", "author_name": "O'Neil \\n <bob@example.org>"},
-    {"project_name": "a: b # c, [d] {e} & *f !g %h @i `j`", "author_name": 'Bob """ \\ Tables'},
-    {"project_name": "no", "project_slug": "null"},
-]
+ACCEPTED = cases("accepted")
 
 
 def test_hostile_answers_that_are_accepted(tmp_path):
@@ -346,3 +333,54 @@ def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
     assert code == 1 and output.count("\n") == 1 and "Use `make update`" in output
     assert written == [Path(DEFAULT_SLUG, "train.py")]
     assert (project / "train.py").read_text() == "# mine\n"
+
+
+TOOLS = ROOT / "tests" / "stand_ins"
+TRANSCRIPT = ROOT / "tests" / "golden" / "make.txt"
+RECIPES = ("configs/train/default.yaml", "configs/train/smoke.yaml")
+PYPROJECT = """
+[project]
+dependencies = [
+    "torch>=2.13",
+]
+"""
+
+
+@pytest.fixture
+def answer(tmp_path):
+    """What comes of a command in a project whose tools are stand-ins."""
+    for name in ("Makefile", "install.sh"):
+        shutil.copy(template() / SOURCE / name, tmp_path)
+    shutil.copytree(template() / SOURCE / "configs" / "accelerate", tmp_path / "configs/accelerate")
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    for name in ("vendor/samestep-1.0.0+0-py3-none-any.whl", *RECIPES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    log = tmp_path / "log"
+    env = {"PATH": f"{TOOLS}:/usr/bin:/bin", "MORE": str(TOOLS / "more"), "FAKE_LOG": str(log)}
+
+    def answer(command):
+        log.write_text("")
+        options = {"cwd": tmp_path, "env": env, "stderr": subprocess.STDOUT, "text": True}
+        result = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, **options)
+        printed = re.sub(r"^make: .*\n", "", result.stdout, flags=re.M)
+        printed = re.sub(r"^Makefile:\d+", "Makefile", printed, flags=re.M)
+        printed = re.sub(r"done, \S+ in", "done, SIZE in", printed)
+        printed += log.read_text() + f"exit code {result.returncode}\n" * bool(result.returncode)
+        return f"$ {command}\n{printed}"
+
+    return answer
+
+
+MACHINES = re.split(r"\n(?=== )", TRANSCRIPT.read_text(encoding="utf-8").strip())
+
+
+@pytest.mark.parametrize("number", range(len(MACHINES)))
+def test_golden_of_what_is_installed_and_said(answer, number):
+    title, *lines = MACHINES[number].splitlines(keepends=True)
+    commands = [line[2:].strip() for line in lines if line.startswith("$ ")]
+    found = (title + "".join(map(answer, commands))).strip()
+    if os.environ.get("UPDATE_GOLDEN"):
+        MACHINES[number] = found
+        TRANSCRIPT.write_text("\n\n".join(map(str.strip, MACHINES)) + "\n", encoding="utf-8")
+    assert found == MACHINES[number].strip()

@@ -1,5 +1,6 @@
 """The task causal_lm: what it reads, how it packs, what it counts, and how it answers bad input."""
 
+import copy
 import itertools
 import json
 import math
@@ -12,14 +13,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT, write_table
+from refusals import cases
 from samestep.data import views
 from samestep.text import sequences
 from samestep.text import tokenizing as text_module
+from small_models import word_tokenizer
 from test_tasks import chat, refusal
 
 IGNORE_INDEX = -100
@@ -50,9 +52,7 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
 
 
 def test_ids_may_be_larger_than_the_number_of_tokens():
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "[U]": 1}, "[U]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[U]")
+    tokenizer = word_tokenizer({"a": 0, "b": 70_000, "[U]": 1}, eos_token="[U]", unk_token="[U]")
     found = text_module.tokenize({"text": ["a b"]}, tokenizer, with_masks=False)
     assert found["input_ids"][0].tolist() == [0, 70_000, 1]
 
@@ -180,9 +180,8 @@ def test_completions_alone_are_trained_and_every_one_of_them(pack):
 
 def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     """Its own bos, eos and pad, with a template of this run or none."""
-    bpe = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=bpe, **marks).save_pretrained(tmp_path / "own")
+    word_tokenizer(["a", *marks.values()], **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="", length=8)
     rows = [{"text": "a"}]
@@ -212,7 +211,7 @@ def test_what_is_too_long_is_split_or_truncated_and_said(kit, task, prepare, cap
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------
 
-CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text(encoding="utf-8"))
+CHATS = cases("chats")
 AGENT, TOOLS = CHATS["tools, once and in parallel"]["row"].values()
 
 
@@ -250,31 +249,19 @@ def test_what_is_read_and_trained_of_a_chat(pack, form, capsys):
 
 TEXTS = Path(__file__).with_name("chat_templates")
 PLAIN = (TEXTS / "plain.jinja").read_text().strip()
-CALLS = "m['tool_calls'] | tojson"
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
-WHOLE = [{"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS}]
-PARALLEL = [{"messages": AGENT[4:]}]
-THOUGHT = chat("a", "b")["messages"]
-THOUGHT[1]["reasoning_content"] = "because"
-CONTENT = "m['content']"
-THINKS = chat("a", "<think>why 7</think>answer 7", "b", "c")
-TEMPLATES = [  # what a template has in place of what, chats, and what is said
-    ("", "", WHOLE, ""),
-    ("OF", "m['role'] != 'system'", WHOLE, "leaves out 'Be brief.' of message 1 (system); give"),
-    ("if tools", "if no_tools", WHOLE, "leaves out the tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "leaves out a call of 'tides' of message 2"),
-    ("", "", [{"messages": THOUGHT}], "leaves out 'because' of message 2 (assistant)"),
-    # A part of a content: what stands before a mark, reasoning that is written anew.
-    (CONTENT, f"{CONTENT}.split('</think>')[-1]", [THINKS], "leaves out 'why 7' of message 2 (ass"),
-    (CONTENT, f"{CONTENT}.replace('<think>', '(').replace('</think>', ')')", [THINKS], ""),
-    ("", "{{ messages | length }}", [THINKS], "does not begin with what the template gives to ask"),
-    ("", "{{ raise_exception('no\n\x1b[31mroles') }}", [THINKS], "no \\x1b[31mroles"),
-]
+LEFT_OUT = {
+    "agent": {"messages": [SYSTEM, *AGENT[:4]], "tools": TOOLS},
+    "parallel": {"messages": AGENT[4:]},
+    "thought": chat("a", "b", reasoning_content="because"),
+    "thinks": chat("a", "<think>why 7</think>answer 7", "b", "c"),
+}
 
 
-@pytest.mark.parametrize("old, new, chats, said", TEMPLATES)
-def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, chats, said):
-    rows = [json.loads(json.dumps(row)) for row in [*chats, *chats]]
+@pytest.mark.parametrize("case", cases("templates"))
+def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, case):
+    old, new, name, said = case.values()
+    rows = [copy.deepcopy(LEFT_OUT[name]) for _ in range(2)]
     for i, row in enumerate(rows):
         row["messages"][-1]["content"] = f"{i}!"
     given = write_template(tmp_path, PLAIN.replace(old, new, 1).replace("OF", "true"))

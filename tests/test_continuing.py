@@ -1,5 +1,6 @@
 """What a continued run goes on with, what it refuses, and what it finds in its folder."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,34 +10,28 @@ import torch
 import yaml
 
 from conftest import (
+    KILL,
     TRAIN,
     all_files,
+    before_calls,
     checkpoint,
     copy_until,
     digest,
     edit,
     eval_losses,
+    kill_before,
     lines,
+    manifest,
     read_weights,
     status,
 )
+from samestep.base import run_folder
 from samestep.step import order
 
-# All fields of the schedule are read, so that each of them can show.
+# All fields of the schedule are read, so that each of them can show. Checkpoints at 4 and 8.
 BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
 BASE += ["--reference_batch_size", 16, "--max_grad_norm", 0.5, "--weight_decay", 0.5]
-
-
-def json_manifest(output, step):
-    return json.loads((checkpoint(output, step) / "manifest.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def whole(quick, tmp_path_factory):
-    """A run of eight steps with checkpoints at 4 and 8."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    quick("--output_dir", output, *BASE)
-    return output
+WHOLE = BASE
 
 
 @pytest.mark.parametrize("batch, steps", [(3, 26), (64, 3)])
@@ -45,12 +40,18 @@ def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, b
     flags = ["--eval_every", "epoch", "--save_every", "epoch", "--keep_checkpoints", 0]
     flags += ["--max_steps", steps, "--global_batch_size", batch, "--log_every", 1000]
     quick("--output_dir", tmp_path / "run", *flags)
-    samples = json_manifest(tmp_path / "run", steps)["data"]["samples"]
+    samples = manifest(checkpoint(tmp_path / "run", steps))["data"]["samples"]
     ends = {-(-n * samples // batch) for n in range(1, batch * steps // samples + 1)} | {steps}
     assert len(ends) > 2
     assert {line["step"] for line in lines(tmp_path / "run", "eval_loss")} == ends
     saved = {int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").glob("step-*")}
     assert saved == ends
+
+
+@pytest.fixture
+def half(whole, tmp_path):
+    """The folder of that run as a kill after its first checkpoint leaves it."""
+    return copy_until(whole, 4, tmp_path / "run")
 
 
 # ---- Changed settings ----------------------------------------------------------------------------
@@ -88,38 +89,36 @@ def test_each_accepted_change_changes_something(quick, tiny, whole, tmp_path):
         assert found != expected[-len(found) :], f"{name} was accepted and changed nothing"
 
 
-def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path):
+def test_another_global_batch_goes_on_with_the_next_sample(tiny, half, tmp_path):
     """32 samples were seen; steps of 6 go on from the 33rd, also through a second break, and two
     epochs of 37 samples end at the 74th."""
-    output = copy_until(whole, 4, tmp_path / "run")
-    flags = ["--output_dir", output, *BASE, "--max_steps", 0, "--num_epochs", 2]
+    flags = ["--output_dir", half, *BASE, "--max_steps", 0, "--num_epochs", 2]
     flags += ["--global_batch_size", 6]
     tiny.train(2, *flags, "--accept_changes", "--save_every", 2)
-    samples = [line["samples"] for line in lines(output, "loss")]
+    samples = [line["samples"] for line in lines(half, "loss")]
     assert samples == list(range(38, 75, 6))
     ids = order.sample_ids(range(74), 37, 0)
     parts = [ids[end - 6 : end] for end in samples]
     expected = [f"{int(order.hash64(part).sum()) % 2**64:016x}" for part in parts]
-    assert [line["batch_hash"] for line in lines(output, "loss")] == expected
-    assert json_manifest(output, 11)["samples"] == 74
+    assert [line["batch_hash"] for line in lines(half, "loss")] == expected
+    assert manifest(checkpoint(half, 11))["samples"] == 74
     # The second break: no change is left to accept.
-    flags[1] = copy_until(output, 8, tmp_path / "again")
+    flags[1] = copy_until(half, 8, tmp_path / "again")
     tiny.train(2, *flags)
     assert [line["batch_hash"] for line in lines(flags[1], "loss")] == expected[4:]
-    assert digest(checkpoint(flags[1], 11)) == digest(checkpoint(output, 11))
+    assert digest(checkpoint(flags[1], 11)) == digest(checkpoint(half, 11))
 
 
-def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
+def test_flags_of_one_occasion_are_not_settings(quick, whole, half, tmp_path):
     """A recipe made from a run accepts nothing by itself."""
-    output = copy_until(whole, 4, tmp_path / "run")
-    flags = ["--output_dir", output, *BASE, "--learning_rate", 0.02]
+    flags = ["--output_dir", half, *BASE, "--learning_rate", 0.02]
     quick(*flags, "--accept_changes", "--resume", "auto")
-    config = yaml.safe_load((output / "config.yaml").read_text())
-    for saved in (config, json_manifest(output, 8)["config"]):
+    config = yaml.safe_load((half / "config.yaml").read_text())
+    for saved in (config, manifest(checkpoint(half, 8))["config"]):
         assert not {"accept_changes", "check", "eval_only", "resume"} & {*saved}
         assert saved["learning_rate"] == 0.02
     again = copy_until(whole, 4, tmp_path / "again")
-    flags = ["--config", output / "config.yaml", "--output_dir", again]
+    flags = ["--config", half / "config.yaml", "--output_dir", again]
     assert "learning_rate: 0.01 -> 0.02" in quick(*flags, codes=[2])
 
 
@@ -130,19 +129,18 @@ def test_the_best_model_may_be_one_from_before_a_change_of_the_task(quick, whole
     assert "warning: the best evaluation may be one from before the change of task set" in printed
 
 
-def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, whole, tmp_path):
+def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, half, tmp_path):
     """By functions, and without a word about comments; nothing has to be accepted."""
-    project = type(tiny)(shutil.copytree(tiny.path, tmp_path / "project"))
+    project = tiny.copied(tmp_path)
     task, train = project.path / "task.py", project.path / "train.py"
-    output = copy_until(whole, 4, tmp_path / "run")
-    flags = ["--output_dir", output, *BASE]
+    flags = ["--output_dir", half, *BASE]
     edit(task, "def loss_sum(", "# A comment.\ndef loss_sum(")
     assert "changed since" not in project.train(1, *flags, "--check")
     edit(task, "# A comment.", "HALF = 0.5\n\n", "loss = losses", "loss = HALF * losses")
     edit(train, "peak = cfg.learning_rate", "peak = 2 * cfg.learning_rate")
     said = "code of task.HALF, task.loss_sum, train.lr_at"
     assert project.train(1, *flags).count(f"changed since the checkpoint: {said}\n") == 1
-    (changes,) = [each["changes"] for each in lines(output, "event")]
+    (changes,) = [each["changes"] for each in lines(half, "event")]
     assert [*changes] == ["code task.HALF", "code task.loss_sum", "code train.lr_at"]
     assert all(before != now for before, now in changes.values())
 
@@ -150,30 +148,17 @@ def test_code_that_has_changed_since_the_checkpoint_is_named(tiny, whole, tmp_pa
 # ---- Checkpoints that are gone -------------------------------------------------------------------
 
 
-# Kills the run before a step.
-KILL = """
-import os, signal
-from samestep.training.log import RunLog
-def start_step(self, step, old=RunLog.start_step):
-    if step == {}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    old(self, step)
-RunLog.start_step = start_step
-"""
-
-
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, whole, tmp_path):
-    output = tmp_path / "run"
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, whole, output):
     flags = ["--output_dir", output, *BASE]
-    tiny.train(1, *flags, before=KILL.format(7), codes=[-9])
+    tiny.train(1, *flags, before=kill_before(7), codes=[-9])
     shutil.rmtree(output / "checkpoints")
     before = (output / "metrics.jsonl").read_text()
     for processes, *each in ((2,), (1, "--check"), (1, "--eval_only"), (1, "--async_save")):
         printed = tiny.train(processes, *flags, *each, codes=[2])
         assert printed.count("status.json says that step 4 was saved; put") == 1
-        assert "--resume never" in printed and printed.count("train.py: ") == 1
+        assert "--resume never" in printed
     assert (output / "metrics.jsonl").read_text() == before
-    tiny.train(1, *flags, "--resume", "never", before=KILL.format(3), codes=[-9])
+    tiny.train(1, *flags, "--resume", "never", before=kill_before(3), codes=[-9])
     tiny.train(1, *flags)  # killed before its first checkpoint
     after = (output / "metrics.jsonl").read_text()
     assert after.startswith(before)
@@ -182,19 +167,11 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_by_itself(tiny, w
     assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
 
 
-COMMIT = """
-import os, signal
-from samestep.state import checkpoints
-checkpoints.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.parametrize("background", [[], ["--async_save"]])
-def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
-    quick, whole, tmp_path, background
-):
+def test_a_run_killed_in_its_first_save_starts_again(quick, whole, tmp_path, background):
     flags = ["--output_dir", tmp_path, *BASE]
-    quick(*flags, *background, before=COMMIT, codes=[-9])
+    killed = before_calls("samestep.state.checkpoints.commit", KILL)
+    quick(*flags, *background, before=killed, codes=[-9])
     assert len(lines(tmp_path, "loss")) >= 3
     quick(*flags)
     assert digest(checkpoint(tmp_path, 8)) == digest(checkpoint(whole, 8))
@@ -203,7 +180,7 @@ def test_a_run_killed_while_it_saves_its_first_checkpoint_starts_again(
 def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_again(quick, whole):
     output = whole.with_name("elsewhere")
     flags = ["--output_dir", output, *BASE, "--resume", checkpoint(whole, 4), "--save_every", 2]
-    quick(*flags, before=KILL.format(8), codes=[-9])
+    quick(*flags, before=kill_before(8), codes=[-9])
     shutil.rmtree(output / "checkpoints")
     assert "says that step 6 was saved" in quick(*flags, codes=[2])
 
@@ -211,26 +188,23 @@ def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_agai
 # ---- Finished runs -------------------------------------------------------------------------------
 
 
-def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick, whole, tmp_path):
-    output = copy_until(whole, 4, tmp_path / "run")
-    flags = ["--output_dir", output, *BASE, "--max_steps", 4, "--accept_changes"]
+def test_a_second_start_of_a_run_that_ends_early_says_that_it_is_finished(quick, half):
+    flags = ["--output_dir", half, *BASE, "--max_steps", 4, "--accept_changes"]
     quick(*flags)
     assert "is finished: 4 steps, and model/ is that of step 4; " in quick(*flags)
     left = "; no step is left for seed: 0 -> 3; max_steps: 8 -> 4; "
-    before = digest(checkpoint(output, 4)), (output / "status.json").read_bytes()
+    before = digest(checkpoint(half, 4)), (half / "status.json").read_bytes()
     assert left in quick(*flags, "--seed", 3)
-    assert before == (digest(checkpoint(output, 4)), (output / "status.json").read_bytes())
+    assert before == (digest(checkpoint(half, 4)), (half / "status.json").read_bytes())
 
 
 def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_before(
-    quick, whole, tmp_path
+    quick, whole, output
 ):
     """Its newest checkpoint is the last, and model/ is there: that of the fewer steps."""
-    output = tmp_path / "run"
     shutil.copytree(whole, output)
     flags = ["--output_dir", output, *BASE, "--max_steps", 12, "--accept_changes"]
-    killed = "import os\nfrom samestep.end import ending\n"
-    killed += "ending.gather_model = lambda *_: os.kill(os.getpid(), 9)"
+    killed = before_calls("samestep.end.ending.gather_model", KILL)
     quick(*flags, before=killed, codes=[-9])
     assert checkpoint(output, 12).exists()
     before = (output / "model" / "weights.pt").read_bytes()
@@ -240,8 +214,7 @@ def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_be
     assert "is finished: 12 steps, and model/ is that of step 12; " in quick(*flags)
 
 
-def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, tmp_path):
-    output = tmp_path / "run"
+def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, output):
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoints")
     before, base = all_files(output), ["--output_dir", output, *BASE]
@@ -262,9 +235,8 @@ def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whol
     assert status(output)["state"] == "finished"
 
 
-def test_a_finished_run_without_its_model_exports_again_with_other_settings(quick, tmp_path):
+def test_a_finished_run_without_its_model_exports_again_with_other_settings(quick, output):
     """The best of the checkpoints, then the last."""
-    output = tmp_path / "run"
     base = ["--output_dir", output, "--eval_every", 2, "--save_every", 2, "--max_steps", 24]
     base += ["--learning_rate", 0.05]
     quick(*base)
@@ -278,9 +250,8 @@ def test_a_finished_run_without_its_model_exports_again_with_other_settings(quic
     for flags, step in ((["--export", "best"], best), ([], 24)):
         shutil.rmtree(output / "model")
         quick(*base, *flags)
-        exported = torch.load(output / "model" / "weights.pt")
-        for name, values in read_weights(checkpoint(output, step)).items():
-            assert (exported[name] == values).all()
+        exported, saved = torch.load(output / "model/weights.pt"), checkpoint(output, step)
+        torch.testing.assert_close({**exported}, read_weights(saved), rtol=0, atol=0)
         assert f"Trained for {step} steps" in (output / "model" / "README.md").read_text()
         assert status(output)["state"] == "finished" and status(output)["exported"] == step
         assert f"is finished: 24 steps, and model/ is that of step {step}; " in quick(*base, *flags)
@@ -289,7 +260,7 @@ def test_a_finished_run_without_its_model_exports_again_with_other_settings(quic
 def test_a_report_that_fails_or_is_killed_does_not_fail_the_run(quick, tmp_path):
     """Nor does a tracker that does not close. The next start does not export the model again."""
     closing = "import accelerate; accelerate.Accelerator.end_training = lambda _: 1 / 0"
-    killed = "import os, task; task.report = lambda *_: os.kill(os.getpid(), 9)"
+    killed = before_calls("task.report", KILL)
     flags = ["--output_dir", tmp_path / "a", *BASE, "--task.fail_report"]
     printed = quick(*flags, before=closing)
     assert "no report: TypeError: no picture of this" in printed
@@ -320,10 +291,9 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
         assert [line["step"] for line in lines(output, "loss")] == [5, 6, 7, 8]
 
 
-def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
+def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, half):
     """Pipes, links and files in the places of newer checkpoints and of what is being written."""
-    output = copy_until(whole, 4, tmp_path / "run")
-    saved = output / "checkpoints"
+    saved = half / "checkpoints"
     os.mkfifo(saved / "step-00000009")
     (saved / "step-00000008").symlink_to("nothing")  # the run saves this step
     (saved / "step-00000007").symlink_to("step-00000007")
@@ -332,12 +302,12 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     (saved / ".step-00000008.partial").write_text("a file")
     (saved / "step-00000004" / "._rank-00000.safetensors").write_bytes(b"of a Mac" * 99)
     for name in (".status.json.partial", ".model.partial", "curves.png"):
-        (output / name).mkdir()
-    (output / ".model.old").write_text("a file")
+        (half / name).mkdir()
+    (half / ".model.old").write_text("a file")
     drawing = type(tiny)(tiny.path, pictures=True)
-    printed = drawing.train(1, "--output_dir", output, *BASE)
+    printed = drawing.train(1, "--output_dir", half, *BASE)
     assert printed.count("passed over: ") == 5 and "no picture: " in printed
-    assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
+    assert digest(checkpoint(half, 8)) == digest(checkpoint(whole, 8))
 
 
 def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
@@ -355,10 +325,8 @@ def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
         assert said in printed and [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
-def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, tmp_path):
-    kill = "os.kill(os.getpid(), signal.SIGKILL)"
-    remove = KILL.format(3).replace(kill, "__import__('shutil').rmtree(self.lines.folder)")
-    output = tmp_path / "run"
+def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, output):
+    remove = kill_before(3, "__import__('shutil').rmtree(given[0].lines.folder)")
     for every in (4, 0):  # in the middle, and at the end
         flags = ["--output_dir", output, *BASE, "--save_every", every, "--eval_every", 0]
         said = quick(*flags, before=remove, codes=[1])
@@ -369,24 +337,50 @@ def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, tmp_path
 # ---- Output that cannot be written ---------------------------------------------------------------
 
 
-SLOWLY = """
-import time, task
-old = task.views
-def views(cfg):
-    print("preparing")
-    time.sleep(0.3)
-    print("prepared")
-    return old(cfg)
-task.views = views
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["> /dev/full 2>&1", "| head -1"])
 def test_a_run_outlives_its_output(tiny, tmp_path, where):
     """Also `head -1` while the data is prepared, whose print finds nobody there."""
+    slowly = before_calls("task.views", "print('preparing')\ntime.sleep(0.3)\nprint('prepared')")
     shell = f'python -c "$@" {where}; exit ${{PIPESTATUS[0]}}'
     flags = ["--output_dir", tmp_path / "run", *BASE]
-    result = tiny.run("bash", "-c", shell, "bash", TRAIN, SLOWLY, *flags)
+    result = tiny.run("bash", "-c", shell, "bash", TRAIN, slowly, *flags)
     assert "Traceback" not in result.stderr
     assert status(tmp_path / "run")["state"] == "finished"
+
+
+# Killed at step 215, with a checkpoint of step 200, which is evaluated again: 200, 210 and 220.
+LINES_BEFORE = [
+    {"step": 0, "started": {}},
+    {"step": 200, "loss": 2.0},
+    {"step": 200, "eval_loss": 2.5},
+    {"step": 210, "loss": 1.9},
+    {"step": 210, "save_seconds": 0.1},
+    {"step": 213, "event": "skipped"},
+]
+LINES_AFTER = [{"step": 200, "started": {}}, {"step": 200, "eval_loss": 2.4}]
+LINES_AFTER += [{"step": 210, "loss": 1.8}, {"step": 220, "loss": 1.7}]
+
+
+def test_lines_of_steps_that_were_trained_again_do_not_count(tmp_path):
+    background = {"step": 204, "committed_step": 200}
+    text = "".join(json.dumps(line) + "\n" for line in [*LINES_BEFORE, background, *LINES_AFTER])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert run_folder.read_metrics(tmp_path) == [*LINES_BEFORE[:2], background, *LINES_AFTER]
+
+
+def test_a_status_keeps_what_was_saved_and_fits_a_full_disk(tmp_path, monkeypatch):
+    """A full disk has room for it in place of the old one; the first one is told as what it is."""
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(run_folder, "replace_text", full)
+        run_folder.write_status(tmp_path, "running")
+    run_folder.write_status(tmp_path, "running", saved=200)
+    assert run_folder.write_final_status(tmp_path, "failed", "a reason " * 20, 1)
+    assert status(tmp_path)["saved"] == 200 and status(tmp_path)["state"] == "failed"
+    monkeypatch.setattr(run_folder, "replace_text", full)
+    run_folder.write_status(tmp_path, "running", saved=0)
+    assert status(tmp_path)["saved"] == 0 and "reason" not in status(tmp_path)

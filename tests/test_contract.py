@@ -1,5 +1,9 @@
-"""What task.py gives wrongly is one line that names the function, before hours are spent."""
+"""What task.py gives wrongly is one line that names the function, before hours are spent: also
+where rows depend on each other, or labels are copies. What --check shows.
+"""
 
+import re
+import shutil
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -7,13 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import ROOT, lines, train_module
-from refusals import refused
+from conftest import ROOT, copy_until, lines, train_module
+from refusals import cases, refused
 from samestep.contract import contract
+from samestep.prepared import preview
 from samestep.processes import mesh
 from samestep.step import inputs, monitor
 from samestep.step.plan import StepPlan
 from samestep.step.step import Step
+from small_models import word_tokenizer
+from test_prepared import make_texts
 
 ONE = mesh.Layout()  # of the processes: one alone
 
@@ -177,3 +184,154 @@ def test_losses_are_added_in_the_order_of_the_micro_batches_whoever_computed_the
     for shares in ((5,), (2, 3), (1, 1, 3), (4, 0, 1)):
         assert losses_of_steps(values, shares) == (3.0 + 6.0) / 8
     assert losses_of_steps(values[::-1], (2, 3)) == (1.0 + 2.0) / 8
+
+
+def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tmp_path):
+    flags = ["--output_dir", tmp_path / "run", "--check"]
+    *shown, last = quick(*flags).splitlines()
+    assert shown[0].startswith("row ") and "  x: float32 (8, 8)" in shown
+    assert "a batch of 8 rows:" in shown
+    assert shown[-1] == "  17 items in the loss; a run prints the loss per item"
+    assert last.startswith("checked: ")
+    assert quick(*flags, env={"LAUNCHING": "1"}).splitlines() == [last]
+
+
+def test_tokens_are_decoded_and_all_fits_a_screen(tmp_path):
+    word_tokenizer(["<unk>", "red", "apples"]).save_pretrained(tmp_path)
+    row = {"input_ids": [1, 2, 1], "labels": [-100, 2, -100], "uneven": [[1], [1, 2]]}
+    row |= {"text": "long\x1b " * 100, "half": torch.zeros(2, dtype=torch.bfloat16)}
+    row |= {f"more_{i}": i for i in range(9)}
+    samples = [(7, row), (9, row)]
+    task = SimpleNamespace(
+        UNIT="target_tokens",
+        collate=lambda rows: {
+            f"n{i}": torch.zeros(len(rows), 5, dtype=torch.int32) for i in range(9)
+        },
+        count=lambda batch: 1234,
+    )
+    shown = preview.describe_samples(samples, task, SimpleNamespace(folder=tmp_path))
+    assert shown[:3] == [
+        "row 9 to train on:",
+        "  input_ids: int64 (3,) 'red apples red'",
+        "  labels: int64 (3,) 'apples'",
+    ]
+    assert "  and 8 more" in shown and "  n5: int32 (2, 5)" in shown and "\x1b" not in str(shown)
+    assert shown[-1].startswith("  1,234 target tokens in the loss; ")
+    assert len(shown) < 24 and max(map(len, shown)) <= 122
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project whose task is tests/tasks/texts.py; its data is prepared once."""
+    return make_texts(tmp_path_factory.mktemp("probes"))
+
+
+LOSS = """
+
+import torch
+
+def logits_of(model, batch):
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model(**inputs, use_cache=False).logits.float()
+
+def loss_of(logits, batch, **options):
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, **options)
+"""
+
+
+def train(project, output, code, processes=1, codes=(0,), flags=(), **options):
+    """What a run of one step prints, with this code at the end of task.py."""
+    task = project.path / "task.py"
+    shutil.copy(ROOT / "tests" / "tasks" / "texts.py", task)
+    with open(task, "a") as file:
+        file.write(f"{LOSS}\n\n{code}")
+    flags = ("--output_dir", output, "--max_steps", 1, *flags)
+    return project.train(processes, *flags, codes=codes, **options)
+
+
+MEAN = "def loss_sum(model, batch):\n    return loss_of(logits_of(model, batch), batch)\n"
+NOISE = """
+def loss_sum(model, batch):
+    logits = logits_of(model, batch)
+    return loss_of(logits + torch.randn_like(logits), batch, reduction='sum')
+"""
+DEPENDENT = "together, but"
+WRONG = cases("wrong_tasks")
+
+
+@pytest.mark.parametrize("name", WRONG["probes"])
+def test_a_wrong_task_ends_before_the_first_step(project, tmp_path, name):
+    """One that takes the mean on two processes."""
+    said, flags, code = WRONG["probes"][name].values()
+    printed = train(project, tmp_path / "run", code, 1 + (name == "mean"), [2], flags)
+    assert len(re.findall(said, printed)) == 1, printed
+
+
+@pytest.mark.parametrize("name", WRONG["tiny"])
+def test_a_wrong_task_reaches_no_checkpoint(tiny, tmp_path, output, name):
+    said, flags, steps, code = WRONG["tiny"][name].values()
+    project = tiny.copied(tmp_path, code)
+    printed = project.train(2, "--output_dir", output, *flags.split(), codes=[2])
+    assert printed.count(said) == 1 and len(lines(output, "loss")) == steps
+    assert not [*output.glob("checkpoints/step-*")]
+
+
+def test_a_token_that_ends_texts_and_never_has_a_label_is_said(project, tmp_path):
+    """The pad token of this task ends texts, so that its collator gives no end a label."""
+    ending = (
+        "def collate(rows, data):\n"
+        "    tokenizer = AutoTokenizer.from_pretrained(data.folder)\n"
+        "    end = tokenizer.eos_token_id\n"
+        "    rows = [{'input_ids': [*row['input_ids'], end]} for row in rows]\n"
+        "    {own}\n"
+        "    return DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)\n"
+    )
+    known = (
+        "built = build_model\n\n"
+        "def build_model(cfg, data):\n    model = built(cfg, data)\n"
+        "    model.generation_config.eos_token_id = [1000, 0]\n    return model\n\n\n"
+    )
+    said = "no label is a token that ends texts (eos_token_id 0, 1000)"
+    for folder, own, times in [("a", "pass", 1), ("b", "tokenizer.pad_token = 'e'", 0)]:
+        printed = train(project, tmp_path / folder, known + ending.replace("{own}", own), 2)
+        assert printed.count(said) == times
+
+
+def test_noise_is_said_once(project, tmp_path):
+    printed = train(project, tmp_path, NOISE, 2)
+    assert printed.count("task.loss_sum draws random numbers without a row's generator") == 1
+
+
+def test_intent_is_said_once_and_the_loss_per_item_also_there(project, tmp_path):
+    """New weights give the logarithm of the number of tokens; a mean as a sum shows as a part."""
+    found = []
+    for folder, code in [("a", ""), ("b", f"{MEAN}\n\nrows_depend = True\n")]:
+        printed = train(project, tmp_path / folder, code, 2)
+        depend = "rows_depend: it is not checked that rows are independent"
+        assert printed.count(depend) == (folder == "b")
+        ((loss, more),) = re.findall(r"loss per item ([\d.]+) \(4 rows\)(.*)", printed)
+        assert bool(more) == (folder == "b")
+        found.append(float(loss))
+    assert found[0] == pytest.approx(lines(tmp_path / "a", "loss")[0]["loss"], rel=0.05)
+    assert found[1] < found[0] / 4
+
+
+def test_a_run_that_resumes_is_warned_and_not_ended(project, tmp_path):
+    """A model that is near its reference has small differences of large sums, which round."""
+    flags = ["--max_steps", 2, "--save_every", 1]
+    train(project, tmp_path / "run", "", flags=flags)
+    half = copy_until(tmp_path / "run", 1, tmp_path / "half")
+    told = "from samestep.base import run_folder as r; write = r.write_status; "
+    told += "r.write_status = lambda o, *s, **k: [print('state', *s), write(o, *s, **k)]"
+    printed = train(project, half, MEAN, flags=flags, before=told)
+    assert "state running" in printed and "state finished" in printed
+    assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed), printed
+
+
+def test_under_autocast_it_is_a_warning(project, tmp_path):
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    printed = train(project, tmp_path / "a", MEAN, env=bf16)
+    assert re.search(f"warning: task.loss_sum is .* {DEPENDENT}", printed)
+    printed = train(project, tmp_path / "b", "", env=bf16)
+    assert DEPENDENT not in printed and "warning: task" not in printed, printed

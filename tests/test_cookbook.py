@@ -4,7 +4,6 @@ import functools
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,15 +14,16 @@ from conftest import (
     BakedProject,
     checkpoint,
     copy_until,
-    digest,
     lines,
     load_module,
     make_tiny,
-    newest,
     read_checkpoint,
     read_weights,
     status,
 )
+from refusals import cases
+from same import check_same, digests, exported_files
+from test_bake import check_ruff
 
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
 # The tiny task with a head called as those of real models, and with other rows to evaluate on.
@@ -82,21 +82,7 @@ def apply(base, patch, folder):
     return project
 
 
-# The flags of a recipe's run, the step after which it breaks, and the numbers that two processes
-# share with one; without numbers the bytes are shared.
-MOMENTS = ["--save_every", 1, "--keep_checkpoints", 0]
-SGD = [*MOMENTS, "--learning_rate", 0.1, "--task.poisoned", 9]  # in the first step, and each epoch
-OWN = ["--task.validation_data", "own"]
-EXACT = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
-RUNS = {
-    "An average of the weights (EMA)": (["--ema_decay", 0.7, *MOMENTS], 6, ("loss", "eval_loss")),
-    "Another optimizer": (SGD, 6, None),
-    "Muon": (EXACT, 6, ()),
-    "The head first, then all": (["--head_steps", 5, *MOMENTS], 3, ("loss", "grad_norm")),
-    "A second set to evaluate on": (OWN, 4, ("loss", "other_loss", "other_rows")),
-    "A learning rate for each layer": (["--layer_decay", 0.5, "--save_every", 1], 4, None),
-    "The gradient noise scale": (["--log_every", 3], 4, ("loss", "noise_scale")),
-}
+RUNS = cases("recipes")
 
 
 def cook(base, heading, folder):
@@ -111,11 +97,6 @@ def weights(output, step):
     return read_weights(checkpoint(output, step))
 
 
-def final(output):
-    """SHA-256 of the last checkpoint's tensors, and the bytes of the exported weights."""
-    return digest(newest(output)), (output / "model" / "weights.pt").read_bytes()
-
-
 def continued(whole, step, output):
     """The run `whole` as it was when it died some time after the checkpoint of this step."""
     copy_until(whole, step, output)
@@ -127,18 +108,16 @@ def continued(whole, step, output):
 @pytest.mark.parametrize("heading", RUNS)
 def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(base, tmp_path, heading):
     (_, train), (flags, step, keys) = cook(base, heading, tmp_path), RUNS[heading]
+    flags = flags.split()
     whole, half, two = tmp_path / "whole", tmp_path / "half", tmp_path / "two"
     train(1, "--output_dir", whole, *flags)
     train(1, "--output_dir", continued(whole, step, half), *flags)
-    assert final(half) == final(whole)
+    check_same(whole, half)
     if keys is None:
         return
-    for key in keys:
-        again, once = ({(e["step"], e[key]) for e in lines(run, key)} for run in (half, whole))
-        assert again == once
     train(2, "--output_dir", two, *flags)
     if not keys:
-        assert final(two) == final(whole)
+        check_same(whole, two)
     for key in keys:
         pairs = zip(lines(whole, key), lines(two, key), strict=True)
         rel = 1e-4 if key == "noise_scale" else 1e-6  # which is made of small differences
@@ -163,10 +142,7 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
     for number, patch in enumerate(recipes().values()):
         project = apply(base, patch, tmp_path / str(number))
         assert (project.path / "train.py").read_bytes() != (base.path / "train.py").read_bytes()
-    for command in (["check", "-q"], ["format", "-q", "--diff"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", str(tmp_path)]
-        result = subprocess.run(ruff, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
+    check_ruff(tmp_path)
 
 
 # ---- The recipes ---------------------------------------------------------------------------------
@@ -176,7 +152,7 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 def test_the_average_is_evaluated_and_exported(base, tmp_path):
     heading, whole = "An average of the weights (EMA)", tmp_path / "whole"
     project, train = cook(base, heading, tmp_path)
-    flags = RUNS[heading][0]
+    flags = RUNS[heading][0].split()
     train(1, "--output_dir", whole, *flags)
     # By hand, in float64, from the weights after each step.
     averages = [weights(whole, 1)]
@@ -215,10 +191,10 @@ def test_early_stopping_ends_the_run_and_a_resumed_one_at_the_same_step(base, tm
     assert all((exported[n] == v).all() for n, v in weights(whole, best + 1).items())
 
     # A run that was killed after step 5 repeats steps; what was logged of them does not count.
-    expected = final(whole)
     continued(whole, 5, half)
     shutil.copytree(checkpoint(whole, best + 1), checkpoint(half, best + 1))
     with open(half / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "eval_loss": 0.0}\n')
     train(1, "--output_dir", half, *flags)
-    assert final(half) == expected and lines(half, "loss")[-1]["step"] == stop
+    assert digests(half) == digests(whole) and exported_files(half) == exported_files(whole)
+    assert lines(half, "loss")[-1]["step"] == stop

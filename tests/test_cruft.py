@@ -38,24 +38,34 @@ def commit(run, folder):
     run(folder, "git", "commit", "--quiet", "--message", "state")
 
 
-def generate(run, template, folder):
-    """Generate a project, and commit it with what is in the folder; what it records."""
-    folder.mkdir(parents=True)
-    words = [str(template), "--no-input", *(f"{name}={text}" for name, text in ANSWERS.items())]
-    run(folder, "cookiecutter", *words)
-    commit(run, folder)
-    project = folder / ANSWERS["project_slug"]
-    return project, json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
+def read_record(project):
+    """What the project says of its template."""
+    return json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
-def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
+def test_update_brings_the_new_template_and_keeps_edits_and_a_url_has_no_credentials(tmp_path, run):
+    """git is told that the address leads to a folder here. A folder that is in no repository has no
+    commit, and is never taken for up to date."""
     template = copy_template(tmp_path / "template")
-    commit(run, template)
-    project, record = generate(run, template, tmp_path / "sub [x]")
-    assert record["template"] is None  # no path of this machine
-    assert ODD.items() <= record["context"]["cookiecutter"].items()
     update = ["cruft", "update", "--skip-apply-ask", "--template-path", template]
+    run(tmp_path, "cookiecutter", template, "--no-input", "--output-dir", "before")
+    (before,) = (tmp_path / "before").iterdir()
+    assert read_record(before)["template"] is None  # no path of this machine
+    commit(run, template)
+    run(before, *update, code=1)
+    url, public = (f"https://{user}example.org/template.git" for user in ("me:secret@", ""))
+    run(tmp_path, "git", "config", "--global", f"url.{template}.insteadOf", url)
+    project = tmp_path / "sub [x]" / ANSWERS["project_slug"]
+    project.parent.mkdir()
+    words = [f"{name}={text}" for name, text in ANSWERS.items()]
+    run(project.parent, "cookiecutter", url, "--no-input", *words)
+    commit(run, project.parent)
+    record = read_record(project)
+    assert record["template"] == public
+    assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
+    assert ODD.items() <= record["context"]["cookiecutter"].items()
+    files = [path for path in project.rglob("*") if path.is_file()]
+    assert len(files) > 50 and not [path for path in files if b"secret" in path.read_bytes()]
     assert "already up to date" in run(project, *update)
 
     # The owner edits task.py; the template changes train.py, and needs a filter it did not have.
@@ -85,7 +95,7 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     assert wheel.name.startswith("samestep-2.0.1+") and zipfile.is_zipfile(wheel)
     vendor = {f"vendor/{name}" for name in [*old, wheel.name]}
     assert {*changed} == {".cruft.json", ".gitignore", "train.py", "pyproject.toml"} | vendor
-    record = json.loads((project / ".cruft.json").read_text(encoding="utf-8"))
+    record = read_record(project)
     assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
     assert ODD.items() <= record["context"]["cookiecutter"].items()
     version = wheel.name.removeprefix("samestep-").removesuffix("-py3-none-any.whl")
@@ -96,23 +106,6 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     # cruft itself gives the answers as a text.
     given = ["--no-input", "--extra-context", json.dumps(ANSWERS)]
     run(tmp_path, "cruft", "create", template, *given)
-    record = json.loads((tmp_path / "my_project" / ".cruft.json").read_text(encoding="utf-8"))
+    record = read_record(tmp_path / "my_project")
     assert record["template"] == str(template)
     assert ODD.items() <= record["context"]["cookiecutter"].items()
-
-
-def test_a_url_is_recorded_without_credentials(tmp_path, run):
-    """git is told that the address leads to a folder here. A folder that is in no repository has no
-    commit, and is never taken for up to date."""
-    template = copy_template(tmp_path / "template")
-    run(tmp_path, "cookiecutter", template, "--no-input", "--output-dir", "before")
-    commit(run, template)
-    (before,) = (tmp_path / "before").iterdir()
-    run(before, "cruft", "update", "--skip-apply-ask", "--template-path", template, code=1)
-    url, public = (f"https://{user}example.org/template.git" for user in ("me:secret@", ""))
-    run(tmp_path, "git", "config", "--global", f"url.{template}.insteadOf", url)
-    project, record = generate(run, url, tmp_path / "by_url")
-    assert record["template"] == public
-    assert record["commit"] == run(template, "git", "rev-parse", "HEAD").strip()
-    files = [path for path in project.rglob("*") if path.is_file()]
-    assert len(files) > 50 and not [path for path in files if b"secret" in path.read_bytes()]

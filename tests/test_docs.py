@@ -1,23 +1,33 @@
 """What people read: the pages of the template and of its projects.
 
 They are short, their links lead somewhere, and the targets, verbs, files and flags that they name
-exist. Slow tests run commands of them.
+exist; their words are those of the field. Slow tests run commands of them, and
+the examples and the notebook. The JSON schema, by which editors check recipes, knows what train.py
+knows.
 """
 
 import ast
+import inspect
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 import zipfile
 
+import jsonschema
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from conftest import ROOT, SOURCE, BakedProject, bake, status, train_module
+import samestep
+from conftest import ROOT, SOURCE, bake, lines, status, train_module, write_recipe
+from refusals import cases, refused, table
 from samestep.__main__ import VERBS
+from samestep.programs.schema import recipe_schema
 from samestep.settings import config
 from samestep.training import training
 
@@ -161,26 +171,18 @@ def test_commands_name_what_is_there(baked, flags, place):
         assert not unknown, f"{name} names {sorted(unknown)}"
 
 
-# A page, and what it says to type: one after the other, in a project with two runs.
-RUN = [
-    ("README.md", 'python -m samestep predict "a text"'),
-    ("docs/tracking.md", 'make plot RUNS="runs/default runs/mine"'),
-    ("README.md", "make example ARGS=plain_module"),
-    ("README.md", "mv plain_module.py task.py"),
-    ("README.md", 'make train ARGS="--output_dir runs/plain"'),
-]
 SMOKE = ["--config", "configs/train/smoke.yaml", "--output_dir", "runs/default"]
 
 
 @pytest.mark.slow
 def test_commands_run(tmp_path, baked):
-    path = shutil.copytree(baked[TASKS[0]].path, tmp_path / "project", symlinks=True)
-    project = BakedProject(path)
+    project = baked[TASKS[0]].copied(tmp_path)
+    path = project.path
     (wheel,) = path.glob("vendor/*.whl")  # which has the examples too
     zipfile.ZipFile(wheel).extractall(tmp_path / "library")
     project.train(1, *SMOKE)
     shutil.copytree(path / "runs" / "default", path / "runs" / "mine")
-    for name, command in RUN:
+    for name, command in cases("commands"):
         assert command in (path / name).read_text("utf-8"), f"{name} has no {command}"
         project.run("bash", "-ec", command, PYTHONPATH=str(tmp_path / "library"))
         if command.startswith("mv"):  # the page says to remove the fields of the old task
@@ -193,7 +195,7 @@ def test_commands_run(tmp_path, baked):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_first_command_tunes_a_model_on_the_rows_beside_it(tmp_path, baked, task):
     """With a folder in the place of the Hub's name, and each row in sixty versions."""
-    project = BakedProject(shutil.copytree(baked[task].path, tmp_path / "project", symlinks=True))
+    project = baked[task].copied(tmp_path)
     length = {"text_classification": 512, "preference": 1024}.get(task)  # those of the recipe
     longer = ["--task.max_length", length] if length else []
     project.train(1, *SMOKE, *longer)
@@ -210,3 +212,221 @@ def test_the_first_command_tunes_a_model_on_the_rows_beside_it(tmp_path, baked, 
     small = "--max_steps 2 --global_batch_size 4 --micro_batch_size 4"
     project.run("bash", "-ec", command.replace('ARGS="', f'ARGS="{small} '))
     assert status(project.path / "runs" / "tuned")["state"] == "finished"
+
+
+WORDS = cases("words").items()
+FORBIDDEN = {re.compile(rf"\b({word})\b", re.I): instead for word, instead in WORDS}
+
+
+def found(place, text):
+    """The forbidden words of a text, each with what to write."""
+    text = re.sub(r"`[^`\n]*`|\]\([^)\s]*\)|\b[A-Z]{2,}\b", "", text)  # code, links, names
+    for word, instead in FORBIDDEN.items():
+        yield from (f"{place}: {match[0]}: {instead}" for match in word.finditer(text))
+
+
+def test_pages_use_the_words_of_the_field():
+    wrong, pages = [], [*ROOT.glob("docs/**/*.md"), *ROOT.glob(f"{SOURCE}/docs/*.md")]
+    for page in [ROOT / "README.md", ROOT / SOURCE / "README.md", *pages]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+        wrong += found(page.name, text)
+    assert not wrong
+
+
+def strings(node):
+    """The strings of a part of a program."""
+    constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    return [each.value for each in constants if isinstance(each.value, str)]
+
+
+def shown(tree):
+    """What a user reads of a module: errors, the help of flags and of fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            yield from strings(node)
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                yield from strings(keyword.value) if keyword.arg == "help" else ()
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body[1:]:
+                yield from strings(each) if isinstance(each, ast.Expr) else ()
+
+
+def test_help_and_errors_use_them_too():
+    paths = [*ROOT.glob("src/samestep/**/*.py"), *ROOT.glob("templates/*/task.py")]
+    wrong = []
+    for path in [*paths, ROOT / SOURCE / "train.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = [*shown(tree)]
+        if path.parent.name in ("programs", "ask") and path.stem != "__init__":
+            texts.append(ast.get_docstring(tree) or "")
+        wrong += [line for text in texts for line in found(path.name, text)]
+    assert not wrong
+
+
+def test_public_names_have_docstrings():
+    bare = []
+    for name in samestep.contents():
+        value = getattr(samestep, name)
+        members = vars(value) if inspect.ismodule(value) else {name: value}
+        for member, each in members.items():
+            if getattr(each, "__module__", "").startswith("samestep") and member[0] != "_":
+                if inspect.isclass(each) or inspect.isfunction(each):
+                    doc = each.__doc__ or ""  # a dataclass without one gets its signature
+                    bare += [member] if not doc or doc.startswith(f"{member}(") else []
+    assert not bare
+
+
+def test_the_version_is_one():
+    number, _, ending = samestep.__version__.partition(".dev")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heading, *lines = re.split(r"^## ", changes, flags=re.M)[1].splitlines()
+    assert heading.split()[0] == number and len(lines) <= 80
+    assert heading.endswith("(not released)") == bool(ending)
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    assert f"The tag v{number} is of the version {number}." in workflow
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (f"Version {number} is not released yet" in readme) == bool(ending)
+
+
+# Where make test-all installs nbclient.
+ADDED = ROOT / ".venv" / "extra"
+added = pytest.mark.skipif(not ADDED.exists(), reason="make test-all installs it")
+LINES, LEARNED = cases("examples").values()
+
+
+@pytest.mark.slow
+def test_examples_are_listed_written_and_short(tmp_path):
+    baked = bake(tmp_path, tracker="none")
+    (wheel,) = baked.path.glob("vendor/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "library")
+
+    def example(*words):
+        command = ["python", "-m", "samestep", "example", *words]
+        return baked.run(*command, check=False, PYTHONPATH=str(tmp_path / "library"))
+
+    names = [line.split()[0] for line in example().stdout.splitlines()]
+    tasks = [path.parent.name for path in (ROOT / "templates").glob("*/task.py")]
+    assert names == sorted([*tasks, *LINES])
+    for name, number in LINES.items():
+        text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= number
+    example("plain_module")
+    written = (baked.path / "plain_module.py").read_text(encoding="utf-8")
+    assert written == (ROOT / "examples/plain_module.py").read_text(encoding="utf-8")
+    again = example("plain_module")
+    assert again.returncode == 2 and "plain_module.py is there already" in again.stderr
+    assert "transformers" not in written and "import samestep" not in written
+
+
+@pytest.mark.slow
+def test_examples_of_plain_modules_learn(tmp_path):
+    """What holds for each task is in test_tasks.py."""
+    project = write_recipe(bake(tmp_path, pictures=False, tracker="none"), "example")
+    for name, (flags, left) in LEARNED.items():
+        shutil.copy(ROOT / "examples" / f"{name}.py", project.path / "task.py")
+        project.train(1, *flags.split(), "--output_dir", tmp_path / name)
+        scores = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss")]
+        assert len(scores) == 3 and scores[-1] < left * lines(tmp_path / name, "loss")[0]["loss"]
+        assert status(tmp_path / name)["state"] == "finished"
+        assert "## Evaluation" in (tmp_path / name / "model" / "README.md").read_text()
+
+
+# ---- The notebook --------------------------------------------------------------------------------
+
+
+@added
+@pytest.mark.slow
+def test_the_notebook_trains_stops_continues_and_shows(tmp_path):
+    """Without the cells that install, as all is here, and with a recipe of some seconds."""
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = [c for c in notebook["cells"] if "install" not in c["metadata"].get("tags", ())]
+    assert not any(cell.get("outputs") for cell in cells)
+    source, changes = json.dumps(notebook | {"cells": cells}), {"Timer(40": "Timer(15"}
+    changes |= {'\\"..\\"': f"{str(ROOT)!r}", "default.yaml": "smoke.yaml --max_steps 100"}
+    for old, new in changes.items():
+        assert old in source
+        source = source.replace(old, new)
+    (tmp_path / "notebook.ipynb").write_text(source, encoding="utf-8")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    env["PYTHONPATH"] = f"{ADDED}:{os.environ['PYTHONPATH']}"
+    run = [sys.executable, ADDED / "bin" / "jupyter-execute", "--inplace", "notebook.ipynb"]
+    done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    printed = "".join("".join(output.get("text", ())) for output in outputs)
+    assert re.search("exit code (0|75)\n", printed) and "step 100" in printed, printed
+    assert "(100, " in "".join(outputs[-1]["data"]["text/plain"])
+
+
+class EditorLoader(yaml.SafeLoader):
+    """Reads 1e-3 as a number, as editors do, by version 1.2 of YAML."""
+
+
+scientific = re.compile(r"[-+]?([0-9]*\.)?[0-9]+[eE][-+]?[0-9]+$")
+EditorLoader.add_implicit_resolver("tag:yaml.org,2002:float", scientific, [*"-+.0123456789"])
+
+
+def read(text):
+    """A recipe as an editor sees it."""
+    return yaml.load(text, EditorLoader)
+
+
+@pytest.fixture(scope="module")
+def schemas():
+    """For each task what the fields give, and those that are flags alone."""
+    found = {}
+    for task in TASKS:
+        with train_module(ROOT / "templates" / task / "task.py") as train:
+            schema = json.loads(json.dumps(recipe_schema(train.Config)))
+            found[task] = schema, config.fields_of(train.Config)
+    return found
+
+
+def test_the_program_writes_the_schema_of_the_project(schemas, projects):
+    project = projects["causal_lm"]
+    assert project.run("python", "-m", "samestep", "schema").stdout.startswith("configs/schema")
+    written = (project.path / "configs" / "schema.json").read_text("utf-8")
+    assert json.loads(written) == schemas["causal_lm"][0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_recipes_follow_the_schema_of_the_fields(schemas, projects, task):
+    schema, fields = schemas[task]
+    project = projects[task].path
+    jsonschema.Draft202012Validator.check_schema(schema)
+    recipes = sorted(project.glob("configs/train/*.yaml"))
+    assert len(recipes) >= 2
+    for path in recipes:
+        text = path.read_text("utf-8")
+        named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
+        assert (path.parent / named[1]).resolve() == project / "configs" / "schema.json"
+        jsonschema.validate(read(text), schema)
+        assert {"max_steps", "tracker"} <= read(text).keys()
+    own = schema["properties"]["task"]["properties"]
+    described = {name: each for name, each in schema["properties"].items() if name != "task"}
+    assert described["learning_rate"]["description"] == "Peak learning rate."
+    assert all(each["description"] for each in [*described.values(), *own.values()])
+    flags = {name for name, (_, field) in fields.items() if "one_command" in field.metadata}
+    assert flags == {"accept_changes", "check", "eval_only"}
+    assert {*described, *(f"task.{name}" for name in own)} == fields.keys() - flags
+
+
+def test_what_the_schema_refuses_train_py_refuses_too(schemas, tmp_path):
+    schema, _ = schemas["causal_lm"]
+    path = tmp_path / "mine.yaml"
+    with train_module(ROOT / "templates" / "causal_lm" / "task.py") as train:
+        for right in cases("schema"):
+            jsonschema.validate(read(right), schema)
+            path.write_text(right)
+            config.parse_config(train.Config, ["--config", str(path)], "")
+        for wrong, name in table("schema"):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(read(wrong), schema)
+            path.write_text(wrong)
+            with refused() as error:
+                config.parse_config(train.Config, ["--config", str(path)], "")
+            assert re.search(rf"\b{name}\b", str(error.value)), error.value

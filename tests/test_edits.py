@@ -1,26 +1,34 @@
 """Usual edits of a task, each as its owner would make it: tests/edits/NN.patch.
 
-Each takes few lines and applies. The one whose rows depend on each other keeps the promises. That
-of docs/from-trainer.md has a collator of transformers; the tenth edit, of train.py, is in
+Each takes few lines and applies. The one whose rows depend on each other keeps the promises, as the
+task of docs/from-trainer.md, with a collator of transformers; the tenth edit, of train.py, is in
 test_cookbook.py.
 """
 
 import itertools
 import math
+import re
 import shutil
 
+import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
-from conftest import ROOT, SOURCE, bake, lines, load_module, write_table
+from conftest import ROOT, SOURCE, bake, lines, load_module, read_weights, write_table
+from refusals import cases
 from samestep.step.seeds import seed_micro_batch
+from small_models import new_model, word_tokenizer
 from test_cookbook import apply
 from test_tasks import BY_NAME, STEPS, check_two_processes_and_a_lost_half
 
-# Lines that an edit may add.
-LINES = {"01": 5, "02": 5, "03": 11, "04": 6, "05": 3, "06": 10, "07": 12, "08": 49, "09": 15}
-LINES |= {"11": 10}
+EDITS = cases("edits")
+SIX_STEPS = STEPS
 STEPS = [*STEPS, "--micro_batch_size", 4, "--warmup_steps", 2]
 STEPS += ["--task.data", "mine.jsonl", "--check_export", "false"]
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
@@ -41,11 +49,8 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
     project = apply(base, read("09"), tmp_path / "project")
     texts = [" ".join(WORDS[i * k % 17] for k in range(1, 9 + i % 29)) for i in range(120)]
     write_table(project.path, [{"text": text} for text in texts], name="mine")
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    size |= {"vocab_size": 300, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    config = LlamaConfig(**size, attention_dropout=0.5)  # which a teacher in eval mode has not
-    LlamaForCausalLM(config).save_pretrained(project.path / "teacher")
+    teacher = new_model("Llama", vocab_size=300, attention_dropout=0.5)  # in eval mode it has none
+    teacher.save_pretrained(project.path / "teacher")
     flags = [*STEPS, *BY_NAME["causal_lm"].flags(context_length=32)]
     whole = tmp_path / "whole"
     project.train(1, *flags, "--output_dir", whole)
@@ -63,14 +68,6 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
 
 
 PAIRS = [(WORDS[i % 17], WORDS[i * (1 + i % 2) % 17]) for i in range(80)]
-# Of those that edit another task than causal_lm.
-TASKS = {
-    "04": "templates/text_classification/task.py",
-    "05": "templates/image_classification/task.py",
-    "07": "examples/plain_module.py",
-    "08": "templates/seq2seq/task.py",
-    "11": "templates/text_classification/task.py",
-}
 
 
 # Keeps what the loop gets for a step.
@@ -118,11 +115,12 @@ def test_a_contrastive_loss_over_the_global_batch(tmp_path):
     assert "task.loss_sum is " in said and "as the sum of each alone" in said
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", EDITS)
 def test_an_edit_takes_few_lines_applies_and_is_shown_by_the_page_of_tasks(name):
-    assert added_lines(read(name)) <= LINES[name]
+    most, task = EDITS[name].values()
+    assert added_lines(read(name)) <= most
     hunks = [hunk.rstrip("\n").split("\n")[1:] for hunk in read(name).split("\n@@")[1:]]
-    files = [TASKS.get(name, "templates/causal_lm/task.py"), f"{SOURCE}/train.py"]
+    files = [task, f"{SOURCE}/train.py"]
     sources = [(ROOT / file).read_text("utf-8") for file in files]
     for hunk in hunks:
         kept = itertools.takewhile(lambda line: not line.startswith("--- a/"), hunk)
@@ -131,3 +129,57 @@ def test_an_edit_takes_few_lines_applies_and_is_shown_by_the_page_of_tasks(name)
     shown = ["\n".join(line for line in hunk if line[:1] in ("+", "-")) for hunk in hunks]
     page = (ROOT / SOURCE / "docs" / "task.md").read_text()
     assert "```diff\n" + "\n...\n".join(shown) + "\n```" in page
+
+
+PAGE = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
+TASK = "\n\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))
+REVIEW = "bad good it was not a film of the year and I saw no other".split()
+SMALL_BERT = [*SIX_STEPS, "--micro_batch_size", 4, "--warmup_steps", 1, "--learning_rate", 1e-3]
+SMALL_BERT += ["--task.model_name_or_path", "small"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project with the task of the page, its reviews, and a small pretrained BERT in bfloat16."""
+    baked = bake(tmp_path_factory.mktemp("trainer"), tracker="none", pictures=False)
+    (baked.path / "task.py").write_text(TASK)
+    (baked.path / "configs" / "train" / "default.yaml").write_text("tracker: none\n")
+    vocabulary = ["[PAD]", "[UNK]", *dict.fromkeys(REVIEW)]
+    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 12}
+    word_tokenizer(vocabulary, **marks).save_pretrained(baked.path / "small")
+    model = new_model("Bert", "ForSequenceClassification", vocab_size=len(vocabulary))
+    model.to(torch.bfloat16).save_pretrained(baked.path / "small")
+    rows = [[REVIEW[i * k % 17 % len(REVIEW)] for k in range(1, 4 + i % 9)] for i in range(90)]
+    table = {"text": [" ".join(row) for row in rows], "label": [int("bad" in row) for row in rows]}
+    datasets.Dataset.from_dict(table).save_to_disk(baked.path / "reviews")
+    return baked
+
+
+@pytest.mark.slow
+def test_the_task_of_the_page_keeps_the_promises(project, tmp_path):
+    printed = check_two_processes_and_a_lost_half(project, tmp_path, *SMALL_BERT)
+    assert "its rows" not in printed
+    assert not [*(project.path / "reviews").glob("cache*")]  # what map has kept is elsewhere
+    weights = read_weights(tmp_path / "whole" / "checkpoints" / "step-00000006")
+    assert {each.dtype for each in weights.values()} == {torch.float32}
+    check_scores(project.path, tmp_path / "whole")
+
+
+def check_scores(folder, output):
+    """The scores of the last line are those of transformers alone on the exported model."""
+    rows = datasets.load_from_disk(folder / "reviews").to_list()
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(output / "model").eval()
+    (data,) = folder.glob(".cache/data/*/rows/validation")
+    held_out = datasets.load_from_disk(data)
+    known = {tuple(tokenizer(row["text"], truncation=True)["input_ids"]) for row in rows}
+    right, losses = [], []
+    for row in held_out:
+        assert tuple(row["input_ids"]) in known  # not augmented
+        batch = {n: torch.tensor([row[n]]) for n in ("input_ids", "attention_mask", "labels")}
+        found = model(**batch)
+        losses.append(found.loss.item())
+        right.append(int(found.logits.argmax()) == row["labels"])
+    scores = lines(output, "eval_loss")[-1]
+    assert scores["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert scores["accuracy"] == pytest.approx(sum(right) / len(right))

@@ -17,7 +17,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from conftest import checkpoint, digest, lines, newest, status, wait_until
+from conftest import checkpoint, lines, newest, status, wait_until
+from refusals import cases
+from same import check_same
 from samestep.base import errors, run_folder
 from samestep.launch import rendezvous
 
@@ -107,11 +109,7 @@ def test_of_three_machines_one_is_lost_one_loses_its_process_and_another_comes(t
         assert f"continuing from {checkpoint(output, step)}" in printed
     flags += ["--max_steps", int(newest(output).name[5:]), "--task.row_seconds", 0]
     tiny.train(1, *flags, "--output_dir", unbroken)
-    found = {line["step"]: line for line in lines(output, "loss")}
-    for line in lines(unbroken, "loss"):
-        for key in ("batch_hash", "loss"):
-            assert line[key] == found[line["step"]][key]
-    assert digest(newest(output)) == digest(newest(unbroken))
+    check_same(unbroken, output)
 
 
 @pytest.mark.slow
@@ -139,15 +137,7 @@ ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTI
 ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 
 
-# Restarts, machines, whether the launcher keeps the store -> the prefix there.
-MEETINGS = [
-    (2, 1, True, "restart-2"),  # c10d on one machine; its store is not the launcher's own
-    (2, 2, False, ""),  # c10d on several machines, as samestep launch sets it up
-    (0, 2, True, None),  # with a shared store: refused
-]
-
-
-@pytest.mark.parametrize("restarts, machines, shared, expected", MEETINGS)
+@pytest.mark.parametrize("restarts, machines, shared, expected", cases("meetings"))
 def test_where_restarted_processes_meet(monkeypatch, restarts, machines, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -14,6 +14,7 @@ from conftest import ROOT, bake, status, write_table
 from samestep.contract import contract
 from samestep.end import ending, export_check
 from samestep.report import model_card
+from small_models import new_model
 from test_tasks import BY_NAME, TEMPLATES, chat
 
 CHAT = {"rows": "chat", "context_length": 128}
@@ -220,9 +221,7 @@ def test_without_test_inputs_all_tensors_are_compared(tmp_path, capsys, exchange
 
 def test_inputs_of_a_task_without_a_tokenizer_are_given_again(tmp_path):
     """Tokens of a vocabulary that is the task's own: there is nothing that reads a text."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 16}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = new_model("GPT2", "LMHeadModel", vocab_size=11, n_positions=16).eval()
     model.save_pretrained(tmp_path)
     run = run_of(tmp_path, test_inputs=lambda rows: [(None, {"input_ids": [row]}) for row in rows])
     run.validation = [[1, 2, 3], [4, 5, 6, 7]]

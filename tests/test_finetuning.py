@@ -8,9 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from conftest import bake, checkpoint, read_weights, write_recipe, write_table
+from small_models import new_model
 from test_tasks import chat
 
 # They train a model first, and then its descendants.
@@ -80,8 +81,7 @@ def test_adapters_of_a_model_with_tied_weights_make_small_checkpoints(project):
     """The embedding has two names there."""
     folder = project.path / "runs" / "gpt2"
     shutil.copytree(project.path / "runs" / "base" / "model", folder)
-    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    new_model("GPT2", "LMHeadModel", vocab_size=300, n_positions=64).save_pretrained(folder)
     flags = ["--task.model_name_or_path", "runs/gpt2", "--output_dir", "runs/gpt2-run"]
     project.train(2, *flags, "--max_steps", 3)
     output = project.path / "runs" / "gpt2-run"

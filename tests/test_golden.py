@@ -19,31 +19,20 @@ import yaml
 from transformers import AutoTokenizer
 
 from conftest import bake, lines, load_task
+from refusals import cases
 from samestep.contract import contract
 from samestep.prepared import prepared
 
 FOLDER = Path(__file__).with_name("golden")
 STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]
 HELD_OUT = ["--task.validation_fraction", 0.25]
-PROMPTS = ["--task.rows", "prompt", "--task.completion_column", "chosen"]
-SOURCES = ["--task.source_column", "prompt", "--task.target_column", "chosen"]
-# Of each task the cases: the recipe, the rows (of tests/golden/, or of the recipe), and flags.
-TASKS = {
-    "causal_lm": {
-        "texts": ("smoke", "texts.jsonl", []),
-        "chats": ("smoke", "chats.jsonl", []),
-        "prompts": ("smoke", "pairs.jsonl", PROMPTS),
-    },
-    "preference": {"pairs": ("smoke", "pairs.jsonl", [])},
-    "seq2seq": {"pairs": ("smoke", "pairs.jsonl", SOURCES)},
-    "text_classification": {"texts": ("smoke", "texts.jsonl", [])},
-    "image_classification": {"demo": ("default", "", [])},
-}
+TASKS = cases("golden")
 
 
 def record(project, name, case, folder):
     """Trains a case for three steps in a project of its task, and reads its data: the facts."""
-    recipe, rows, flags = TASKS[name][case]
+    recipe, rows, words = TASKS[name][case]
+    flags = words.split()
     output = folder / case
     if rows:
         flags = [*flags, *HELD_OUT, "--task.data", FOLDER / rows]

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from conftest import GPUS, bake, checkpoint, copy_until, digest, lines, newest, read_weights
+from conftest import GPUS, bake, checkpoint, copy_until, lines, read_weights
+from same import check_same, check_same_curve
 from samestep.state import checkpoints
 from test_stopping import kill_all
 
@@ -61,26 +62,12 @@ def one(tiny, tmp_path_factory):
     return train(tiny, "single_gpu", tmp_path_factory.mktemp("gpu") / "run")
 
 
-def check_close(one, other, rel):
-    """The same samples in each step, and losses that differ by no more than `rel`."""
-    for key in ("loss", "eval_loss"):
-        for mine, theirs in zip(lines(one, key), lines(other, key), strict=True):
-            assert mine.get("batch_hash") == theirs.get("batch_hash")
-            assert mine[key] == pytest.approx(theirs[key], rel=rel)
-
-
 def check_continues(project, hardware, folder, *flags):
     """A run that goes on from step 4 ends as one that was not broken; the folders of both."""
     whole = train(project, hardware, folder / "whole", *flags)
     half = train(project, hardware, copy_until(whole, 4, folder / "half"), *flags)
-    check_same_end(whole, half)
+    check_same(whole, half)
     return whole, half
-
-
-def check_same_end(one, other):
-    """In the last checkpoint: the bytes of the weights and of the optimizer's state."""
-    assert newest(one).name == newest(other).name
-    assert digest(newest(one)) == digest(newest(other))
 
 
 WAYS = [
@@ -93,7 +80,7 @@ WAYS = [
 @pytest.mark.parametrize("way, rel", WAYS)
 def test_other_hardware_trains_what_a_gpu_in_fp32_trains(tiny, one, tmp_path, way, rel):
     hardware, *flags = way.split()
-    check_close(one, train(tiny, hardware, tmp_path / "run", *flags), rel=rel)
+    check_same_curve(one, train(tiny, hardware, tmp_path / "run", *flags), rel=rel, norm=100)
 
 
 @two_gpus
@@ -107,9 +94,7 @@ def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, preci
     two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags, *shares)
     half = copy_until(two, 3, tmp_path / "half")
     train(project, f"single_gpu{precision}", half, *flags)
-    for output in (two, half):
-        check_same_end(one, output)
-    check_close(one, two, rel=0)
+    check_same(one, two, half)
 
 
 @two_gpus
@@ -124,7 +109,7 @@ def test_two_gpus_that_share_rows_train_what_one_trains(project, tmp_path, preci
     flags, single = [*MODEL, "--task.context_length", 256], {"no": "", "bf16": "_bf16"}[precision]
     one = train(project, f"single_gpu{single}", tmp_path / "one", *flags)
     two = train(project, "shared_rows", tmp_path / "two", *flags)
-    check_close(one, two, rel={"no": 1e-4, "bf16": 1e-2}[precision])
+    check_same_curve(one, two, rel={"no": 1e-4, "bf16": 1e-2}[precision], norm=100)
 
 
 def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
@@ -164,7 +149,7 @@ def test_packed_rows_have_the_losses_of_a_cpu(tmp_path):
     env = {"CUDA_VISIBLE_DEVICES": GPUS, "ACCELERATE_MIXED_PRECISION": "bf16"}
     project.run("python", "train.py", *flags, *gpu, **env)
     project.run("python", "train.py", *flags, *cpu, ACCELERATE_USE_CPU="true")
-    check_close(tmp_path / "cpu", tmp_path / "gpu", rel=0.02)
+    check_same_curve(tmp_path / "cpu", tmp_path / "gpu", rel=0.02, norm=100)
 
 
 @bf16

@@ -14,14 +14,13 @@ import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE, edit
-from refusals import refused, table
+from conftest import ROOT, SOURCE, checkpoint, edit, manifest
+from refusals import cases, refused, table
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
 from samestep.launch import combinations, launched, launcher
 from samestep.processes import mesh as layout
 from samestep.run import startup
-from test_exact import with_task
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -128,31 +127,13 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
 DEFAULTS |= {"check": False}
-KINDS = {
-    "DDP": ((), {}),
-    "FSDP": (("FSDP",), {}),
-    "DEEPSPEED": (("DEEPSPEED",), {}),
-    "TP": (("PARALLELISM_CONFIG",), {"tp": 4}),
-    "CP": (("FSDP", "PARALLELISM_CONFIG"), {"cp": 4}),
-}
 
 
-@pytest.mark.parametrize(
-    "kind, fields, said",
-    [
-        ("FSDP", {"exact": True, "async_save": True}, ""),
-        ("DDP", {"device_shares": "[2, 1]"}, ""),
-        ("DEEPSPEED", {"async_save": True}, "async_save cannot be combined with DeepSpeed"),
-        ("DEEPSPEED", {"exact": True}, "exact cannot be combined with DeepSpeed"),
-        ("TP", {"exact": True}, "exact cannot be combined with tensor"),
-        ("CP", {"exact": True}, "exact cannot be combined with context"),
-        ("CP", {"compile": True}, "compile cannot be combined with context"),
-        ("FSDP", {"device_shares": "auto"}, "device_shares cannot be combined"),
-    ],
-)
-def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
-    shared = layout.layout_of(4, 0, *KINDS[kind])
-    with refused(begin=said) if said else contextlib.nullcontext():
+@pytest.mark.parametrize("given, said", table("layouts"))
+def test_fields_that_do_not_go_with_a_layout(given, said):
+    fields = {name: given[name] for name in DEFAULTS.keys() & given.keys()}
+    shared = layout.layout_of(4, 0, given.get("shards", ()), given.get("axes", {}))
+    with contextlib.nullcontext() if "allowed" in said else refused(begin=said):
         combinations.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
@@ -191,19 +172,16 @@ def test_the_yaml_of_accelerates_own_launcher_is_looked_at(tiny, tmp_path):
         path.write_text(text)
         before = GIVEN.format(words=words, default=default)
         printed = tiny.train(1, "--output_dir", output, before=before, codes=[2])
-        assert printed.startswith("train.py: ") and said in printed and printed.count("\n") == 1
+        assert said in printed and printed.count("\n") == 1
         assert not output.exists()
 
 
 # ---- hardware.yaml of a run ----------------------------------------------------------------------
 
 
-def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_changed(
-    tiny, tmp_path, monkeypatch
-):
+def test_hardware_yaml_says_what_was_launched_and_then_what_changed(tiny, output, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "http://me:secret@proxy")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    output = tmp_path / "run"
     flags = ["--output_dir", output, "--save_every", 2, "--accept_changes"]
     assert "a version changed" not in tiny.train(1, *flags, "--max_steps", 2)
     first = yaml.safe_load((output / "hardware.yaml").read_text())
@@ -212,8 +190,8 @@ def test_hardware_yaml_says_what_the_launcher_meant_and_a_continuation_what_chan
     assert first["environment"]["NCCL_SOCKET_IFNAME"] == "http://proxy"
     assert "secret" not in (output / "hardware.yaml").read_text()
 
-    manifest = json.loads((output / "checkpoints/step-00000002/manifest.json").read_text())
-    assert first == manifest["hardware"] | {"environment": first["environment"]}
+    saved = manifest(checkpoint(output, 2))
+    assert first == saved["hardware"] | {"environment": first["environment"]}
     assert first["torch"] == importlib.metadata.version("torch")
 
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
@@ -252,6 +230,13 @@ def test_the_largest_unit_is_a_block_or_what_lies_in_no_block():
 GPU = devices.Devices("cuda", 2, "bf16", Path("configs/accelerate/multi_gpu_bf16.yaml"))
 
 
+def sees(monkeypatch, kind):
+    """Lets torch see one device of this kind."""
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+
+
 @pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
 def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precision):
     """Of a T4 and an A100."""
@@ -262,9 +247,7 @@ def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precisi
         return 0, "\n".join(["compute_cap", *chosen])
 
     monkeypatch.setattr(devices, "nvidia_smi", query)
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    sees(monkeypatch, "cuda")
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
     yaml_of = Path(f"configs/accelerate/single_gpu_{precision}.yaml")
     assert devices.choose(None, None) == ("cuda", 1, precision, yaml_of)
@@ -276,8 +259,7 @@ def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precisi
 
 def test_another_gpu_is_tested_where_a_yaml_names_it(monkeypatch):
     """Without a YAML the CPU trains, as by `make train`."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    sees(monkeypatch, "mps")
     cpu_multi = Path("configs/accelerate/cpu_multi.yaml")
     assert devices.choose(None, 2) == ("cpu", 2, "no", cpu_multi)
     assert devices.choose(FOLDER / "mps.yaml", None)[:3] == ("mps", 1, "no")
@@ -285,23 +267,12 @@ def test_another_gpu_is_tested_where_a_yaml_names_it(monkeypatch):
 
 # ---- check ---------------------------------------------------------------------------------------
 
-LISTED = "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100"
-LOST = "Unable to determine the device handle for GPU1: 0000:1B:00.0: GPU is lost."
-ECC = {devices.ERRORS: (0, "0, 0, No\n1, 3, No")}
 
-
-@pytest.mark.parametrize(
-    "printed, seen, problem, said",  # by nvidia-smi, by torch, by the second GPU
-    [
-        ({}, 2, "", None),
-        ({"-L": (15, LOST)}, 0, "", f"nvidia-smi: {LOST}; see docs/problems.md, a lost"),
-        ({}, 0, "", "torch sees 0 GPUs, and nvidia-smi lists 2: "),
-        ({}, 2, "out of order", "device 1: out of order"),
-        (ECC, 2, "", "GPU 1 has errors in its memory (ECC: 3"),
-    ],
-)
-def test_what_makes_training_wrong_is_a_failure(monkeypatch, printed, seen, problem, said):
-    smi = {"-L": (0, LISTED)} | printed
+@pytest.mark.parametrize("case", cases("devices"))
+def test_what_makes_training_wrong_is_a_failure(monkeypatch, case):
+    printed, seen, problem, said = case.values()
+    smi = {"-L": (0, "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100")} | printed
+    smi[devices.ERRORS] = smi.get("errors", (1, ""))
     answers = [("H100", 1.0, ""), ("H100", 1.0, problem)]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
@@ -343,7 +314,7 @@ def hardware(project, *words, code=0, **env):
 
 @pytest.mark.slow
 def test_one_command_checks_measures_and_compares(tiny, tmp_path):
-    project = with_task(tiny, tmp_path, "")
+    project = tiny.copied(tmp_path)
     printed = hardware(project, "--seconds", 0.01)
     assert "2 comparisons passed, 0 failed" in printed
     found = json.loads((project.path / "runs" / "hardware" / "hardware.json").read_text())
@@ -369,7 +340,7 @@ CLIP = "        step.clip(cfg"
 @pytest.mark.parametrize("fault, said", FAULTS)
 def test_smoke_names_what_is_wrong(tiny, tmp_path, fault, said):
     """A wrong micro-batch, and a share that is left out."""
-    project = with_task(tiny, tmp_path, "")
+    project = tiny.copied(tmp_path)
     edit(project.path / "train.py", BATCHES, fault)
     with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
         file.write("timeout: 5\n")  # where a share is left out, the other process waits
@@ -382,7 +353,7 @@ def test_smoke_names_what_is_wrong(tiny, tmp_path, fault, said):
 @pytest.mark.slow
 def test_smoke_under_a_launcher_that_shards(tiny, tmp_path):
     """A doubled gradient is named. Only the first process works; it starts train.py by its YAML."""
-    project = with_task(tiny, tmp_path, "")
+    project = tiny.copied(tmp_path)
     doubled = "        [p.grad.mul_(2) for p in model.parameters()]\n"
     edit(project.path / "train.py", CLIP, f"{doubled}{CLIP}")
     launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]

@@ -16,7 +16,9 @@ import transformers
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
-from conftest import digest, lines, write_table
+from conftest import lines, write_table
+from refusals import cases
+from same import check_same
 from samestep.base.errors import UserError
 from samestep.contract import contract
 from samestep.data import inputs
@@ -100,15 +102,7 @@ def test_the_middle_of_an_upright_image_is_what_is_seen():
     assert (stored[:5, :5] <= 12).all() and (stored[8:, 8:] >= 254).all()
 
 
-PROCESSORS = [
-    ("ViT", {"size": {"height": 40, "width": 40}}, ""),
-    ("ConvNext", {"size": {"shortest_edge": 28}, "crop_pct": 0.875}, ""),  # as ResNets have it
-    ("Bit", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}}, ""),
-    ("EfficientNet", {"rescale_factor": 1 / 127.5, "rescale_offset": True}, ""),
-    ("MobileViT", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}},
-     "the image processor of .* gives a pixel 0, training would give it 1; give a model"),
-    ("ViT", {"do_resize": False}, r"makes pixels of the shape \(1, 3, 94, 94\) of an image; give"),
-]  # fmt: skip
+PROCESSORS = cases("processors")
 
 
 @pytest.mark.parametrize("kind, settings, said", PROCESSORS)
@@ -132,9 +126,7 @@ def test_pixels_are_those_of_the_image_processor_of_the_model(task, tmp_path, ki
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_unreadable_images_are_refused_or_named_and_left_out(
-    kit, config, prepare, tmp_path, capsys
-):
+def test_unreadable_images_are_refused_or_left_out(kit, config, prepare, tmp_path, capsys):
     root = folders(tmp_path / "a")
     (root / "red" / "0.png").write_bytes(b"no image")
     half = root / "green" / "3.png"
@@ -290,10 +282,8 @@ def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path)
     flags += ["--warmup_steps", 1, "--task.channels_last", "false"]
     flags += ["--num_epochs", 0, *STEPS, "--max_steps", 3, "--num_workers", 1]
     flags += ["--learning_rate", 1e-4, "--output_dir"]
-    ends = []
     for processes in (1, 2):
         baked.train(processes, *flags, tmp_path / f"{processes}", "--exact", "true")
-        ends.append(digest(tmp_path / f"{processes}" / "checkpoints" / "step-00000003"))
-    assert ends[0] == ends[1]
+    check_same(tmp_path / "1", tmp_path / "2")
     batched = [*flags, tmp_path / "norms", "--task.architecture", "resnet_batchnorm"]
     assert "warning: the model has BatchNorm" in baked.train(1, *batched)

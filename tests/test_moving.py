@@ -1,32 +1,19 @@
 """Checkpoints of real runs: moved between kinds of parallelism, and saved in the background."""
 
+import textwrap
+
 import pytest
-import torch
 from safetensors import safe_open
 
-from conftest import checkpoint, copy_until, digest, lines, read_checkpoint, status
+from conftest import checkpoint, copy_until, lines, status
+from refusals import cases
+from same import check_close, check_same
 from samestep.state import checkpoints
 from samestep.step import order
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
+WHOLE = FLAGS  # 12 steps with checkpoints at 3, 6, 9 and 12
 ASYNC = [*FLAGS, "--async_save", "true"]
-
-
-def check_close(one, other, rel):
-    """All tensors of two checkpoints agree, relative to the largest number of each."""
-    mine, theirs = read_checkpoint(one), read_checkpoint(other)
-    assert mine.keys() == theirs.keys()
-    for name, values in mine.items():
-        limit = rel * values.abs().max().item()
-        torch.testing.assert_close(values, theirs[name], rtol=0, atol=limit, msg=name)
-
-
-@pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
-    """A run of one process, 12 steps with checkpoints at 3, 6, 9 and 12."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    tiny.train(1, "--output_dir", output, *FLAGS)
-    return output
 
 
 # ---- From one layout to another ------------------------------------------------------------------
@@ -112,19 +99,6 @@ def test_in_the_background_the_same_bytes_are_saved(tiny, tmp_path):
     assert steps == sorted(steps)
 
 
-def test_a_failure_in_the_background_ends_all_processes_in_one_line(tiny, tmp_path):
-    """On the last process, at the second save; the first is kept."""
-    output = tmp_path / "run"
-    code = "if len(calls) == 2 and os.environ['RANK'] == '1':\n"
-    code += "        raise ValueError('no more of this')"
-    flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000]
-    printed = tiny.train(2, *flags, codes=[2], before=SLOWED.format(code))
-    assert printed.count("train.py: ") == 1 and "no more of this" in printed, printed
-    assert "Traceback" not in printed
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
-    assert 6 <= lines(output, "loss")[-1]["step"] < 100 and status(output)["exit_code"] == 2
-
-
 def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, tmp_path):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     code = "write(share, folder); len(calls) == 2 and os.kill(os.getpid(), 9)"
@@ -134,30 +108,24 @@ def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, tmp_path):
     assert found == {"step-00000003", ".step-00000006.partial"}
     tiny.train(2, "--output_dir", output, *ASYNC, "--accept_changes")
     tiny.train(2, "--output_dir", unbroken, *FLAGS)
-    assert digest(checkpoint(output, 12)) == digest(checkpoint(unbroken, 12))
+    check_same(unbroken, output)
 
 
-def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, tmp_path):
-    output = tmp_path / "run"
-    flags = ["--max_steps", 100_000, "--task.row_seconds", 0.01, "--save_every", 5]
-    code = "if len(calls) == 1 and os.environ['RANK'] == '1':\n"
-    code += "        os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)"
-    flags = [*ASYNC, "--output_dir", output, *flags]
-    printed = tiny.train(2, *flags, before=SLOWED.format(code), codes=[75])
+ENDS = cases("ends")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_that_ends_waits_for_the_save_in_flight(tiny, output, name):
+    """It keeps the checkpoint that it has begun; a stop saves one more, a failed save is none."""
+    code, processes, ended, said, flags = ENDS[name].values()
+    flags = ["--output_dir", output, *ASYNC, *flags.split()]
+    if name == "a loss that is not finite":
+        flags += ["--task.poisoned", int(order.sample_ids([2], 37, 0)[0])]
+    slowed = SLOWED.format(textwrap.indent(code, "    ").strip())
+    printed = tiny.train(processes, *flags, before=slowed, codes=[ended])
     last = lines(output, "loss")[-1]["step"]
-    saved = {p.name for p in (output / "checkpoints").iterdir()}
-    assert saved == {"step-00000005", f"step-{last:08d}"}
-    assert f"stopped after step {last}" in printed
-
-
-def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, tmp_path):
-    """The losses are not finite any more while the save is in flight."""
-    output = tmp_path / "run"
-    flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
-    flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-    seen = order.sample_ids(range(4), 37, 0)
-    flags += ["--task.poisoned", int(seen[2])]
-    printed = tiny.train(1, *flags, codes=[2], before=SLOWED.format("time.sleep(2)"))
-    assert "not finite in 1 steps in a row" in printed
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
-    assert checkpoints.verify(checkpoint(output, 2))["step"] == 2
+    assert said.format(last) in printed and status(output)["exit_code"] == ended
+    wanted = {"a failure": {3}, "a stop": {5, last}}.get(name, {2})
+    assert {path.name for path in output.glob("checkpoints/*")} == {f"step-{n:08}" for n in wanted}
+    assert all(checkpoints.verify(checkpoint(output, n))["step"] == n for n in wanted)
+    assert name != "a failure" or 6 <= last < 100

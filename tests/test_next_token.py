@@ -1,15 +1,18 @@
-"""The loss of a language model: equal to that of a plain call, whatever makes it fast."""
+"""The loss of a language model, also of mixtures of experts: equal to that of a plain call."""
 
 import copy
 
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from samestep.models import next_token, pretrained
+from conftest import bake, copy_until, load_task
+from refusals import cases
+from same import check_same as check_same_runs
+from samestep.models import next_token, preferences, pretrained
+from small_models import word_tokenizer
 
 LENGTH = 32
 SIZES = {
@@ -17,20 +20,7 @@ SIZES = {
     "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-EIGHT = {"head_dim": 8}
-# The attention that a model has, and whether its logits are made in chunks.
-SDPA, EAGER = "sdpa", "eager"
-MODELS = {
-    "llama": ("Llama", {}, SDPA, True),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}, SDPA, True),
-    "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, SDPA, True),
-    "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, SDPA, True),  # its head has a bias
-    "window": ("Mistral", {"sliding_window": 8}, SDPA, True),
-    "window in some layers": ("Gemma3Text", {"sliding_window": 8, **EIGHT}, SDPA, True),
-    "kwargs are not handed down": ("StableLm", {}, SDPA, True),
-    "capped": ("Gemma2", EIGHT, EAGER, False),
-    "no positions": ("Bloom", {"n_head": 4, "hidden_dropout": 0}, EAGER, True),  # but ALiBi
-}
+MODELS = cases("models")
 PLAIN = pretrained.ModelConfig()
 check_separates_texts = next_token.check_separates_texts
 
@@ -132,9 +122,7 @@ def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer for padding alone; pad_token_id is 0."""
-    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(128)}, "t1")
-    whole = tokenizers.Tokenizer(words)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="t0")
+    return word_tokenizer([f"t{i}" for i in range(128)], pad_token="t0")
 
 
 def pad(tokenizer, collator, texts):
@@ -149,17 +137,7 @@ def pad(tokenizer, collator, texts):
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-PADDED = [
-    ("llama", "left", "ForLanguageModeling"),
-    ("llama", "left", "ForSeq2Seq"),
-    ("llama", "right", "WithPadding"),
-    ("gpt2", "left", "WithPadding"),
-    ("window", "left", "WithPadding"),
-    ("no positions", "left", "WithPadding"),
-]
-
-
-@pytest.mark.parametrize("name, side, collator", PADDED)
+@pytest.mark.parametrize("name, side, collator", cases("padded"))
 def test_padding_on_either_side_changes_no_loss(name, side, collator, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "padding_side", side)
     texts = [[*range(3, 30)], [*range(40, 49)], [7, 5]]
@@ -247,3 +225,67 @@ def test_a_chunk_bounds_the_memory_of_the_loss():
     hook.remove()
     expected = F.cross_entropy(head(hidden), labels, reduction="sum")
     assert loss.item() == pytest.approx(expected.item())
+
+
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+    "moe_intermediate_size": 32, "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+
+
+def mixture(family="Qwen3Moe", **more):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **EXPERTS, **more})
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("family, padded", [("Qwen3Moe", False), ("Mixtral", True)])
+def test_loss_and_gradients_of_a_micro_batch_are_those_of_transformers(family, padded, capsys):
+    model, batch = mixture(family), rows(False)
+    fast = prepared(model, False)
+    assert "includes its router's loss (router_aux_loss_coef 0.5)" in capsys.readouterr().out
+    batch["labels"][0, 20 if padded else LENGTH :] = -100
+    mask, items = (batch["labels"] != -100).long(), next_token.counted(batch).sum().item()
+    for given in ({**batch, "attention_mask": mask}, batch):
+        expected = items * model(**given).loss
+        known = gradients(model, expected)
+        found = next_token.loss_sum(fast, given)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        check_same(known, gradients(fast, found), rel=3e-6)
+    pure = next_token.loss_sum(prepared(mixture(family, router_aux_loss_coef=0.0), False), batch)
+    assert not capsys.readouterr().out and found - pure > 0.4 * items
+    nothing = next_token.loss_sum(fast, {**batch, "labels": torch.full((3, LENGTH), -100)})
+    assert nothing == 0 and all((g == 0).all() for g in gradients(fast, nothing).values())
+    assert next_token.loss_sum(fast.eval(), batch).item() == pytest.approx(pure.item())
+
+
+def test_each_pair_has_the_router_s_loss_of_both_answers():
+    task, model, batch = load_task("preference"), prepared(mixture(), False), rows(False)
+    preferences.add_reference(model)
+    model.objective = task.TaskConfig()
+    pairs = {name: torch.stack([values[:2], values[1:]]) for name, values in batch.items()}
+    ids = preferences.flatten_pairs(pairs)["input_ids"]
+    expected = 2 * 0.5 * model(input_ids=ids).aux_loss
+    found = task.loss_sum(model, pairs)
+    model.config.output_router_logits = False
+    pure = task.loss_sum(model, pairs)
+    assert (found - pure).item() == pytest.approx(expected.item(), rel=1e-5)
+    known, alone, both = (gradients(model, loss) for loss in (expected, pure, found))
+    check_same({name: alone[name] + known.get(name, 0) for name in alone}, both, rel=3e-6)
+
+
+@pytest.mark.slow
+def test_runs_include_it_on_any_processes_and_resume_to_the_same_bytes(tmp_path):
+    project, folder = bake(tmp_path, pictures=False, tracker="none"), tmp_path / "base" / "model"
+    steps = "--max_steps 6 --global_batch_size 8 --warmup_steps 2 --save_every 3 --log_every 1"
+    flags = [*steps.split(), "--keep_checkpoints", 0, "--micro_batch_size", 2, "--output_dir"]
+    small = ["--task.hidden_size", 32, "--task.vocab_size", 300, "--max_steps", 1]
+    project.train(1, *flags, tmp_path / "base", *small)
+    mixture(vocab_size=300).save_pretrained(folder)
+    more = ["--task.model_name_or_path", folder, "--exact", "true"]
+    for name, processes in (("two", 2), ("one", 1), ("half", 1)):
+        if name == "half":
+            copy_until(tmp_path / "two", 3, tmp_path / name)
+        printed = project.train(processes, *flags, tmp_path / name, *more)
+        assert "includes its router's loss" in printed
+    check_same_runs(*(tmp_path / name for name in ("two", "one", "half")))

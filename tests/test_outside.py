@@ -11,12 +11,12 @@ import pytest
 import transformers
 import yaml
 from PIL import EpsImagePlugin, Image
-from tokenizers import Tokenizer, models
 
 from conftest import BakedProject
 from refusals import check_ended
 from samestep.images import images
 from samestep.report import model_card
+from small_models import new_model, word_tokenizer
 
 HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\udcff\u4e2d"]
 
@@ -25,15 +25,14 @@ HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\u
 def made(tmp_path_factory):
     """A folder with two very small models, of the classes of texts and of images."""
     folder = tmp_path_factory.mktemp("models")
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    small |= {"intermediate_size": 16, "id2label": dict(enumerate(HOSTILE))}
-    config = transformers.BertConfig(vocab_size=2, max_position_embeddings=64, **small)
-    transformers.BertForSequenceClassification(config).save_pretrained(folder / "texts")
-    words = Tokenizer(models.WordLevel({"one": 0, "?": 1}, "?"))
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?")
+    labels = {"id2label": dict(enumerate(HOSTILE))}
+    sizes = {"vocab_size": 2, "max_position_embeddings": 64}
+    bert = new_model("Bert", "ForSequenceClassification", **sizes, **labels)
+    bert.save_pretrained(folder / "texts")
+    words = word_tokenizer(["?", "one"], whole=True, pad_token="?")
     words.save_pretrained(folder / "texts")
-    config = transformers.ViTConfig(image_size=8, patch_size=4, **small)
-    transformers.ViTForImageClassification(config).save_pretrained(folder / "images")
+    vit = new_model("ViT", "ForImageClassification", image_size=8, patch_size=4, **labels)
+    vit.save_pretrained(folder / "images")
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     transformers.BitImageProcessor(**size).save_pretrained(folder / "images")
     return folder

@@ -7,38 +7,30 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import (
-    ROOT,
-    copy_until,
-    digest,
-    latest,
-    load_module,
-    load_task,
-    newest,
-    preloaded,
-    train_module,
-)
+from conftest import ROOT, copy_until, load_module, load_task, train_module
+from refusals import cases, table
+from same import check_same, check_same_curve
 from samestep.models import next_token
 from samestep.processes import mesh
-from test_sharding import agree, make_small, train
+from test_sharding import train
 
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 
 
 def pipe(project, processes, *flags, codes=(0,)):
     """What train_pipeline.py prints in so many processes."""
-    envs = project.envs(processes, ACCELERATE_MIXED_PRECISION="no")
-    ended = preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
-    return project.ended(flags, codes, ended)
+    given = {"program": ["train_pipeline.py"], "env": {"ACCELERATE_MIXED_PRECISION": "no"}}
+    return project.train(processes, *flags, codes=codes, timeout=500, **given)
+
+
+# Eight micro-batches a step, whose gradient is clipped.
+SMALL = {"micro_batch_size": 1, "learning_rate": 0.002, "max_grad_norm": 0.7}
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Eight micro-batches a step, whose gradient is clipped."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    project = make_small(folder, micro_batch_size=1, learning_rate=0.002, max_grad_norm=0.7)
-    shutil.copy(EXAMPLE, project.path)
-    return project
+def small(small):
+    shutil.copy(EXAMPLE, small.path)
+    return small
 
 
 @pytest.mark.slow
@@ -48,45 +40,28 @@ def test_two_stages_have_the_numbers_of_train_and_resume_to_the_same_bytes(small
     train(small, "cpu", 1, *flags, "--output_dir", one)
     text = pipe(small, 2, *flags, "--output_dir", two)
     assert "8 samples = 1 x 8 x 1 (groups of 2 processes x micro-batches x samples)" in text
-    agree(two, one, norm=1e-6)
+    check_same_curve(two, one, norm=1e-6)
     exported = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
     torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-6)
     half = copy_until(two, 3, tmp_path / "half")
     assert "continuing from" in pipe(small, 2, *flags, "--output_dir", half)
-    assert digest(newest(half)) == digest(newest(two))
-
-
-# Processes, flags of the pipeline, and those that train.py gets too.
-CASES = [
-    ("--tensor_parallel 2", ""),
-    ("", "--task.packing best_fit --gradient_checkpointing true --micro_batch_size 2 "
-     "--task.loss_chunk 16 --max_grad_norm 0"),
-]  # fmt: skip
+    check_same(two, half)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own, flags", CASES)
+@pytest.mark.parametrize("own, flags", cases("pipelines"))
 def test_other_pipelines_have_the_losses_of_train(small, tmp_path, own, flags):
     """Two stages of two parts each; and two pipelines, packed and recomputed."""
     flags = [*flags.split(), "--task.num_layers", "4", "--max_steps", "3", "--output_dir"]
     pipe(small, 4, *own.split(), *flags, tmp_path / "four")
     train(small, "cpu", 1, *flags, tmp_path / "one")
-    agree(tmp_path / "four", tmp_path / "one", norm=1e-6)
-
-
-REFUSED = [
-    (2, ["--exact", "true"], "exact cannot be combined with stages; leave one of them out"),
-    (1, ["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
-    (1, ["--check", "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
-]
+    check_same_curve(tmp_path / "four", tmp_path / "one", norm=1e-6)
 
 
 @pytest.mark.slow
 def test_settings_that_do_not_fit_are_one_line(small):
-    for processes, flags, words in REFUSED:
-        printed = pipe(small, processes, *flags, codes=[2])
-        (line,) = [line for line in printed.splitlines() if line.startswith("train.py: ")]
-        assert words in line and "Traceback" not in printed, printed
+    for (processes, flags), said in table("pipelines"):
+        assert said in pipe(small, processes, *flags.split(), codes=[2])
     with pytest.raises(ValueError, match="2 stages need a YAML that shards nothing"):
         mesh.layout_of(4, 0, ("FSDP",), {"stages": 2})
 

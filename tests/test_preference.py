@@ -4,23 +4,21 @@ import copy
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import lines, read_weights
-from refusals import refused
+from refusals import cases, refused
+from same import check_same
 from samestep.base.console import one_line
 from samestep.data.sources import IncompleteRow
 from samestep.models import preferences as references
 from samestep.text import preferences
-from test_exact import check_same
 from test_sharding import train
 from test_tasks import STEPS
 
@@ -32,7 +30,7 @@ CFG = SimpleNamespace(
     rejected_column="rejected",
     tools_column="tools",
 )
-PAIRS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text(encoding="utf-8"))
+PAIRS = cases("pairs")
 
 
 @pytest.mark.parametrize("row", PAIRS)

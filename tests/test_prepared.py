@@ -20,7 +20,9 @@ import pytest
 import torch
 import yaml
 
-from conftest import ROOT, edit, kill_after, lines, make_tiny, preloaded, write_recipe
+from conftest import ROOT, edit, kill_after, make_tiny, manifest, preloaded, write_recipe
+from refusals import cases
+from same import check_same_curve
 from samestep.prepared import prepared_key, run_data
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
@@ -66,7 +68,6 @@ def prepares(project, *flags, processes=1, **options):
 def refused(project, *flags):
     """The one line with which a start ends."""
     text = project.train(1, "--check", *flags, codes=[2])
-    assert "Traceback" not in text, text
     return text.rstrip("\n").split("\n")[-1]
 
 
@@ -77,14 +78,10 @@ def folders(project):
 CHECKPOINT = "checkpoints/step-00000004"
 
 
-def manifest(run):
-    return json.loads((run / CHECKPOINT / "manifest.json").read_text())
-
-
 def filled(run):
     """A field that prepare_data fills in, as config.yaml and the newest manifest have it."""
     config = yaml.safe_load((run / "config.yaml").read_text())
-    return config["task"]["lower"], manifest(run)["config"]["task"]["lower"]
+    return config["task"]["lower"], manifest(run / CHECKPOINT)["config"]["task"]["lower"]
 
 
 def test_prepared_once_and_found_again(texts):
@@ -97,9 +94,7 @@ def test_prepared_once_and_found_again(texts):
     (folder,) = folders(texts)
     assert not (folder / "work").exists() and (folder / "tokenizer.json").exists()
     assert (texts.path / "runs/two/identity/tokenizer.json").exists()
-    one, two = (lines(texts.path / f"runs/{name}", "loss") for name in ("default", "two"))
-    assert [each["loss"] for each in one] == pytest.approx([each["loss"] for each in two], rel=1e-5)
-    assert [each["batch_hash"] for each in one] == [each["batch_hash"] for each in two]
+    check_same_curve(*(texts.path / "runs" / name for name in ("default", "two")), rel=1e-5)
 
 
 CLEAN = "def clean(text: str) -> str:\n    return text.lower()\n"
@@ -290,22 +285,9 @@ def test_killed_at_ten_moments_it_prepares_again(texts, program):
         assert len(cached(texts)) == 1
 
 
-DISKS = [  # Python that makes the disk one, and what is said of it
-    (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
-        "cannot write cache: File too large\n",
-    ),
-    (
-        "import errno, filelock\n"
-        "def acquire(self, **_): raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))\n"
-        "filelock.FileLock.acquire = acquire",
-        "cannot lock cache: No locks available; give a folder on",
-    ),
-]
-
-
-@pytest.mark.parametrize("code, said", DISKS)
-def test_a_full_disk_or_one_without_locks_is_one_line(texts, program, code, said):
+@pytest.mark.parametrize("case", cases("disks"))
+def test_a_full_disk_or_one_without_locks_is_one_line(texts, program, case):
+    code, said = case.values()
     many = "import datasets; rows = datasets.Dataset.from_dict({'x': [*range(5000)]})\n"
     given = "prepare_data=lambda cfg, folder: datasets.DatasetDict(train=rows, validation=rows)"
     result = program(f"{many}{code}\nread({given})")
@@ -417,12 +399,8 @@ def test_unseeded_draws_are_the_same_after_a_kill_and_on_two_processes(texts):
     shutil.rmtree(texts.path / ".cache")
     texts.train(2, "--output_dir", "runs/b")
     runs = [texts.path / "runs" / name for name in "ab"]
-    for key in ("loss", "batch_hash", "eval_loss"):
-        own, other = ([each[key] for each in lines(run, key)] for run in runs)
-        assert own == (other if key == "batch_hash" else pytest.approx(other))
-    own, other = (
-        json.loads((run / CHECKPOINT / "manifest.json").read_text())["data"] for run in runs
-    )
+    check_same_curve(*runs)
+    own, other = (manifest(run / CHECKPOINT)["data"] for run in runs)
     assert own == other
 
 
@@ -442,7 +420,7 @@ def test_views_that_give_other_rows_are_named_as_that(texts):
     texts.train(1, env={"WORD": "a"})
     printed = texts.train(1, codes=[2], env={"WORD": "b"})
     said = "train.py: task.views gives other rows of the same data than at an earlier start: "
-    assert f"{said}runs/default/{CHECKPOINT}" in printed and "Traceback" not in printed
+    assert f"{said}runs/default/{CHECKPOINT}" in printed
 
 
 def test_every_row_is_in_the_digest():

@@ -1,14 +1,14 @@
 """Every branch for GPUs runs, on a CPU that is taken for a GPU: see pretend_gpu.py."""
 
 import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from conftest import BakedProject, bake, copy_until, digest, edit, latest, lines, newest, preloaded
-from test_sharding import agree, launcher_env, make_small, model_digest, train
+from conftest import bake, copy_until, edit, lines
+from same import check_same, check_same_curve
+from test_sharding import launcher_env
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
 
@@ -17,24 +17,13 @@ def rehearse(project, hardware, processes, *flags, program="train.py", codes=(0,
     """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
     config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
     env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False"}
-    envs = [{**each, **env} for each in project.envs(processes)]
-    arguments = [str(PRETEND), *program.split(), *latest(flags)]
-    ended = preloaded(project.path, envs, arguments, 300)
-    return project.ended((hardware, *flags), codes, ended)
+    given = {"program": [str(PRETEND), *program.split()], "env": env, "timeout": 300}
+    return project.train(processes, *flags, codes=codes, **given)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A language model of two layers; of three steps one writes a line."""
-    fields = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
-    fields["learning_rate"] = 0.002  # with 0.01 bf16 may have other norms after six steps
-    return make_small(tmp_path_factory.mktemp("small"), **fields)
-
-
-@pytest.fixture(scope="module")
-def alone(small, run_once):
-    """A run of a CPU in fp32."""
-    return run_once(train, small, "cpu", 1)
+# Of three steps one writes a line; with a rate of 0.01 bf16 may have other norms after six steps.
+SMALL = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
+SMALL["learning_rate"] = 0.002
 
 
 CLOSE = {"no": (1e-5, 1e-4), "bf16": (1e-2, 0.1), "fp16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
@@ -52,10 +41,10 @@ def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes
     assert f"{processes} x cuda, " in printed
     yaml = (small.path / "configs" / "accelerate" / f"{hardware}.yaml").read_text()
     (precision,) = re.findall("^mixed_precision: (\\S+)", yaml, re.MULTILINE)
-    agree(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
+    check_same_curve(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
     half = copy_until(tmp_path / "whole", 3, tmp_path / "half")
     rehearse(small, hardware, processes, *flags, "--output_dir", half)
-    assert digest(newest(tmp_path / "whole")) == digest(newest(half))
+    check_same(tmp_path / "whole", half)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +71,7 @@ OPTIONS = [
 def test_options_train(small, alone, tmp_path, options, close):
     rehearse(small, "multi_gpu", 2, *options.split(), "--output_dir", tmp_path / "run")
     if close:
-        agree(tmp_path / "run", alone, *close)
+        check_same_curve(tmp_path / "run", alone, *close)
     else:
         assert lines(tmp_path / "run", "loss")[-1]["step"] == 12
 
@@ -95,7 +84,7 @@ EXACT = ["--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
 def test_exact_has_the_bytes_of_one_gpu(small, run_once, tmp_path, case):
     one = run_once(rehearse, small, "single_gpu_bf16", 1, *EXACT)
     rehearse(small, *case, *EXACT, "--output_dir", tmp_path)
-    assert model_digest(tmp_path) == model_digest(one)
+    check_same(one, tmp_path)
 
 
 TASKS = ["text_classification", "causal_lm", "image_classification", "seq2seq", "preference"]
@@ -128,8 +117,8 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path):
     line = "lambda: model(task.loss_sum, batch)"
     wrong = line.replace("batch)", "{n: v.cpu() for n, v in batch.items()})")
-    path = shutil.copytree(small.path, tmp_path / "project")
-    edit(path / "train.py", line, wrong)
+    project = small.copied(tmp_path)
+    edit(project.path / "train.py", line, wrong)
     flags = ["--output_dir", tmp_path / "run"]
-    printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
+    printed = rehearse(project, "single_gpu_bf16", 1, *flags, codes=[1, 2])
     assert "same device" in printed

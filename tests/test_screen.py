@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from conftest import (
+    KILL,
     ROOT,
+    before_calls,
     checkpoint,
     eval_losses,
     lines,
@@ -24,6 +26,7 @@ from conftest import (
     trained,
     wait_until,
 )
+from refusals import cases
 from samestep.base import run_folder
 from samestep.report import tracking
 from samestep.state.checkpoints import read_manifest
@@ -55,8 +58,7 @@ def test_a_terminal_without_columns_gets_lines(tmp_path, monkeypatch, capsys, co
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
-    output = tmp_path / "run"
+def test_a_killed_process_is_named_with_its_signal(tiny, output):
     run = tiny.launch("samestep", "cpu_multi", *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     family = psutil.Process(run.pid).children(recursive=True)
@@ -106,8 +108,7 @@ def check_same_best(whole, parts):
         assert found[0]["eval_loss"] == found[1]["eval_loss"]
 
 
-def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, tmp_path):
-    output = tmp_path / "run"
+def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, output):
     base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
     often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
     quick(*often)
@@ -144,9 +145,8 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_path, keep):
+def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, output, keep):
     """Damaged; or deleted, where one checkpoint was to keep, so that the last is the only one."""
-    output = tmp_path / "run"
     flags = [*BEST, "--output_dir", output, "--keep_checkpoints", keep, "--max_steps", 24]
     printed = quick(*flags)
     losses, best = eval_losses(output)
@@ -172,26 +172,17 @@ def test_a_best_model_that_is_lost_is_named_and_the_last_is_exported(quick, tmp_
 
 
 # Ended by a signal when an evaluation begins, after its step was saved.
-ENDED = """
-import os, signal
-from samestep.step.evaluation import Evaluation
-begun = []
-def batches(self, old=Evaluation.__iter__):
-    begun.append(1)
-    if {}:
-        os.kill(os.getpid(), signal.{})
-    yield from old(self)
-Evaluation.__iter__ = batches
-"""
-KILL = ENDED.format("len(begun) == 2", "SIGKILL")
+BATCHES = "samestep.step.evaluation.Evaluation.__iter__"
+KILLED = before_calls(BATCHES, f"if number == 2: {KILL}")
 # Of two processes one is asked to stop.
-STOP_ALL = ENDED.format("os.environ['RANK'] == '1'", "SIGTERM")
+ASKED = "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)"
+STOP_ALL = before_calls(BATCHES, ASKED)
 
 
 @pytest.mark.parametrize("how", [[], ["--async_save"]])
 def test_a_kill_between_a_save_and_its_scores_changes_nothing(quick, twelve, tmp_path, how):
     for _ in range(3):
-        quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILL, codes=[-9])
+        quick(*TWELVE, *how, "--output_dir", tmp_path, before=KILLED, codes=[-9])
     quick(*TWELVE, *how, "--output_dir", tmp_path)
     check_same_best(twelve, tmp_path)
 
@@ -259,26 +250,19 @@ def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
     assert smallest not in of_these  # the case is one in which it matters
 
 
-# The signal comes when an evaluation has read so many batches; the first one is a rehearsal.
-STOP = """
-import os, signal, task
-old, read = task.eval_sums, [0]
-def eval_sums(model, batch):
-    read[0] += 1
-    if read[0] == {}:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return old(model, batch)
-task.eval_sums = eval_sums
-"""
+def stop_at(batch):
+    """A signal comes when an evaluation has read so many batches; the first one is a rehearsal."""
+    asked = f"if number == {batch}: os.kill(os.getpid(), signal.SIGTERM)"
+    return before_calls("task.eval_sums", asked)
 
 
 def test_a_stop_in_the_best_evaluation_changes_nothing(quick, twelve, tmp_path):
     """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
     flags = [*TWELVE, "--output_dir", tmp_path]
-    quick(*flags, codes=[75], before=STOP.format(5))
+    quick(*flags, codes=[75], before=stop_at(5))
     assert status(tmp_path)["state"] == "stopped"
     # Stopped in the evaluation that is made up for: that goes on, not the training.
-    quick(*flags, codes=[75], before=STOP.format(3))
+    quick(*flags, codes=[75], before=stop_at(3))
     assert lines(tmp_path, "loss")[-1]["step"] == 2
     quick(*flags)
     check_same_best(twelve, tmp_path)
@@ -304,14 +288,7 @@ def test_a_stop_in_the_last_evaluation_has_saved_what_it_evaluates(tiny, tmp_pat
     assert exported.equal(saved[6]) and exported.equal(weights(whole)[0])
 
 
-LENGTHS = [  # recipe, flags, steps (37 samples in steps of 8)
-    ("max_steps: 12", ["--num_epochs", 3], 14),
-    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3),
-    ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5),
-    ("seed: 1", ["--max_steps", 7], 7),
-    # 1.1 x 50 is 55.00000000000001.
-    ("num_epochs: 1.1\ntask: {samples: 50}", ["--max_steps", 0, "--global_batch_size", 5], 11),
-]
+LENGTHS = cases("lengths")
 
 
 @pytest.mark.parametrize("recipe, flags, steps", LENGTHS)

@@ -12,6 +12,7 @@ from transformers.models.mbart import tokenization_mbart as mbart
 from conftest import lines
 from samestep.data import demo_data, rows
 from samestep.text import tokenizing
+from small_models import new_model
 from test_tasks import BY_NAME, STEPS, refusal
 
 ROWS = [(row["source"], row["target"]) for row in BY_NAME["seq2seq"].rows]
@@ -49,13 +50,12 @@ def test_a_model_for_shorter_texts_is_refused(kit, config, bart):
 # ---- Languages -----------------------------------------------------------------------------------
 
 
-def build(config, model, **fields):
+def build(family, **fields):
     """A tiny model with random weights."""
     sizes = {"d_model": 16, "max_position_embeddings": 64}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
-    torch.manual_seed(0)
-    return model(config(**sizes, **fields))
+    return new_model(family, "ForConditionalGeneration", **sizes, **fields)
 
 
 def save_translator(folder, kind):
@@ -64,14 +64,13 @@ def save_translator(folder, kind):
     if kind == "nllb":
         vocabulary = {piece: i for i, piece in enumerate([*marks, *characters])}
         tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[])
-        config, model = transformers.M2M100Config, transformers.M2M100ForConditionalGeneration
     else:
         pieces = [*marks, *characters, *mbart.FAIRSEQ_LANGUAGE_CODES, "<mask>"]
         tokenizer = transformers.MBartTokenizer(vocab=[(piece, -1.0) for piece in pieces])
-        config, model = transformers.MBartConfig, transformers.MBartForConditionalGeneration
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
     ids["vocab_size"] = len(tokenizer)
-    build(config, model, **ids, init_std=0.5).save_pretrained(folder)
+    family = {"nllb": "M2M100", "mbart": "MBart"}[kind]
+    build(family, **ids, init_std=0.5).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -148,8 +147,7 @@ def bart(task, tmp_path_factory):
     )
     ids = dict.fromkeys(["pad_token_id", "decoder_start_token_id"], tokenizer.pad_token_id)
     ids |= dict.fromkeys(["bos_token_id", "eos_token_id", "forced_eos_token_id"], 299)
-    kinds = (transformers.BartConfig, transformers.BartForConditionalGeneration)
-    model = build(*kinds, vocab_size=300, **ids)
+    model = build("Bart", vocab_size=300, **ids)
     # Settings of a beam search, as the BART that summarises has them.
     model.generation_config.update(num_beams=4, early_stopping=True, length_penalty=2.0)
     model.save_pretrained(folder)

@@ -1,7 +1,6 @@
 """Models that are sharded over processes train as whole ones do, and exact gives the same bytes."""
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -17,21 +16,17 @@ from conftest import (
     bake,
     checkpoint,
     copy_until,
-    digest,
     eval_losses,
-    latest,
     lines,
-    newest,
-    preloaded,
     read_weights,
     status,
     with_ddp,
-    write_recipe,
 )
+from same import check_same, check_same_curve, curve
 from samestep.launch import launcher
-from test_exact import BATCH_NORM, with_task
-from test_invariance import check_same_curve, curve
+from test_exact import BATCH_NORM
 
+SMALL = {"micro_batch_size": 1, "learning_rate": 0.002}  # eight micro-batches a step
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -52,18 +47,12 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
 
     cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
     """
-    env, program = {"ACCELERATE_MIXED_PRECISION": precision}, ["train.py"]
+    given = {"env": {"ACCELERATE_MIXED_PRECISION": precision}, "timeout": 500, "codes": codes}
     if hardware not in ("cpu", "cpu_multi"):
         config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
-        env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
-    envs = [{**each, **env} for each in project.envs(processes)]
-    ended = preloaded(project.path, envs, [*program, *latest(flags)], seconds=500)
-    return project.ended((hardware, *flags), codes, ended)
-
-
-def agree(output, reference, loss=1e-6, norm=1e-5):
-    """Checks that two runs took the same samples, with the same losses to rounding."""
-    check_same_curve(output, reference, loss, norm)
+        given["env"] = launcher_env(config, processes, precision)
+        given["program"] = [str(ON_CPU), "train.py"]
+    return project.train(processes, *flags, **given)
 
 
 def both(project, folder, hardware, *flags, precision="no"):
@@ -72,35 +61,6 @@ def both(project, folder, hardware, *flags, precision="no"):
         flags_of_run = [*flags, "--output_dir", folder / name]
         train(project, name, processes, *flags_of_run, precision=precision)
     return folder / hardware, folder / "cpu"
-
-
-def model_digest(output):
-    """SHA-256 of the exported weights."""
-    return hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest()
-
-
-def check_same(*outputs):
-    """All runs ended with the same bytes, after the same losses and norms."""
-    first, *others = ((model_digest(output), curve(output)) for output in outputs)
-    assert all(other == first for other in others)
-
-
-def make_small(folder, **fields):
-    """A project with a language model of two layers, and a quick recipe with these fields."""
-    baked = bake(folder, pictures=False, tracker="none")
-    return write_recipe(baked, "small", **fields)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Eight micro-batches a step."""
-    return make_small(tmp_path_factory.mktemp("small"), micro_batch_size=1, learning_rate=0.002)
-
-
-@pytest.fixture(scope="module")
-def alone(small, run_once):
-    """A run of one process."""
-    return run_once(train, small, "cpu", 1)
 
 
 # ---- The same numbers ----------------------------------------------------------------------------
@@ -117,7 +77,7 @@ def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, ca
     """Eight micro-batches a step; evaluation, and an export that was sharded before."""
     drawing = BakedProject(small.path, pictures=True)
     train(drawing, *case, "--output_dir", tmp_path / "run")
-    agree(tmp_path / "run", alone)
+    check_same_curve(tmp_path / "run", alone)
     assert (tmp_path / "run" / "curves.png").exists()
 
 
@@ -141,14 +101,13 @@ def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
     config = small.path / "configs" / "accelerate"
     odd = (config / "hsdp.yaml").read_text().replace("dp_shard_size: 2", "dp_shard_size: 3")
     (config / "hsdp_odd.yaml").write_text(odd)
-    small, outputs = with_task(small, tmp_path, NOT_FUSED), []
+    small, outputs = small.copied(tmp_path, NOT_FUSED), []
     for hardware, processes in [("cpu", 1), *WITH_EXACT[precision]]:
         outputs.append(tmp_path / hardware)
         flags = ["--exact", "true", "--task.dropout", "0.1", "--global_batch_size", "24"]
         flags += ["--max_steps", "2", "--output_dir", outputs[-1]]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
-    assert len({lines(output, "state")[-1]["state"] for output in outputs}) == 1
 
 
 # Traced and differentiated as for inductor, whose C++ compiles for minutes.
@@ -171,9 +130,9 @@ CASES = [
 def test_recomputed_chunked_and_compiled_losses_are_those_of_one_process(
     small, run_once, tmp_path, hardware, flags, own
 ):
-    project = with_task(small, tmp_path, GRAPHS)
+    project = small.copied(tmp_path, GRAPHS)
     train(project, hardware, 2, *flags, *own, "--output_dir", tmp_path / "run")
-    agree(tmp_path / "run", run_once(train, small, "cpu", 1, *flags))
+    check_same_curve(tmp_path / "run", run_once(train, small, "cpu", 1, *flags))
 
 
 # ---- One run on several layouts ------------------------------------------------------------------
@@ -201,8 +160,10 @@ def test_a_run_moves_between_all_layouts(small, tmp_path, exact):
         assert ("continuing from" in text) == (i > 0)
     steps = ["--max_steps", str(2 * len(STATIONS[exact])), "--output_dir", one]
     train(small, "cpu", 1, *flags, *steps)
-    agree(moved, one, *((0, 0) if exact == "true" else (2e-6, 2e-5)))
-    assert exact == "false" or model_digest(moved) == model_digest(one)
+    if exact == "true":
+        check_same(one, moved)
+    else:
+        check_same_curve(moved, one, 2e-6, 2e-5)
 
 
 # ---- What may go wrong ---------------------------------------------------------------------------
@@ -214,7 +175,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tiny, tmp_path, exact):
     """The steps that one process skips, which go by none of the weights."""
     flags = ["--task.poisoned", "20", "--exact", exact]
     outputs = both(tiny, tmp_path, "fsdp2", *flags)
-    agree(*outputs)
+    check_same_curve(*outputs)
     first, second = ([line["step"] for line in lines(each, "event")] for each in outputs)
     assert first == second != []
 
@@ -225,11 +186,9 @@ def check_adapters(small, alone, folder, hardware, rtol, atol):
     flags += ["--task.merge_lora", "true", "--accept_changes", "--max_steps"]
     for steps in ("2", "4"):
         outputs = both(small, folder, hardware, *flags, steps)
-    agree(*outputs)
+    check_same_curve(*outputs)
     other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        torch.testing.assert_close(other[name], values, rtol=rtol, atol=atol)
+    torch.testing.assert_close(other, one, rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow
@@ -269,25 +228,19 @@ def loss_sum(model, batch, compute=loss_sum):
 @pytest.mark.slow
 def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
     """So a resumed run has the same bytes. Saved in the background, exported from the best."""
-    project, whole, half = with_task(tiny, tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
+    project, whole, half = tiny.copied(tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
     flags = ["--eval_every", "3", "--save_every", "3", "--async_save", "true", "--export", "best"]
     printed = train(project, "fsdp2", 2, *flags, "--output_dir", whole)
     train(project, "fsdp2", 2, *flags, "--output_dir", copy_until(whole, 6, half))
-    assert digest(newest(whole)) == digest(newest(half))
+    check_same(whole, half, exports=False)  # where the best checkpoint is not
     step = eval_losses(whole)[1]
     assert step < 12 and f"the best evaluation was that of step {step}" in printed
     exported = torch.load(whole / "model" / "weights.pt")
-    saved = read_weights(checkpoint(whole, step))
-    assert exported.keys() == saved.keys()
-    assert all(torch.equal(values, exported[name]) for name, values in saved.items())
-    first, second = curve(whole), curve(half)
-    for step in range(7, 13):
-        for key in ("loss", "grad_norm", "eval_loss"):
-            assert first[step].get(key) == second[step].get(key)
+    torch.testing.assert_close(exported, read_weights(checkpoint(whole, step)), rtol=0, atol=0)
 
 
 def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
-    project, run = with_task(tiny, tmp_path, BATCH_NORM), tmp_path / "run"
+    project, run = tiny.copied(tmp_path, BATCH_NORM), tmp_path / "run"
     project = with_ddp(project, tmp_path / "ddp", "broadcast_buffers=False")
     flags = ["--eval_every", 3, "--output_dir", run]
     assert "deprecated" not in train(project, "cpu_multi", 2, *flags)
@@ -308,7 +261,7 @@ def report(model, sums, output):
 @pytest.mark.slow
 def test_a_report_takes_longer_than_the_timeout_and_all_cores(tiny, tmp_path):
     """Cores only where a whole model may not fit into a GPU. The other process leaves before."""
-    project, output = with_task(tiny, tmp_path, REPORT), tmp_path / "run"
+    project, output = tiny.copied(tmp_path, REPORT), tmp_path / "run"
     text = train(project, "fsdp2", 2, "--timeout", 5, "--max_steps", 2, "--output_dir", output)
     threads = len(os.sched_getaffinity(0))
     assert f"reported by: {threads} threads, {{('Parameter', True)}}\n" in text
@@ -332,5 +285,5 @@ FP16 = "comm_hook=__import__('accelerate').DDPCommunicationHookType.FP16"
 def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
     """To the rounding of fp16, which shows."""
     train(with_ddp(small, tmp_path, FP16), "cpu_multi", 2, "--output_dir", tmp_path / "run")
-    agree(tmp_path / "run", alone, loss=1e-3, norm=1e-2)
+    check_same_curve(tmp_path / "run", alone, rel=1e-3, norm=1e-2)
     assert curve(tmp_path / "run")[6]["grad_norm"] != curve(alone)[6]["grad_norm"]

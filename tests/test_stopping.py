@@ -3,14 +3,15 @@
 import os
 import random
 import re
-import shutil
 import signal
 import time
 
 import psutil
 import pytest
 
-from conftest import BakedProject, digest, lines, newest, status, trained, wait_until
+from conftest import lines, newest, status, trained, wait_until
+from refusals import cases
+from same import check_same
 from samestep.base import run_folder
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
@@ -46,15 +47,7 @@ def end(run, processes):
     return printed
 
 
-SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
-    ("samestep", "cpu_multi", "SIGINT", True),
-    ("samestep", "cpu_multi", "SIGTERM", False),
-    ("accelerate", "cpu", "SIGUSR1", True),  # from here on in tests/torture.py alone
-    ("samestep", "cpu", "SIGTERM", False),
-    ("samestep", "cpu", "SIGINT", True),
-    ("samestep", "cpu", "SIGHUP", True),
-    ("accelerate", "cpu_multi", "SIGTERM", True),
-]
+SIGNALS = cases("signals")
 
 
 def stop(tiny, output, launcher, hardware, name, whole_group):
@@ -101,18 +94,7 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     changes = {"max_steps": [100000, step + 4]}
     assert lines(output, "event") == [{"step": step, "event": "changed", "changes": changes}]
     tiny.train(1, "--output_dir", unbroken, *flags)
-    check_same_end(output, unbroken)
-
-
-def check_same_end(output, unbroken):
-    """The same samples and losses in each step, the same bytes at the end."""
-    found, expected = (
-        {line["step"]: (line["batch_hash"], line["loss"]) for line in lines(run, "loss")}
-        for run in (output, unbroken)
-    )
-    assert found == expected
-    assert newest(output).name == newest(unbroken).name
-    assert digest(newest(output)) == digest(newest(unbroken))
+    check_same(unbroken, output)
 
 
 CHAIN = ["--max_steps", 80, "--save_every", 7, "--eval_every", 20, "--keep_checkpoints", 2]
@@ -131,12 +113,10 @@ def test_two_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
         kill_all(run)
     tiny.train(2, *CHAIN, "--output_dir", output)
     tiny.train(2, *CHAIN, "--output_dir", unbroken)
-    check_same_end(output, unbroken)
+    check_same(unbroken, output)
 
 
-def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(
-    tiny, tmp_path, monkeypatch
-):
+def test_workers_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, tmp_path, monkeypatch):
     """They live on for seconds; the next start does not wait for them."""
     (run,) = tiny.start(1, *LONG, "--num_workers", 2, "--output_dir", tmp_path)
     wait_until(lambda: trained(tmp_path, 3), run)
@@ -178,7 +158,7 @@ if "--check" not in sys.argv:
 def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path):
     """torchelastic has handlers of its own. A train.py that handles no signal yet stands for one
     that imports."""
-    project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
+    project = tiny.copied(tmp_path)
     (project.path / "train.py").write_text(IMPORTS)
     run = project.launch("samestep", "cpu_multi")
     wait_until(lambda: len([*project.path.glob("rank-?")]) == 2, run)
@@ -246,9 +226,7 @@ def prepare_data(cfg, folder):
 def test_a_signal_while_workers_prepare_leaves_none_behind(tiny, tmp_path):
     """Twice, to the whole group: one line, code 75, and what a kill -9 leaves: the next start waits
     for no lock, and removes the rest of the preparation, also where it prepares something else."""
-    project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
-    with open(project.path / "task.py", "a") as file:
-        file.write(PREPARING)
+    project = tiny.copied(tmp_path, PREPARING)
     flags = ["--output_dir", "run", "--max_steps", 2]
     (run,) = project.start(1, *flags)
     wait_until(lambda: len([*project.path.glob("at-*")]) == 2 or run.poll() is not None)

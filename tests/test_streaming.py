@@ -14,17 +14,20 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from conftest import bake, copy_until, digest, lines, load_task, prepare_task, write_table
+from conftest import bake, copy_until, lines, prepare_task, write_table
+from same import check_same
 from samestep.data import files
 from samestep.step.loader import make_loader
 from samestep.step.plan import StepPlan
 from samestep.step.samples import SampleDataset, StepBatchSampler
 from samestep.text import lanes, tokenizing
 from test_invariance import SLOW
+from test_tasks import chat
 
 WORDS = "a tall old man sold red apples and then ran home to his small house by the sea".split()
 SHARDS, STEP, LANES = 9, 24, 4
-FIELDS = {"streaming": True, "lanes": LANES, "context_length": 16, "vocab_size": 300}
+KIT = "causal_lm"
+FIELDS = {"streaming": True, "lanes": LANES}
 
 
 def texts_of(number):
@@ -118,16 +121,10 @@ def test_an_id_that_is_too_large_is_refused():
 # ---- Texts ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def task():
-    return load_task("causal_lm")
-
-
-def prepared(task, folder, data, **fields):
-    cache = str(folder / "cache")
-    cfg = task.TaskConfig(data=str(data), cache_dir=cache, **{**FIELDS, **fields})
-    data = prepare_task(task, cfg)
-    return cfg, data, task.views(cfg, data)
+@pytest.fixture
+def prepared(prepare):
+    """Prepares shards as the fixture `prepare` does rows."""
+    return lambda data, **fields: prepare(data, **{**FIELDS, **fields})
 
 
 TASK = types.SimpleNamespace(collate=torch.utils.data.default_collate, count=len)
@@ -147,7 +144,7 @@ def steps_of(stream, shares, workers, steps, first=0, last=None):
     return found
 
 
-def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
+def test_samples_depend_on_nothing_but_the_data(prepared, tmp_path):
     """For two kinds of shards, processes, shares and workers; and resumed inside of a shard."""
     found = []
     kinds = {
@@ -156,7 +153,7 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     }
     for kind, cuts in kinds.items():
         data = write_shards(tmp_path / kind, SHARDS, kind)
-        _, _, (stream, validation) = prepared(task, tmp_path / f"of {kind}", data)
+        _, _, (stream, validation) = prepared(data)
         assert len(validation) > 10
         for shares, workers in cuts:
             found.append(steps_of(stream, shares, workers, 20))
@@ -169,18 +166,18 @@ def test_samples_depend_on_nothing_but_the_data(task, tmp_path):
     assert len({shard for shard, _ in places}) >= LANES
 
 
-def test_chats_go_on_inside_of_a_shard(task, tmp_path):
+def test_chats_go_on_inside_of_a_shard(prepared, tmp_path):
     fields, row = ROWS["chats"]
     data = write_shards(tmp_path / "rows", 6, row=row)
-    _, _, (stream, _) = prepared(task, tmp_path, data, context_length=64, **fields)
+    _, _, (stream, _) = prepared(data, context_length=64, **fields)
     whole, share = steps_of(stream, (8,), 0, 9), STEP // LANES
     last = [whole[2][(lane + 1) * share - 1] for lane in range(LANES)]
     assert steps_of(stream, (4, 4), 0, 6, 3, last) == whole[3:]
 
 
-def test_sequences_are_those_of_the_texts(task, tmp_path):
+def test_sequences_are_those_of_the_texts(prepared, tmp_path):
     data = write_shards(tmp_path / "data", 3)
-    cfg, prepared_data, (stream, _) = prepared(task, tmp_path, data, lanes=1)
+    cfg, prepared_data, (stream, _) = prepared(data, lanes=1)
     tokenizer = tokenizing.load_tokenizer(prepared_data.folder)
     (shard, *_), held, _ = files.split_shards(cfg)
     assert len(held) == 1
@@ -193,15 +190,14 @@ def test_sequences_are_those_of_the_texts(task, tmp_path):
     assert tokenizer.decode(ids[:200]).startswith(texts_of(number)[0] + "<|endoftext|>")
 
 
-def chat(number):
-    said = [("user", f"what is {number}"), ("assistant", f"it is {number}, {'so ' * (number % 5)}")]
-    return [{"role": role, "content": content} for role, content in said]
+def messages(number):
+    return chat(f"what is {number}", f"it is {number}, {'so ' * (number % 5)}")["messages"]
 
 
 ROWS = {  # of each kind the fields of the task, and a row by its number
     "prompts": ({}, lambda n: {"prompt": f"add {n} ", "completion": f"{n + n} words"}),
-    "messages": ({}, lambda n: {"prompt": chat(n)[:1], "completion": chat(n)[1:]}),
-    "chats": ({"overlong": "truncate"}, lambda n: {"conversations": chat(n)}),
+    "messages": ({}, lambda n: {"prompt": messages(n)[:1], "completion": messages(n)[1:]}),
+    "chats": ({"overlong": "truncate"}, lambda n: {"conversations": messages(n)}),
     "texts": ({"packing": "best_fit"}, lambda n: {"text": f"text {n} " * (n % 7 + 1)}),
 }
 
@@ -243,12 +239,12 @@ def test_a_stream_has_the_samples_of_prepared_rows(task, tmp_path, kind):
     assert len(found[0]) >= 180 and len(found[1]) >= 60
 
 
-def test_a_store(task, tmp_path):
+def test_a_store(prepared, tmp_path):
     data = write_shards(tmp_path / "data", 4, "parquet")
     fsspec.filesystem("memory").put(str(data), "/texts", recursive=True)
     found = []
     for place in (data, "memory://texts"):
-        stream, _ = prepared(task, tmp_path, place, lanes=2)[2]
+        stream, _ = prepared(place, lanes=2)[2]
         stream.begin(1, 4)
         samples = stream.__getitems__([*range(40)])
         found.append([(i, row["input_ids"].tolist()) for i, row in samples])
@@ -271,14 +267,14 @@ def test_shards_are_known_by_their_names(task, tmp_path):
         assert sorted(found) == wanted
 
 
-def test_a_long_text_is_several(task, tmp_path):
+def test_a_long_text_is_several(prepared, tmp_path):
     """A block has so few sequences that their numbers fit."""
     (tmp_path / "data").mkdir()
     for name, number in (("a", 9), ("b", 250_000), ("c", 9)):
         text = json.dumps({"text": "a tall man " * number}) + "\n"
         (tmp_path / "data" / f"{name}.jsonl").write_text(text)
     fields = {"lanes": 1, "validation_data": str(tmp_path / "data" / "a.jsonl")}
-    _, _, (stream, _) = prepared(task, tmp_path, tmp_path / "data" / "b.jsonl", **fields)
+    _, _, (stream, _) = prepared(tmp_path / "data" / "b.jsonl", **fields)
     blocks = [*stream.blocks(stream.shards[0])]
     assert [len(block["text"]) for block in blocks] == [1, 1, 1]
     assert "".join(text for block in blocks for text in block["text"]) == "a tall man " * 250_000
@@ -292,13 +288,7 @@ SMALL += ["--task.num_layers", 1, "--max_steps", 9, "--log_every", 1, "--eval_ev
 SMALL += ["--save_every", 3, "--global_batch_size", 24, "--micro_batch_size", 6, "--exact", "true"]
 SMALL += ["--warmup_steps", 2, "--keep_checkpoints", 0, "--check_export", "false"]
 FLAGS = [*SMALL, "--task.context_length", 16]
-LAST = "checkpoints/step-00000009"
 SAVED = "checkpoints/step-00000014/manifest.json"
-
-
-def trained(run):
-    """The samples and losses of a run."""
-    return [[line[key] for key in ("samples", "loss", "batch_hash")] for line in lines(run, "loss")]
 
 
 @pytest.fixture(scope="module")
@@ -319,12 +309,9 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
     output = copy_until(whole, 3, tmp_path / "run")
     flags = [*FLAGS, "--task.data", "texts", "--output_dir", output, "--num_workers", 1]
     streamed.train(processes, *flags)
-    assert trained(output) == trained(whole)[3:] and "epoch" not in lines(output, "loss")[0]
-    assert lines(output, "eval_loss") == lines(whole, "eval_loss")
-    weights = "model/model.safetensors"
-    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
+    check_same(whole, output)
+    assert len(lines(output, "loss")) == 6 and "epoch" not in lines(output, "loss")[0]
     if processes == 1:
-        assert digest(output / LAST) == digest(whole / LAST)
         row = streamed.ask("rows", output, "--step", 5).splitlines()[1]
         told = streamed.ask("when", whole, row.split()[0])
         assert "a stream: reads the samples until step 9 again" in told
@@ -340,34 +327,34 @@ def test_measured_shares_read_each_lane_from_where_it_stood(streamed, tmp_path):
     streamed.train(1, *flags, one)
     streamed.train(2, *flags, two, "--device_shares", "auto", before=SLOW)
     assert lines(two, "shares")
-    assert trained(two) == trained(one)
+    check_same(one, two)
     found, wanted = (json.loads((run / SAVED).read_text())["lanes"] for run in (two, one))
     assert found == wanted
 
 
-def test_an_empty_shard_of_chats_is_passed_over_or_named(task, tmp_path, capsys):
+def test_an_empty_shard_of_chats_is_passed_over_or_named(prepared, tmp_path, capsys):
     _, row = ROWS["chats"]
     data = write_shards(tmp_path / "all", 4, row=row, each=30)
     (data / "part-2.jsonl").write_text("")
     (data / "README.md").write_text("About these rows.")
     fields = {"lanes": 1, "context_length": 64}
     fields["validation_data"] = str(write_table(tmp_path, [row(n) for n in range(30)], name="held"))
-    stream, _ = prepared(task, tmp_path, data, **fields)[2]
+    stream, _ = prepared(data, **fields)[2]
     said = "4 shards to train on, 1 to evaluate on, 1 not read (the first: README.md)"
     assert said in capsys.readouterr().out
     found = [sum(map(len, map(stream.samples, stream.blocks(each)))) for each in stream.shards]
     assert sorted(found)[0] == 0 < 5 < sorted(found)[1] and len(found) == 4
     fields["validation_data"] = str(data / "part-2.jsonl")
     with pytest.raises(ValueError, match="validation_data: there are no rows in .*part-2.jsonl"):
-        prepared(task, tmp_path, data, **fields)
+        prepared(data, **fields)
 
 
-def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, capsys):
+def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(prepared, tmp_path, capsys):
     """With its place; or it is left out, as of prepared rows."""
     _, row = ROWS["chats"]
     data = write_shards(tmp_path / "data", 3, row=row)
     fields = {"lanes": 1, "context_length": 64, "rows": "chat"}
-    _, _, (stream, _) = prepared(task, tmp_path, data, **fields)
+    _, _, (stream, _) = prepared(data, **fields)
     path = Path(stream.shards[0])
     content = path.read_text() + "\n"
     for wrong, said in (
@@ -377,7 +364,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(task, tmp_path, 
         path.write_text(f"{content}{wrong}\n")
         with pytest.raises(ValueError, match=f"task.data: .*part-.*{said}"):
             [*stream.blocks(str(path))]
-    _, _, (stream, _) = prepared(task, tmp_path, data, incomplete_rows="skip", **fields)
+    _, _, (stream, _) = prepared(data, incomplete_rows="skip", **fields)
     capsys.readouterr()
     assert sum(len(block["chat"]) for block in stream.blocks(str(path))) == 60
     assert capsys.readouterr().out == ""  # each process that reads the shard would print it
@@ -389,8 +376,7 @@ def test_what_does_not_go_with_a_stream(streamed, tmp_path):
         (["--task.cache_dir", "texts/cache"], "lies in task.data: give another"),
     ):
         flags = [*FLAGS, "--task.data", "texts", *more, "--output_dir", tmp_path / "x"]
-        printed = streamed.train(1, *flags, "--check", codes=[2])
-        assert said in printed and "Traceback" not in printed
+        assert said in streamed.train(1, *flags, "--check", codes=[2])
 
 
 def test_other_shards_are_another_run(streamed, tmp_path):
@@ -400,5 +386,5 @@ def test_other_shards_are_another_run(streamed, tmp_path):
     table = pyarrow.parquet.read_table(path).slice(1)
     pyarrow.parquet.write_table(table, path, row_group_size=64)
     flags = [*FLAGS, "--max_steps", 12, "--output_dir", tmp_path / "run"]
-    printed = streamed.train(1, *flags, "--task.data", tmp_path / "texts", "--check", codes=[2])
-    assert "data fingerprint: " in printed
+    flags += ["--task.data", tmp_path / "texts", "--check"]
+    assert "data fingerprint: " in streamed.train(1, *flags, codes=[2])

@@ -21,18 +21,17 @@ import transformers
 from PIL import Image
 from transformers import AutoTokenizer
 
-from conftest import ROOT, bake, digest, lines, load_task, prepare_task, status, write_table
-from refusals import refused, table
+from conftest import ROOT, bake, lines, load_task, prepare_task, status, write_table
+from refusals import cases, refused, table
+from same import check_same, check_same_curve
 from samestep.contract import contract
 from samestep.data import views
 from samestep.data.plain import load_splits
 from samestep.step import inputs
-from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
 SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
-SMALL = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
 STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
 WORDS = "the a train of samples stops and resumes at any step with equal bytes".split()
@@ -83,15 +82,19 @@ def ctc_loss(model, batch):
 
 @dataclass
 class Kit:
-    """One task, and a small dataset for it."""
+    """One task, and a small dataset for it: see tests/cases/kits.yaml."""
 
     name: str
-    rows: list[dict] = field(default_factory=list)  # empty: the bundled ones
+    own: Callable
+    number: int = 0
     settings: dict = field(default_factory=dict)
-    empty: str = ""  # a column that may be empty
-    noise: dict = field(default_factory=dict)  # settings that make training draw random numbers
-    loads: str = ""  # the class of transformers that loads the export
-    own: Callable = own_loss
+    empty: str = ""
+    noise: dict = field(default_factory=dict)
+    loads: str = ""
+
+    @cached_property
+    def rows(self):
+        return [ROWS[self.name](i) for i in range(self.number)]
 
     @cached_property
     def task(self):
@@ -157,108 +160,54 @@ class Kit:
         return [word for name, value in settings.items() for word in (f"--task.{name}", value)]
 
 
-TEMPLATES = [
-    Kit(
-        "causal_lm",
-        [{"text": f"{text}.\n"} for text in SPELLED],
-        {**SMALL, "context_length": 16, "vocab_size": 300},
-        "text",
-        {"dropout": 0.1},
-        loads="AutoModelForCausalLM",
-    ),
-    Kit(
-        "text_classification",
-        [{"text": text, "label": ["odd", "even"][i % 2]} for i, text in enumerate(SPELLED)],
-        {**SMALL, "max_length": 32, "vocab_size": 300, "dropout": 0.0},
-        "label",
-        {"token_dropout": 0.5},
-        loads="AutoModelForSequenceClassification",
-    ),
-    Kit(
-        "image_classification",
-        [{"image": f"i{i}.png", "label": [*COLORS][i % 3]} for i in range(60)],
-        {**SMALL, "image_size": 8, "patch_size": 4, "min_crop": 1.0},
-        "image",
-        {"flip": True, "min_crop": 0.5, "mixup": 0.4, "label_smoothing": 0.1},
-        loads="AutoModelForImageClassification",
-    ),
-    Kit(
-        "seq2seq",
-        [{"source": text, "target": str(n)} for n, text in enumerate(SPELLED, 100)],
-        {**SMALL, "vocab_size": 300, "dropout": 0.0},
-        "target",
-        {"dropout": 0.1},
-        loads="AutoModelForSeq2SeqLM",
-    ),
-    Kit(  # its loss is compared with the papers in test_preference.py
-        "preference",
-        [{"prompt": t, "chosen": f" {n}", "rejected": f" {n}?"} for n, t in enumerate(SPELLED)],
-        {**SMALL, "vocab_size": 300, "max_length": 32},
-        "chosen",
-    ),
-]
 TAGS = {"the": "O", "a": "O", "of": "O", "train": "B-noun", "samples": "I-noun", "stops": "B-verb"}
 TONE = {"sampling_rate": 8000}
-EXAMPLES = [
-    Kit("plain_module"),
-    Kit("unet3d", settings={"samples": 90, "side": 8, "width": 4}),
-    Kit("diffusion", settings={"width": 16}),
-    Kit(
-        "masked_lm",
-        [{"text": text(i)} for i in range(90)],
-        {"mask_fraction": 0.5},
-        loads="AutoModelForMaskedLM",
-    ),
-    Kit(
-        "token_classification",
-        [
-            {"tokens": text(i).split(), "ner_tags": [TAGS.get(w, "B-x") for w in text(i).split()]}
-            for i in range(90)
-        ],
-        loads="AutoModelForTokenClassification",
-    ),
-    Kit(
-        "reward_model",
-        [{"prompt": text(i, 5), "chosen": text(i + 1), "rejected": text(i)} for i in range(90)],
-        loads="AutoModelForSequenceClassification",
-        own=reward_loss,
-    ),
-    Kit(
-        "multiple_choice",
-        [
-            {"sent1": text(i), "sent2": "then", "label": i % 4}
-            | {f"ending{k}": text(i + k, 7) for k in range(4)}
-            for i in range(90)
-        ],
-        loads="AutoModelForMultipleChoice",
-    ),
-    Kit(
-        "question_answering",
-        [
-            {"question": f"{text(i, 3)}?", "context": f"{text(i)} {'so ' * i}{i}."}
-            | {"answers": {"text": [f"{i}"], "answer_start": [len(text(i)) + 1 + 3 * i]}}
-            for i in range(90)
-        ],
-        loads="AutoModelForQuestionAnswering",
-        own=span_loss,
-    ),
-    Kit("image_pretraining", loads="ViTMAEForPreTraining"),
-    Kit("semantic_segmentation", loads="AutoModelForSemanticSegmentation"),
-    Kit("object_detection", loads="AutoModelForObjectDetection"),
-    Kit(
-        "speech_recognition",
-        [{"text": f"{i}", "audio": {**TONE, "array": [*range(1100 + i)]}} for i in range(50)],
-        loads="AutoModelForCTC",
-        own=ctc_loss,
-    ),
-    Kit(
-        "vision_language",
-        settings={"train_vision": True},
-        loads="AutoModelForImageTextToText",
-    ),
-    Kit("vision_language", settings={"lora_rank": 4}, loads="AutoModelForImageTextToText"),
-]
-BY_NAME = {kit.name: kit for kit in [*TEMPLATES, *EXAMPLES]}
+LABELS = ["odd", "even"]
+
+
+def question(i):
+    """A row of question_answering: the answer is the number at the end of the context."""
+    before = f"{text(i)} {'so ' * i}"
+    answers = {"text": [f"{i}"], "answer_start": [len(before)]}
+    return {"question": f"{text(i, 3)}?", "context": f"{before}{i}.", "answers": answers}
+
+
+def choice(i):
+    endings = {f"ending{k}": text(i + k, 7) for k in range(4)}
+    return {"sent1": text(i), "sent2": "then", "label": i % 4, **endings}
+
+
+def tagged(i):
+    words = text(i).split()
+    return {"tokens": words, "ner_tags": [TAGS.get(word, "B-x") for word in words]}
+
+
+ROWS = {  # a row by its number
+    "causal_lm": lambda i: {"text": f"{SPELLED[i]}.\n"},
+    "text_classification": lambda i: {"text": SPELLED[i], "label": LABELS[i % 2]},
+    "image_classification": lambda i: {"image": f"i{i}.png", "label": [*COLORS][i % 3]},
+    "seq2seq": lambda i: {"source": SPELLED[i], "target": str(100 + i)},
+    "preference": lambda i: {"prompt": SPELLED[i], "chosen": f" {i}", "rejected": f" {i}?"},
+    "masked_lm": lambda i: {"text": text(i)},
+    "token_classification": tagged,
+    "reward_model": lambda i: {
+        "prompt": text(i, 5),
+        "chosen": text(i + 1),
+        "rejected": text(i),
+    },
+    "multiple_choice": choice,
+    "question_answering": question,
+    "speech_recognition": lambda i: {
+        "text": f"{i}",
+        "audio": {**TONE, "array": [*range(1100 + i)]},
+    },
+}
+OWN = {"reward_model": reward_loss, "question_answering": span_loss}
+OWN["speech_recognition"] = ctc_loss
+KITS = [Kit(own=OWN.get(each["name"], own_loss), **each) for each in cases("kits")]
+TEMPLATES = [kit for kit in KITS if kit.empty]
+EXAMPLES = [kit for kit in KITS if not kit.empty]
+BY_NAME = {kit.name: kit for kit in KITS}
 
 
 def name_of(kit):
@@ -310,19 +259,11 @@ def test_rows_that_belong_together_are_on_one_side_and_columns_have_any_name(kit
     assert train and held_out and not train & held_out and len(train | held_out) == 60
 
 
-LONG = [  # a row, the lengths of its columns then, and settings
-    ("text_classification", {"text": "nine " * 100, "label": "odd"}, {"input_ids": 32}, {}),
-    ("seq2seq", {"source": "nine " * 50, "target": "9" * 50}, {"input_ids": 12, "labels": 5},
-     {"max_source_length": 12, "max_target_length": 5}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, row, columns, settings", LONG)
-def test_long_texts_are_cut_aloud_and_keep_their_end(
-    tmp_path, capsys, name, row, columns, settings
-):
-    kit = BY_NAME[name]
-    _, _, parts = kit.prepare(tmp_path, [*kit.rows, row], **settings)
+@pytest.mark.parametrize("case", cases("long"))
+def test_long_texts_are_cut_aloud_and_keep_their_end(tmp_path, capsys, case):
+    name, row, columns, settings = case.values()
+    row = {key: value if isinstance(value, str) else "nine " * value for key, value in row.items()}
+    _, _, parts = BY_NAME[name].prepare(tmp_path, [*BY_NAME[name].rows, row], **settings)
     printed, rows = capsys.readouterr().out, [row for part in parts for row in part]
     for name, most in columns.items():
         assert f" {most} at most; 1 have {most}, where rows are truncated\n" in printed, printed
@@ -458,21 +399,13 @@ def test_what_is_refused_is_answered_in_one_line(tmp_path, monkeypatch, name, sa
         assert not (tmp_path / "cache").exists()
 
 
-MISSING_MODELS = [
-    ("runs/default/model", "there is no folder runs/default/model; give an existing one"),
-    ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
-    ("here/file", "there is no folder here/file; give an existing one"),
-    ("owner/there", "cannot load owner/there: "),
-]
-
-
 def test_a_model_that_is_missing_is_one_line(kit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
-    for name, said in MISSING_MODELS:
+    for name, said in table("models"):
         text = refusal(kit, kit.config(tmp_path, kit.rows, model_name_or_path=name))
         assert text.startswith(f"task.model_name_or_path: {said}")
 
@@ -499,14 +432,11 @@ def check_two_processes_and_a_lost_half(project, folder, *flags, two=()):
     options = ["--num_workers", 1, *two, "--output_dir"]
     printed = project.train(2, *flags, *options, folder / "two")
     project.train(1, *flags, "--output_dir", whole)
-    check_same_curve(whole, folder / "two", rel=1e-6)
+    check_same_curve(whole, folder / "two")
     shutil.copytree(whole / "checkpoints", again / "checkpoints")
     shutil.rmtree(again / "checkpoints" / "step-00000006")
     assert "continuing from" in project.train(1, *flags, "--output_dir", again)
-    ends = [run / "checkpoints" / "step-00000006" for run in (again, whole)]
-    assert len({digest(end) for end in ends}) == 1
-    for file in whole.glob("model/*.safetensors"):
-        assert file.read_bytes() == (again / "model" / file.name).read_bytes()
+    check_same(whole, again)
     assert status(again)["state"] == "finished"
     project.check_asked(again, 5)
     return printed
@@ -533,8 +463,7 @@ def test_a_run_keeps_the_promises(kit, tmp_path):
     said = [line for line in printed.splitlines() if line.startswith("Prepar")]
     assert len(said) == len({*said}) and (said or kit in EXAMPLES)  # prepared by one of them
     project.train(3, *flags, "--output_dir", tmp_path / "three")
-    last = "checkpoints/step-00000006"
-    assert digest(tmp_path / "three" / last) == digest(tmp_path / "whole" / last)
+    check_same(tmp_path / "whole", tmp_path / "three")
     one, other = (lines(tmp_path / run, "eval_loss")[-1] for run in ("whole", "two"))
     assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
     if kit.loads:

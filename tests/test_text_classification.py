@@ -12,10 +12,11 @@ import transformers
 from sklearn.metrics import f1_score, r2_score
 from transformers import AutoTokenizer
 
-from refusals import check_ended
+from refusals import cases, check_ended
 from samestep.contract import contract
 from samestep.data import labels
 from samestep.prepared import prepared as prepared_data
+from small_models import new_model
 from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
@@ -30,30 +31,17 @@ ROWS = [
 # ---- What is read --------------------------------------------------------------------------------
 
 
-SEVERAL = {"problem_type": "multi_label_classification"}
-NAMES = ["a", "it's b"]
-CLASS = datasets.ClassLabel(names=["no", "yes"])  # -1 is none, for example of SNLI
-READ = [  # labels in turn, the names of the classes, and what each label is; None: left out
-    ("parquet", [1.0, 2.0, float("nan")], {}, ["1", "2"], [0, 1, None]),
-    ("csv", [2, 10, 1], {}, ["1", "2", "10"], [1, 2, 0]),
-    ("jsonl", [True, False], {}, ["False", "True"], [1, 0]),
-    ("csv", ["a", "nan", None], {}, ["a", "nan"], [0, 1, None]),
-    ("csv", ['["it\'s b", "a"]', "[]", '["a"]'], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
-    ("csv", ["it's b;a", "", "a"], SEVERAL, NAMES, [[1, 1], [0, 0], [1, 0]]),
-    (CLASS, [1, 0, -1], {}, ["no", "yes"], [1, 0, None]),
-    (datasets.List(CLASS), [[1, -1], [0, -1]], SEVERAL, ["no", "yes"], [[0, 1], [1, 0]]),
-]
-
-
-@pytest.mark.parametrize("kind, values, fields, names, read", READ)
+@pytest.mark.parametrize("kind, values, fields, names, read", cases("labels"))
 def test_labels_of_any_kind_are_read(kit, prepare, tmp_path, kind, values, fields, names, read):
     given = [values[i % len(values)] for i in range(len(TEXTS))]
-    if isinstance(kind, str):
+    if not kind.startswith("class"):
         data = kit.write(tmp_path, [*zip(TEXTS, given, strict=True)], kind)
     else:
         rows = datasets.Dataset.from_dict({"text": TEXTS, "label": given})
         data = tmp_path / "a.parquet"
-        rows.cast_column("label", kind).to_parquet(data)
+        label = datasets.ClassLabel(names=["no", "yes"])
+        label = datasets.List(label) if kind == "classes" else label
+        rows.cast_column("label", label).to_parquet(data)
     _, prepared, parts = prepare(data, incomplete_rows="skip", **fields)
     assert labels.read(prepared.folder)["names"] == names
     wanted = [read[i % len(read)] for i in range(len(TEXTS))]
@@ -116,28 +104,24 @@ def start(tmp_path):
         (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]))
         tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"), padding_side=side)
         tokenizer.save_pretrained(folder)
-        sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        sizes |= {"vocab_size": 99, "intermediate_size": 16, "max_position_embeddings": 64}
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(kind, pad_token_id=0, **sizes)
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
-        model.save_pretrained(folder)
+        sizes |= {"vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
+        new_model(kind, "ForSequenceClassification", **sizes).save_pretrained(folder)
         return str(folder)
 
     return make
 
 
 def test_padding_on_the_left_is_refused_where_positions_count_it(kit, task, prepare, start):
-    for kind in ("llama", "gpt2"):
+    for kind in ("Llama", "GPT2"):
         folder = start(kind, "left", initializer_range=0.5)
         cfg, data, _ = prepare(kit.rows, model_name_or_path=folder, max_length=32)
-        if kind == "llama":  # its positions are relative
+        if kind == "Llama":  # its positions are relative
             task.build_model(cfg, data)
     with pytest.raises(ValueError, match="pads on the left, and the positions of a gpt2"):
         task.build_model(cfg, data)
 
 
-@pytest.mark.parametrize("kind, most", [("roberta", 63), ("bert", 64)])
+@pytest.mark.parametrize("kind, most", [("Roberta", 63), ("Bert", 64)])
 def test_a_text_has_no_more_tokens_than_there_are_positions(kit, config, start, kind, most):
     """RoBERTa's first position is that after padding's, here 0."""
     fields = {"model_name_or_path": start(kind)}
@@ -152,7 +136,7 @@ def test_a_text_has_no_more_tokens_than_there_are_positions(kit, config, start, 
 
 def test_tokens_without_embeddings_are_refused(kit, config, start):
     """But for those of masks, which no text has."""
-    folder = start("bert")
+    folder = start("Bert")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"more{i}" for i in range(len(tokenizer), 99)])
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
@@ -168,7 +152,7 @@ def test_tokens_without_embeddings_are_refused(kit, config, start):
 def test_pairs_are_encoded_as_the_tokenizer_does(kit, task, prepare, tmp_path, start):
     path = kit.write(tmp_path, PAIRS, "csv", ("a", "b", "label"))
     fields = {"text_column": "a", "text_pair_column": "b", "token_dropout": 0.9}
-    fields |= {"model_name_or_path": start("bert")}
+    fields |= {"model_name_or_path": start("Bert")}
     cfg, prepared, (part, _) = prepare(path, max_length=48, **fields)
     tokenizer = kit.tokenizer(prepared)
     known = {tuple(tokenizer(a, b).input_ids): [a, b] for a, b, _ in PAIRS}

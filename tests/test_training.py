@@ -1,5 +1,8 @@
-"""Runs of a baked project, for real: what they leave, how they go on, what the trackers got."""
+"""Runs of a baked project, for real: what they leave, how they go on, what the trackers got; and
+samestep plot, without training.
+"""
 
+import functools
 import json
 import math
 import shlex
@@ -9,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import lines, read_weights
-from samestep.report import tracking
-from test_continuing import KILL
+from conftest import BakedProject, kill_before, lines, read_weights
+from refusals import check_ended, table
+from samestep.report import curves, tracking
 
 FLAGS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 FLAGS += ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4]
@@ -19,8 +22,7 @@ FLAGS += ["--keep_checkpoints", 0, "--learning_rate", 3e-3, "--task.data", "docs
 FLAGS += ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.context_length", 64]
 
 
-def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(project, tmp_path):
-    output = tmp_path / "run"
+def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(project, output):
     printed = project.train(1, *FLAGS, "--output_dir", output, "--tracker", "none")
     assert {p.name for p in output.iterdir()} >= {
         "config.yaml", "hardware.yaml", "metrics.jsonl", "checkpoints", "model", "curves.png",
@@ -108,8 +110,8 @@ def test_a_run_is_a_plain_loop_of_torch(tiny, tmp_path):
         mine = [line["lr"], line["loss"], line["grad_norm"]]
         assert mine == pytest.approx([*map(float, plain.split())], rel=1e-5)
     plain = torch.load(tiny.path / "plain.pt")
-    for name, values in read_weights(tmp_path / "run/checkpoints/step-00000012").items():
-        torch.testing.assert_close(values, plain[name], rtol=1e-5, atol=1e-6)
+    saved = read_weights(tmp_path / "run/checkpoints/step-00000012")
+    torch.testing.assert_close(saved, {**plain}, rtol=1e-5, atol=1e-6)
 
 
 EVALUATED = """
@@ -142,8 +144,8 @@ def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
     output = tmp_path / "a run"
     flags = ["--output_dir", output, "--tracker", "wandb"]
     env = {"HOME": str(tmp_path)}
-    tiny.train(1, *flags, before=KILL.format(7), codes=[-9], env=env)
-    tiny.train(1, *flags, before=KILL.format(10), codes=[-9], env=env)
+    tiny.train(1, *flags, before=kill_before(7), codes=[-9], env=env)
+    tiny.train(1, *flags, before=kill_before(10), codes=[-9], env=env)
     printed = tiny.train(2, *flags, env=env)
     assert f"continuing from {output}/checkpoints/step-00000008" in printed
     folders = sorted(output.glob("wandb/offline-run-*"))
@@ -229,3 +231,77 @@ def test_what_wandb_refuses_is_told_in_its_words_before_the_first_step(quick, tm
 @pytest.mark.slow
 def test_the_projects_own_tests_pass(project):
     assert "passed" in project.run("python", "-m", "pytest", "-q").stdout
+
+
+def training(step, loss, **more):
+    return {"step": step, "loss": loss, "lr": 1e-3, "tokens_per_second": 2e4, **more}
+
+
+def curve(last=2.0, steps=60):
+    """A falling training loss, and evaluations that end with the loss `last`."""
+    lines = [training(step, 3 - step / steps) for step in range(1, steps + 1)]
+    return lines + [{"step": steps // 2, "eval_loss": 2.5}, {"step": steps, "eval_loss": last}]
+
+
+def write(run, lines):
+    """Makes a run folder; a line is an object or, to be written as it is, a text."""
+    run.mkdir(parents=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (run / "metrics.jsonl").write_text("\n".join(texts), errors="surrogateescape")
+    return run
+
+
+def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path):
+    lines = [
+        {"note": "started"},
+        training(10, 3.0),
+        training(20, 2.5),
+        {"step": 20, "eval_loss": 2.6},
+        training(30, 2.0),
+        training(20, 2.4),  # killed and resumed: 20 again, and then its evaluation
+        {"step": 20, "eval_loss": 2.7},
+        training(30, 1.9),
+        *("", "[]", "\x00\x00", '{"step": 20, "lo'),
+    ]
+    train, evals = curves.read_metrics(write(tmp_path / "a", lines))
+    assert {step: row["loss"] for step, row in train.items()} == {10: 3.0, 20: 2.4, 30: 1.9}
+    assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
+
+
+def test_the_curves_are_those_of_the_lines(tmp_path, monkeypatch):
+    """Panels of the loss, the learning rate, the rate, and of four scores at most."""
+    figures = []
+    monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure))
+    lines = curve(last=2.0)
+    lines[-1] |= {"unigram_loss": 2.8, **{f"score_{name}": 1 for name in "abcdef"}}
+    curves.draw([write(tmp_path / "a", lines)], tmp_path / "a.png")
+    panels = figures[0].axes
+    scores = [f"score {name}" for name in "abcd"]
+    assert [each.get_ylabel() for each in panels] == ["loss", "lr", "tokens / s", *scores]
+    drawn = panels[0].get_lines()
+    assert [line.get_label() for line in drawn] == ["a", "a, validation"]
+    assert [*drawn[0].get_ydata()] == [line["loss"] for line in lines[:60]]
+    assert [*drawn[1].get_ydata()] == [2.5, 2.0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_data_are_drawn(tmp_path):
+    odd = [2.0, math.nan, math.inf, None, "x", *[None] * 50]
+    lines = [training(i, x) for i, x in enumerate(odd)]
+    lines += [{"step": 60, "eval_loss": math.nan, "$\\frac_{\ud800\u4e2d\n_baseline": 1.5}]
+    run = write(tmp_path / "_a$\\b$c", lines)
+    curves.draw([run, write(tmp_path / "b", curve())], tmp_path / "both.png")
+
+
+def test_the_path_is_printed_or_one_line_says_what_is_wrong(tmp_path):
+    project = BakedProject(tmp_path, pictures=True)
+    plot = functools.partial(project.run, "python", "-m", "samestep", "plot", check=False)
+    for name in "ab":
+        write(tmp_path / "runs" / name, curve())
+    write(tmp_path / "runs" / "started", [{"note": "no step yet"}])
+    for runs, figure in ((["runs/a"], "runs/a/curves.png"), (["runs/a", "runs/b"], "curves.png")):
+        result = plot(*runs)
+        assert (result.returncode, result.stdout, result.stderr) == (0, figure + "\n", "")
+        assert (tmp_path / figure).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for words, said in table("plot"):
+        check_ended(plot(*words.split()), said, "samestep plot: ")

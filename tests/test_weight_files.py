@@ -1,17 +1,19 @@
-"""What a pretrained model's files hold and the model does not take: branches, or parts of it."""
+"""What a pretrained model's files hold and the model does not take; when its head is kept."""
 
 import json
 
 import pytest
 import torch
 import transformers as t
+from datasets import ClassLabel, Dataset, Features
 from safetensors.torch import load_file, save_file
 
 from conftest import load_task
+from refusals import cases
 from samestep.models import pretrained, weight_files
+from small_models import new_model
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-SMALL |= {"intermediate_size": 32, "num_key_value_heads": 2}
+SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64}
 MOE = {**SMALL, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 MOE |= {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "head_dim": 8}
 HEAD = load_task("text_classification").HEAD
@@ -19,12 +21,12 @@ LM, CLASSES = t.AutoModelForCausalLM, t.AutoModelForSequenceClassification
 
 
 def llama(**more):
-    return t.LlamaForCausalLM(t.LlamaConfig(**SMALL, **more))
+    return new_model("Llama", **{**SMALL, **more})
 
 
 def gpt2():
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+    sizes = {"vocab_size": 64, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return new_model("GPT2", "LMHeadModel", num_hidden_layers=2, **sizes)
 
 
 def save(folder, model, more=(), fields=None, rename=str, pickled=False):
@@ -46,20 +48,19 @@ def save(folder, model, more=(), fields=None, rename=str, pickled=False):
 ONE = {"num_hidden_layers": 1}
 BESIDE = [  # a model, how it is loaded, what its files have besides, and what is said
     (llama(attention_bias=True), LM, {"fields": {"attention_bias": False}},
-     "8 tensors", "self_attn.k_proj.bias"),
-    (llama(), LM, {"fields": ONE, "pickled": True}, "9 tensors", "model.layers.1.input_layernorm"),
-    (t.LlamaModel(t.LlamaConfig(**SMALL)), CLASSES, {"fields": ONE}, "9 tensors", "layers.1."),
-    (llama(), LM, {"more": ["model.layers.0.self_attn.q_norm.weight"]}, "1 tensor", "q_norm"),
-    (llama(), LM, {"more": ["model.embed_norm.weight"]}, "1 tensor", "model.embed_norm.weight"),
+     "8 tensors: self_attn.k_proj.bias"),
+    (llama(), LM, {"fields": ONE, "pickled": True}, "9 tensors: model.layers.1.input_layernorm"),
+    (new_model("Llama", "Model", **SMALL), CLASSES, {"fields": ONE}, "9 tensors: layers.1."),
+    (llama(), LM, {"more": ["model.layers.0.self_attn.q_norm.weight"]}, "1 tensor: q_norm"),
+    (llama(), LM, {"more": ["model.embed_norm.weight"]}, "1 tensor: model.embed_norm.weight"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, auto, options, number, said", BESIDE)
-def test_tensors_beside_those_that_are_loaded_end_the_run(
-    tmp_path, model, auto, options, number, said
-):
+@pytest.mark.parametrize("model, auto, options, said", BESIDE)
+def test_tensors_beside_those_that_are_loaded_end_the_run(tmp_path, model, auto, options, said):
     cfg = save(tmp_path / "m", model, **options)
-    with pytest.raises(ValueError, match=said) as error:
+    number, name = said.split(": ")
+    with pytest.raises(ValueError, match=name) as error:
         pretrained.load_model(auto, cfg, HEAD if auto is CLASSES else ())
     assert f"{number} that its config.json has no place for" in str(error.value)
 
@@ -70,13 +71,13 @@ def old_name(name):
     return new.replace("LayerNorm.bias", "LayerNorm.beta")
 
 
-BERT = t.BertForPreTraining(t.BertConfig(**SMALL))
+BERT = new_model("Bert", "ForPreTraining", **SMALL)
 OLD = ["model.layers.0.self_attn.rotary_emb.inv_freq"]
 VISION = ["vision_tower.layers.0.weight", "model.multi_modal_projector.linear_1.weight"]
-MERGED = t.Qwen2MoeForCausalLM(t.Qwen2MoeConfig(**MOE))
+MERGED = new_model("Qwen2Moe", **MOE)
 BRANCHES = [  # and what is said; nothing where no weight is left out
     (BERT, CLASSES, {}, "7 tensors of its files are not in this model: cls"),
-    (t.BertModel(t.BertConfig(**SMALL)), t.AutoModelForMaskedLM, {},
+    (new_model("Bert", "Model", **SMALL), t.AutoModelForMaskedLM, {},
      "2 tensors of its files are not in this model: pooler"),
     (BERT, CLASSES, {"rename": old_name}, "7 tensors of its files are not in this model: cls"),
     (llama(), LM, {"more": VISION}, "model.multi_modal_projector, vision_tower"),
@@ -88,9 +89,7 @@ BRANCHES = [  # and what is said; nothing where no weight is left out
 
 
 @pytest.mark.parametrize("model, auto, options, said", BRANCHES)
-def test_whole_branches_that_are_not_loaded_are_one_line(
-    tmp_path, capsys, model, auto, options, said
-):
+def test_branches_that_are_not_loaded_are_one_line(tmp_path, capsys, model, auto, options, said):
     cfg = save(tmp_path / "m", model, **options)
     if model is MERGED:
         names = load_file(tmp_path / "m" / "model.safetensors")
@@ -127,3 +126,46 @@ def test_a_file_with_zeros_in_place_of_weights_is_named(tmp_path, first, last):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"model.safetensors has zeros for weights from byte \d+"):
         pretrained.load_model(LM, cfg)
+
+
+def start(folder, names):
+    """The model of the task for these classes, which starts from the one in the folder."""
+    task = load_task("image_classification")
+    cfg = task.TaskConfig(data="x", model_name_or_path=str(folder))
+    torch.manual_seed(1)
+    features = Features(label=ClassLabel(names=names))
+    return task.build_model(cfg, {"train": Dataset.from_dict({"label": [0]}, features)})
+
+
+@pytest.mark.parametrize("own, names, kept", cases("heads"))
+def test_a_head_is_kept_for_the_same_classes_or_without_names(tmp_path, capsys, own, names, kept):
+    sizes = {"image_size": 8, "patch_size": 4, "id2label": dict(enumerate(own))}
+    old = new_model("ViT", "ForImageClassification", **sizes)
+    old.save_pretrained(tmp_path)
+    new, again = start(tmp_path, names), start(tmp_path, names)
+    assert torch.equal(new.classifier.weight, old.classifier.weight) == kept
+    assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
+    assert [*new.config.id2label.values()] == names
+    said = "new weights for classifier: its classes are cat, Dog, emu, those of the data "
+    assert (said + ", ".join(names) in capsys.readouterr().out) != kept
+
+
+def test_a_model_that_is_compared_with_its_reference_has_no_dropout(tmp_path):
+    """OPT reads its dropout as a number; a switch with such a name stays."""
+    config = t.OPTConfig(dropout=0.5, layerdrop=0, token_dropout=True)
+    config.save_pretrained(tmp_path)
+    settings = pretrained.without_dropout(pretrained.ModelConfig(model_name_or_path=str(tmp_path)))
+    assert settings == {"dropout": 0, "attention_dropout": 0, "layerdrop": 0}
+    assert pretrained.without_dropout(pretrained.ModelConfig()) == {}
+
+
+def test_targets_are_shifted_for_models_that_do_it_in_their_forward():
+    config = t.M2M100Config(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+    )  # fmt: skip
+    model = t.M2M100ForConditionalGeneration(config).eval()
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 2]]), "attention_mask": torch.ones(1, 4).long()}
+    labels = torch.tensor([[8, 9, 2, -100]])
+    logits = load_task("seq2seq").target_logits(model, {**batch, "labels": labels})
+    assert torch.allclose(logits, model(**batch, labels=labels).logits, atol=1e-6)

@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import same
 import test_checkpoints
 import test_core
-import test_exact
 import test_stopping
 from conftest import digest, make_tiny, newest
 from samestep.state import checkpoints
@@ -45,7 +45,7 @@ def survivors(root, start, kills, draw, longest):
         print(f"{kills} kills are left", file=sys.stderr, flush=True)
 
 
-def training_kills(tiny, root, kills, draw, processes, check_same_end, flags=(), harmless=()):
+def training_kills(tiny, root, kills, draw, processes, flags=(), harmless=()):
     """The runs have the next number of `processes` in turn, and the bytes of an undisturbed one."""
     numbers, whole = itertools.cycle(processes), Path(tempfile.mkdtemp(dir=root)) / "whole"
     tiny.train(processes[0], *CHAIN, *flags, "--output_dir", whole, timeout=3600)
@@ -57,7 +57,7 @@ def training_kills(tiny, root, kills, draw, processes, check_same_end, flags=(),
         return tiny.launch(f"accelerate --num_processes {number}", hardware, *words)
 
     for output in survivors(root, start, kills, draw, 15 if flags else 9):
-        check_same_end(output, whole)
+        same.check_same(whole, output)
 
 
 def own_script_kills(root, kills, draw):
@@ -92,14 +92,14 @@ def main():
     fewer, few = max(5, kills // 3), max(1, kills // 50)
     seed = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6)))
     print(f"KILLS={kills} SEED={seed}", file=sys.stderr, flush=True)
-    draw, same = random.Random(seed), test_stopping.check_same_end
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="torture", ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         tiny, points = make_tiny(root / "tiny"), checkpoint_files(root)
         for number, flags in ((kills, ()), (fewer, BACKGROUND)):
-            training_kills(tiny, root, number // 2, draw, [1], same, harmless=flags)
-            training_kills(tiny, root, number - number // 2, draw, [2], same, harmless=flags)
-        training_kills(tiny, root, fewer, draw, (1, 3, 2, 4), test_exact.check_same_end, EXACT)
+            training_kills(tiny, root, number // 2, draw, [1], harmless=flags)
+            training_kills(tiny, root, number - number // 2, draw, [2], harmless=flags)
+        training_kills(tiny, root, fewer, draw, (1, 3, 2, 4), EXACT)
         own_script_kills(root, fewer, draw)
         signals = test_stopping.SIGNALS * few
         for number, case in enumerate(signals):

@@ -7,19 +7,17 @@ import re
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 
-from conftest import ROOT, bake, digest, kill_after, lines, write_table
+from conftest import ROOT, bake, kill_after, lines, write_table
+from same import check_same, check_same_curve, curve
 from samestep.models import lora, next_token
-from test_invariance import check_same_curve
+from small_models import new_model, word_tokenizer
+from test_causal_lm import segments
 from test_tasks import BY_NAME, chat, picture
 
 TABLE = (ROOT / "tests" / "reports" / "README.md").read_text()
 CHATS = [chat("why " * (60 if i % 2 else 1), f"{i} is so") for i in range(60)]
-
-
-def curve(output):
-    return [(each["step"], each["loss"], each["batch_hash"]) for each in lines(output, "loss")]
 
 
 def test_each_report_has_a_link_and_tests_that_exist():
@@ -39,9 +37,8 @@ def test_a_run_is_killed_at_the_end_of_an_epoch_and_inside_the_next(tiny, tmp_pa
     for step in (5, 7):
         tiny.train(1, *flags, again, before=kill_after(again, step), codes=[-9])
     tiny.train(1, *flags, again)
-    assert curve(again) == curve(whole) and len(curve(whole)) == 12
-    last = "checkpoints/step-00000012"
-    assert digest(again / last) == digest(whole / last)
+    check_same(whole, again)
+    assert [line["step"] for line in lines(again, "loss")] == [*range(1, 13)]
 
 
 @pytest.mark.slow
@@ -82,11 +79,10 @@ def base_model(folder):
     """A small model whose tokenizer puts <s> before a text, pads with </s>, and whose template
     writes <s> itself."""
     words = "<s> </s> <unk> why is so User Bot".split() + [str(i) for i in range(60)]
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    own.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **marks)
+    tokenizer = word_tokenizer(words, **marks)
+    begins = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begins
     tokenizer.chat_template = (
         "{% set names = {'user': 'User', 'assistant': 'Bot'} %}{{ bos_token }}"
         "{% for m in messages %}{{ names[m['role']] }} "
@@ -94,22 +90,9 @@ def base_model(folder):
         "{% endfor %}{% if add_generation_prompt %}Bot {% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 128}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=len(words), tie_word_embeddings=True, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 128, "vocab_size": len(words)}
+    new_model("Llama", tie_word_embeddings=True, **sizes).save_pretrained(folder)
     return tokenizer, {"model_name_or_path": str(folder), "context_length": 64}
-
-
-def documents(split):
-    """The tokens of each document of prepared sequences, and which of them are in the loss."""
-    for row in split:
-        begin = 0
-        for length in row["lengths"]:
-            end = begin + length
-            yield row["input_ids"][begin:end], row["loss_mask"][begin:end]
-            begin = end
 
 
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
@@ -119,11 +102,11 @@ def test_one_bos_begins_a_document_and_its_eos_is_trained_though_it_pads(tmp_pat
     if rows == "prompt":
         data = [{"prompt": f"why {i} ", "completion": f"{i} is so"} for i in range(30)]
     cfg, prepared, (train, _) = kit.prepare(tmp_path, data, **given)
-    found = [*documents(prepared["train"])]
-    for ids, mask in found:
-        assert ids[0] == tokenizer.bos_token_id and ids.count(0) == 1
-        end = ids.index(tokenizer.eos_token_id)
-        assert mask[end] == 1 == sum(mask[end:]) and end > 5
+    found = [*segments(kit.task.collate([*train]))]
+    for ids, labels in found:
+        assert ids[0] == tokenizer.bos_token_id and (ids == 0).sum() == 1
+        end = ids.tolist().index(tokenizer.eos_token_id)
+        assert labels[end] >= 0 and (labels[end:] >= 0).sum() == 1 and end > 5
     assert len(found) == 28
     for _, tokens in kit.task.test_inputs([*train][:2], cfg, prepared):
         assert tokens["input_ids"][0].count(tokenizer.bos_token_id) == 1
@@ -152,8 +135,7 @@ def test_adapters_with_gradient_checkpointing_are_those_without(tmp_path):
     flags += ["--warmup_steps", 0, "--save_every", 3, "--eval_every", 3, "--output_dir"]
     project.train(1, *flags, tmp_path / "without", "--gradient_checkpointing", "false")
     project.train(1, *flags, tmp_path / "with", "--gradient_checkpointing", "true")
-    ends = [tmp_path / name / "checkpoints/step-00000003" for name in ("without", "with")]
-    assert digest(ends[0]) == digest(ends[1])
+    check_same(tmp_path / "without", tmp_path / "with")
 
 
 def test_an_adapter_of_tied_embeddings_is_not_merged(tmp_path):
@@ -195,10 +177,10 @@ def test_the_mark_that_ends_an_answer_is_in_the_loss_wherever_the_template_write
     )
     tokenizer.save_pretrained(tmp_path / "base")
     data = [chat(*[f"why {i}", f"{i} is so"] * 2) for i in range(40)]
-    _, prepared, _ = kit.prepare(tmp_path, data, **given)
+    _, _, (train, _) = kit.prepare(tmp_path, data, **given)
     ends = 0 if closing == "nowhere" else 1
-    for ids, mask in documents(prepared["train"]):
-        in_loss = [i for i, counts in zip(ids, mask, strict=True) if counts]
+    for _, labels in segments(kit.task.collate([*train])):
+        in_loss = labels[labels >= 0].tolist()
         assert len(in_loss) == 2 * (3 + ends)
         assert in_loss.count(tokenizer.eos_token_id) == 2 * ends
     warned = "the chat template ends answers without a special token of the tokenizer"
@@ -210,8 +192,10 @@ def test_rates_and_samples_depend_on_no_process_and_on_no_evaluation(tiny, tmp_p
     flags = ["--task.dropout", 0.2, "--eval_every"]
     tiny.train(1, *flags, 12, "--output_dir", tmp_path / "one")
     tiny.train(2, *flags, 1, "--output_dir", tmp_path / "two")
-    for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
-        assert one[::2] == two[::2] and one[1] == pytest.approx(two[1], rel=1e-5)
+    found = [lines(tmp_path / name, "loss") for name in ("one", "two")]
+    for one, two in zip(*found, strict=True):
+        assert [one[key] for key in ("step", "batch_hash")] == [two["step"], two["batch_hash"]]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     decay = [0.001 + 0.0045 * (1 + math.cos(math.pi * step / 10)) for step in range(10)]
     rates = [line["lr"] for line in lines(tmp_path / "two", "loss")]
     assert rates == pytest.approx([0.005, 0.01, *decay], rel=1e-9)
