@@ -184,6 +184,7 @@ def test_a_tokenizer_of_another_run_keeps_its_tokens(tmp_path):
     word_tokenizer(["a", *marks.values()], **marks).save_pretrained(tmp_path / "own")
     (tmp_path / "made").mkdir()
     cfg = SimpleNamespace(vocabulary=str(tmp_path / "own"), model_name_or_path="", length=8)
+    cfg.trust_remote_code = False
     rows = [{"text": "a"}]
     for template in ("", "{{ messages }}\n", "{{ tools }}"):
         vars(cfg).update(write_template(tmp_path, template) if template else {"chat_template": ""})

@@ -152,6 +152,7 @@ def test_a_mean_is_refused_in_half_precision_and_where_a_run_resumes(plain, tmp_
 # Facts of an Accelerator, whether exact is asked for, and words of the line.
 SETUPS = [
     ({"tp_size": 2}, False, "not with tensor or context parallelism"),
+    ({"native": {"tp_size": 2, "pp_size": None}}, False, "not with tp_size or pp_size"),
     ({"kind": "FSDP", "mixed_precision": "fp16", "policy": {}}, False, "precision takes bf16"),
     ({"kind": "FSDP", "policy": {"reduce_dtype": None}}, False, "adds gradients in float32"),
     ({"kind": "FSDP", "policy": {"output_dtype": torch.bfloat16}}, False, "precision takes bf16"),
@@ -172,6 +173,8 @@ def test_a_setup_that_training_cannot_take_is_one_line(monkeypatch, facts, exact
     if "policy" in facts:
         given = {"reduce_dtype": torch.float32, "output_dtype": torch.float32, **facts["policy"]}
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **given)
+    if "native" in facts:
+        model.config = SimpleNamespace(distributed_config=SimpleNamespace(**facts["native"]))
     if "tp_size" in facts:
         config = SimpleNamespace(total_size=2, tp_size=2)
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,5 +1,6 @@
 """Which row each position of a run takes: permutations, mixtures; how a step is cut."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -62,7 +63,7 @@ def test_the_order_is_a_function_of_the_seed_and_the_sources():
     assert one.count(8 * 10**15) == [n * 10**15 for n in (3, 1, 1, 2, 1)]
     rows = SampleDataset(range(37), seed=3)
     rows.augment = lambda row, generator: generator.initial_seed()
-    assert dict(rows.__getitems__([36, 37])) == {26: 13302199687785192542, 14: 18324349750694920125}
+    assert dict(rows.__getitems__([36, 37])) == {26: 13865794165675905162, 14: 854647318621115769}
 
 
 # ---- Several sources -----------------------------------------------------------------------------
@@ -262,7 +263,9 @@ def test_a_micro_batch_is_measured_without_a_trace(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = {name: values.clone() for name, values in model.state_dict().items()}
     rows = torch.randn(5, 3)
-    assert shares.measure_micro_batch(model, lambda: model(rows).square().sum()) == 3.0
+    put_back = functools.partial(model.load_state_dict, before)
+    given = model, lambda: model(rows).square().sum(), put_back
+    assert shares.measure_micro_batch(*given) == 3.0
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
     assert assign_micro_batches(12, [1 / 20, 1 / 10], least=1) == (4, 8)

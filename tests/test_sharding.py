@@ -24,6 +24,8 @@ from conftest import (
 )
 from same import check_same, check_same_curve, curve
 from samestep.launch import launcher
+from small_models import new_model
+from test_core import script
 from test_exact import BATCH_NORM
 
 SMALL = {"micro_batch_size": 1, "learning_rate": 0.002}  # eight micro-batches a step
@@ -287,3 +289,24 @@ def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
     train(with_ddp(small, tmp_path, FP16), "cpu_multi", 2, "--output_dir", tmp_path / "run")
     check_same_curve(tmp_path / "run", alone, rel=1e-3, norm=1e-2)
     assert curve(tmp_path / "run")[6]["grad_norm"] != curve(alone)[6]["grad_norm"]
+
+
+# ---- Models that transformers shards while it loads them -----------------------------------------
+
+NATIVE = Path(__file__).with_name("own_native.py")
+NO_WRAP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+NO_WRAP |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "false"}
+
+
+def test_a_model_that_transformers_has_sharded_trains_as_a_whole_one(tmp_path):
+    new_model("Llama", vocab_size=96).save_pretrained(tmp_path / "model")
+    given = (tmp_path / "model", tmp_path / "one", "fsdp_size", 2)
+    ends = [script(1, *given, program=(NATIVE,))]
+    given = (tmp_path / "model", tmp_path / "two", "fsdp_size", 2)
+    ends.append(script(2, *given, program=(ON_CPU, NATIVE), **NO_WRAP))
+    numbers = []
+    for (code, printed, errors), *_ in ends:
+        assert code == 0, errors
+        words = [line.split() for line in printed.splitlines()]
+        numbers += [[float(word) for each in words if each[0] == "NUMBERS" for word in each[1:]]]
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-5) and len(numbers[0]) == 8

@@ -112,7 +112,7 @@ def compare_outputs(folder: str, expected: list[dict], rounding: str, **options:
                 shown, wanted = f"{outputs[name]!s:.80}", f"{trained[name]!s:.80}"
                 raise ValueError(f"its {name} of {given!r:.60} are {shown}, not {wanted}")
         pairs = zip(outputs["logits"], trained["logits"], strict=True)
-        difference = max(abs(a - b) for a, b in pairs) / max(1, *map(abs, outputs["logits"]))
+        difference = max(abs(a - b) for a, b in pairs) / max(1e-12, *map(abs, outputs["logits"]))
         if not difference <= max(_TOLERANCES[rounding], _TOLERANCES[outputs["dtype"]]):
             problem = f"its logits differ by {difference:.2g}"
             raise ValueError(f"{problem} of the largest one after {given!r:.60}")

@@ -18,7 +18,7 @@ from samestep.step.model import eager, keep_modes
 from samestep.step.outputs import EvaluationOutputs
 from samestep.step.plan import StepPlan
 from samestep.step.samples import EvaluationSampler, SampleDataset
-from samestep.step.seeds import seed_evaluation
+from samestep.step.seeds import EVALUATION, seed_micro_batch
 from samestep.step.sums import EvaluationSums
 
 
@@ -82,7 +82,7 @@ class Evaluation:
                     break
                 batch, (_, ids_hash), self.ids = fetched
                 batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
-                seed_evaluation(ids_hash)  # for a model that draws noise
+                seed_micro_batch(0, ids_hash, EVALUATION)  # whoever evaluates these rows
                 with context_parallel.split_rows(self.accelerator, batch):
                     yield batch
         trial.set_random_states(self.accelerator.device, states)

@@ -146,7 +146,8 @@ class ExactGradients(StepGradients):
     """
 
     def __init__(
-        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool]
+        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
+        prepared: list[bool] | None = None,
     ):  # fmt: skip
         super().__init__(accelerator, ranks, model, prepared)
         self.sharded, self.tree = ranks.layout.sharded, TreeSum()
@@ -247,8 +248,8 @@ class ExactGradients(StepGradients):
 
 
 def step_gradients(
-    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool],
-    exact: bool,
+    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool,
+    prepared: list[bool] | None = None,
 ) -> StepGradients:  # fmt: skip
     """Return what adds up the gradients of the steps of this prepared model."""
     kind = ExactGradients if exact else StepGradients

@@ -1,6 +1,7 @@
 """The gradient of a step: that of all its micro-batches, over all processes."""
 
 import math
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from samestep.processes.sharding import full_tensor
 from samestep.step import inputs, trial
 from samestep.step.plan import StepPlan
 
+_trains, _is_training = attrgetter("requires_grad"), attrgetter("training")
+
 
 class StepGradients:
     """The gradient of a step's summed losses, divided by the step's items in the loss.
@@ -22,12 +25,15 @@ class StepGradients:
     """
 
     def __init__(
-        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, prepared: list[bool]
+        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
+        prepared: list[bool] | None = None,
     ):  # fmt: skip
-        """prepared: for each weight of the model whether it trained when it was prepared."""
+        """prepared: for each weight of the model whether it trained when it was prepared, if that
+        is known."""
         self.accelerator, self.ranks, self.model = accelerator, ranks, model
         self.all = {trial.own_name(name): p for name, p in model.named_parameters()}
-        self.prepared = self.pattern = prepared
+        self.prepared = prepared or [*map(_trains, self.all.values())]
+        self.pattern = self.prepared
         self.choose_trained()
         self.by_hand = False  # whether DDP does not reduce, since others train than it was made for
         self.modes: list[torch.nn.Module] = []  # the modules in train mode in the first step
@@ -55,12 +61,12 @@ class StepGradients:
         and for parts that trained and are now in eval mode."""
         if self.steps == 1:
             self.modes = [module for module in self.model.modules() if module.training]
-        if not all(module.training for module in self.modes):
+        if not all(map(_is_training, self.modes)):
             raise UserError(
                 "the model, or a part of it, is in eval mode, which trained before: call "
                 "model.train() after an evaluation of your own"
             )
-        now = [p.requires_grad for p in self.all.values()]
+        now = [*map(_trains, self.all.values())]
         if now == self.pattern:
             return
         self.pattern = now

@@ -7,9 +7,9 @@ import torch
 
 from samestep.step.order import hash_integers
 
-# Places of a step that are no micro-batch, and words before the seeds of what is no step.
-BEFORE, AFTER = -2, -1
-_EVALUATION, AUGMENT = 0x6576616C, 0x61756774
+# Places that are no micro-batch of a step, and the word before the seeds of `augment`.
+AFTER, BEFORE, EVALUATION = -1, -2, -3
+AUGMENT = 0x61756774
 
 
 def seed_micro_batch(seed: int, step: int, number: int = AFTER) -> None:
@@ -17,18 +17,9 @@ def seed_micro_batch(seed: int, step: int, number: int = AFTER) -> None:
     from 0, in its step, counted from 1, and not by its rank.
 
     BEFORE: what comes before the micro-batches of a step. AFTER: what comes after them, such as an
-    optimizer that draws.
+    optimizer that draws. EVALUATION: a batch of an evaluation, by the hash of its rows as `step`.
     """
-    _seed_initialized(hash_integers(seed, step - 1, number))
-
-
-def seed_evaluation(ids_hash: int) -> None:
-    """Seed what a model draws in an evaluation, by the rows of a batch, whoever evaluates them."""
-    _seed_initialized(hash_integers(_EVALUATION, 0, 0, ids_hash))
-
-
-def _seed_initialized(seed: int) -> None:
-    """Seed the host and the devices that are initialized."""
+    seed = hash_integers(seed, step - 1, number)
     seed_host(seed)
     # torch.manual_seed would format a stack for each kind of device that is not initialized.
     device = torch.accelerator.current_accelerator()

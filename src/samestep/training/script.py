@@ -298,7 +298,7 @@ def check_prepared(accelerator: Accelerator, model: Any, optimizer: Any) -> None
         raise UserError("Training works with fsdp_version: 2; this is FSDP of version 1")
     if layout_of_accelerator(accelerator).replica_size > 1:
         raise UserError("Training works with DDP and FSDP2, not with tensor or context parallelism")
-    config = getattr(bare_model(accelerator, model), "config", None)
+    config = getattr(accelerator.unwrap_model(model), "config", None)
     config = getattr(config, "distributed_config", None)
     if any((getattr(config, name, 1) or 1) > 1 for name in ("tp_size", "pp_size")):
         raise UserError(

@@ -247,7 +247,8 @@ class Training:
             self.loader.prefetch()
             for number in range(begin + 1, begin + left + 1):
                 log.start_step(number)
-                self.ranks.places.start_step(number)
+                if self.ranks.group:
+                    self.ranks.places.start_step(number)
                 self.current = self.next_step(number, last=number == max_steps)
                 seed_micro_batch(self.seed, number, BEFORE)
                 try:
@@ -256,7 +257,8 @@ class Training:
                     self.run.end_early(self)
                     raise
                 self.complete()
-                self.look()
+                if not self.has_looked:
+                    self.look()
                 if self.loader.should_stop():
                     self.end_stopped()
                 if self.current.is_last or (save_every and number % save_every == 0):
@@ -272,7 +274,7 @@ class Training:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
         now. A step that fp16 skips changes nothing."""
         skipped = self.accelerator.scaler and self.optimizer.step_was_skipped
-        if not (self.has_looked or skipped):
+        if not skipped:
             self.has_looked = True
             assert self.saver
             self.saver.collect(self.step)
@@ -305,7 +307,7 @@ class Training:
         first one."""
         if self.gradients is None:
             yield from try_loop(self, step)
-            given = self.accelerator, self.ranks, self.model, self.prepared, self.exact
+            given = self.accelerator, self.ranks, self.model, self.exact, self.prepared
             self.gradients = exact.step_gradients(*given)
             self.meter.stopwatch.watch(self.model)
 
