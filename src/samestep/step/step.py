@@ -26,11 +26,10 @@ class Loop(Protocol):
     plan: StepPlan
     seed: int
     gradients: Any  # StepGradients, once the loop was tried; a pipeline brings its own
+    loader: Any  # StepLoader
     current: "Step | None"
 
     def try_others(self, step: "Step") -> Iterator[Any]: ...
-
-    def prefetch(self) -> None: ...
 
     def read_loss(self, step: "Step") -> None: ...
 
@@ -138,7 +137,7 @@ class Step:
     def reduce(self) -> None:
         """Bring the gradient of the whole step to all processes, after its last batch."""
         run, self.micro_batches = self.run, []
-        run.prefetch()  # the next step, while the device computes this one
+        run.loader.prefetch()  # the next step, while the device computes this one
         run.gradients.reduce()
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)

@@ -297,11 +297,6 @@ class Training:
         with self.meter.waiting():
             yield
 
-    def prefetch(self) -> None:
-        """Fetch the next step, while the device computes."""
-        assert self.loader
-        self.loader.prefetch()
-
     def try_others(self, step: Step) -> Iterator[Any]:
         """Give other batches to the body of the loop before those of a step: a few rows before the
         first one."""
@@ -335,7 +330,9 @@ class Training:
 
         Without a call the loop does it, after the body.
         """
-        values, metrics = script.plain_values(values, script.NOT_VALUES), self.open_log(self.step)
+        metrics = self.open_log(self.step)
+        if values:
+            values = script.plain_values(values, script.NOT_VALUES)
         if self.step == step.number:  # its line may be written
             if values:
                 metrics.note(**values)
