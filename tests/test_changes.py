@@ -26,7 +26,7 @@ ENDS = {
     "outside": "depends on a weight of shape () outside of the model",
     "outside_tensor": "depends on a weight of shape () outside of the model",
     "forgotten": "no optimizer has 2.weight, 2.bias, so it would never change",
-    "pruned": "other names or shapes than at the start: 0.weight, 0.weight_mask, 0.weight_orig",
+    "pruned": "other weights or modules than at the start: 0.weight, 0.weight_mask, 0.weight_orig",
     "still": "is in eval mode, which trained before",
     "second_optimizer": "a second optimizer is prepared",
     "set_setting": "settings.words is a set; give a number",

@@ -8,6 +8,7 @@ A tensor that a forward pass sets may be a result, such as activations or an aux
 saved if the loss of the first batch is another with its old value; see training/trial.py.
 """
 
+import enum
 import functools
 import types
 from collections import deque
@@ -27,7 +28,7 @@ _NO_STATE += (types.BuiltinFunctionType, torch.nn.parallel.DistributedDataParall
 # Objects of these packages hold nothing that a step computes with.
 _FOREIGN = ("accelerate.", "samestep.", "torch.distributed.", "threading", "logging", "concurrent.")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_HOLDERS = (*_PLAIN, np.ndarray, np.generic, *packing.GENERATORS)
+_HOLDERS = (*_PLAIN, enum.Enum, np.ndarray, np.generic, *packing.GENERATORS)
 _LISTS = (list, tuple, deque, set, frozenset)
 NOTHING = "NoneType None"  # the text of what is not there
 
@@ -134,7 +135,7 @@ def copy_of(value: Any) -> Any:
         return {name: copy_of(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | deque):
         return [copy_of(entry) for entry in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy() if isinstance(value, np.ndarray | set) else value
 
 
 def fill(old: Any, value: Any) -> Any:
@@ -142,8 +143,13 @@ def fill(old: Any, value: Any) -> Any:
     form."""
     if isinstance(old, packing.GENERATORS):
         return packing.set_generator(old, value)
+    if isinstance(old, enum.Enum) and isinstance(value, str):
+        return type(old)[value]
     if torch.is_tensor(old) and torch.is_tensor(value) and old.shape == value.shape:
         old.data.copy_(value)
+        return old
+    if isinstance(old, np.ndarray) and isinstance(value, np.ndarray) and old.shape == value.shape:
+        old[...] = value
         return old
     if isinstance(old, dict) and isinstance(value, dict):
         entries = {name: fill(old.get(name), entry) for name, entry in value.items()}
@@ -152,8 +158,8 @@ def fill(old: Any, value: Any) -> Any:
         return old
     if isinstance(old, list | tuple | deque) and isinstance(value, list | tuple | deque):
         parts = [*map(fill, [*old, *[None] * (len(value) - len(old))], value)]
-        if isinstance(old, tuple):
-            return type(old)(parts) if type(old) is tuple else old
+        if isinstance(old, tuple):  # one with names takes its entries as arguments
+            return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)
         old.clear()
         old.extend(parts)
         return old
@@ -201,13 +207,22 @@ class Inventory:
         return {path: _as_text(path, slot.get()) for path, slot in slots.items()}
 
     def look(self) -> None:
-        """Add what moved since the start of the run to what is saved."""
+        """Add what moved since the start of the run to what is saved. Raises UserError for an
+        optimizer inside of another one, whose state would be lost."""
         for path, text in self.texts().items():
             if text == self.first.get(path, NOTHING) or path in self.saved | self.results:
                 continue
             self.saved.add(path)
             if has_tensors(self.slots[path].get()):
                 self.hashed.add(path)
+        outer = self.roots["optimizer"]
+        for path, inner in self.objects.items():
+            is_other = isinstance(inner, torch.optim.Optimizer) and inner is not outer
+            if is_other and inner.state and inner.state is not outer.state:
+                raise UserError(
+                    f"no checkpoint would hold the state of {path}, an optimizer inside of another "
+                    "object: write one class that keeps all in its own `state`, by weight"
+                )
 
     def pack(self) -> tuple[dict[str, Any], packing.Tensors]:
         """Pack what is saved as JSON, by path, and its tensors. Raises ValueError for what no

@@ -3,6 +3,7 @@
 A checkpoint keeps the tensors in its files and the JSON in its manifest.
 """
 
+import enum
 import random
 from collections import Counter, deque
 from typing import Any
@@ -42,14 +43,16 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
     """Return a state as JSON, and its tensors by names that begin with `name`.
 
     None, numbers, texts, bytes, tensors, arrays, and lists, tuples, sets, deques, dicts and
-    Counters of them come back as they were; a number of NumPy comes back as one of Python; of a
-    generator its state does. Raises ValueError for anything else.
+    Counters of them come back as they were; a number of NumPy comes back as one of Python, a member
+    of an Enum as its name; of a generator its state does. Raises ValueError for anything else.
     """
     tensors: Tensors = {}
 
     def convert(value: Any, name: str) -> Any:
         if isinstance(value, GENERATORS):
             value = generator_state(value)
+        if isinstance(value, enum.Enum):
+            value = value.name
         if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biuf":
             return {"array": convert(torch.from_numpy(value.copy()), name)["tensor"]}
         if torch.is_tensor(value):

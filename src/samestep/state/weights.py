@@ -175,8 +175,8 @@ class TrainingState:
         if _form_of(model) != self.form:
             names = [name for name, *_ in {*_form_of(model)} ^ {*self.form}]
             raise UserError(
-                f"the weights of the model have other names or shapes than at the start: "
-                f"{some(sorted(names), 3)}; no run could load them: change the model before "
+                f"the model has other weights or modules than at the start: "
+                f"{some(sorted({*names}), 3)}; no run could load them: change the model before "
                 "accelerator.prepare, and no more"
             )
         check_all_in_optimizer(inner, self.parameters())
@@ -478,9 +478,10 @@ def _buffers_left_out(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _form_of(model: torch.nn.Module) -> list[tuple]:
-    """Return names and shapes of the weights of a model, and names of its buffers, in an order."""
-    weights = [(bare_name(name), (*p.shape,)) for name, p in model.named_parameters()]
-    return weights + [(bare_name(name),) for name, _ in model.named_buffers()]
+    """Return names, shapes and types of the weights, names of the buffers, kinds of the modules."""
+    weights = [(bare_name(n), (*p.shape,), str(p.dtype)) for n, p in model.named_parameters()]
+    modules = [(bare_name(n), type(module).__qualname__) for n, module in model.named_modules()]
+    return weights + [(bare_name(name),) for name, _ in model.named_buffers()] + modules
 
 
 def _is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
