@@ -24,6 +24,7 @@ class Kind:
     """The plain loop, and what a kind may change."""
 
     exact, depend, settings = False, False, {}  # noqa: RUF012
+    dataset = TensorDataset
 
     def __init__(self):
         self.inner = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
@@ -211,6 +212,25 @@ class experiment(Kind):  # noqa: N801
     def after(self, step):
         self.steps += 1
         bare.updates = step.number
+
+
+class Levels(TensorDataset):
+    """Rows whose scale is set by the loop."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.level = 1.0
+
+    def __getitem__(self, place):
+        x, y = super().__getitem__(place)
+        return x * self.level, y
+
+
+class curriculum(Kind):  # noqa: N801
+    dataset = Levels
+
+    def before(self, step):
+        rows.level = 1 + 0.1 * step.number
 
 
 class outside_draws(Kind):  # noqa: N801
@@ -490,7 +510,7 @@ this = globals()[kind]()
 x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
 if kind == "other_row":
     x[1] += 1  # none of the 64 that are read first
-rows = TensorDataset(x, x.sum(1, keepdim=True))
+rows = this.dataset(x, x.sum(1, keepdim=True))
 model = this.model()
 optimizer = this.optimizer(model)
 model, optimizer = accelerator.prepare(model, optimizer)

@@ -11,6 +11,7 @@ PROGRAM = (ROOT / "tests" / "own_state.py",)
 COME_BACK = [
     *("count", "queue", "noisy", "rotary", "observer", "codebook"),  # changed by forward
     *("teacher", "hidden_teacher", "rate", "history", "experiment", "outside_draws"),
+    "curriculum",
     *("unfreeze", "freeze", "turns", "joins", "own_optimizer", "plateau", "cosine", "lambdas"),
     *("kept", "penalty", "nan_setting"),
 ]

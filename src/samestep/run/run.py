@@ -50,6 +50,7 @@ class Run:
     verb = "continuing from"
     warns_of_rounding = True
     sets_lr = True  # the loop sets the learning rate of each step
+    watches_rows = False  # views are made anew
     sets_modes = True  # see model.TaskModule.train
     shows_lines = True
     evaluates_last = True  # in the body of the loop

@@ -177,14 +177,26 @@ class Inventory:
         others: Callable[[], Iterable[torch.Tensor]],
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
+        self.rows: Any = None
         self.first = self.texts()
         self.saved: set[str] = set()  # paths that checkpoints have
         self.hashed: set[str] = set()  # those of them that are state: the loss depends on them
         self.results: set[str] = set()  # tensors that a forward pass sets, and nothing reads
 
+    def watch_rows(self, rows: Any) -> None:
+        """Look at the numbers, texts and flags of the rows, too, such as the level of a curriculum.
+
+        The rows themselves are compared at a resume.
+        """
+        self.rows = rows
+        self.first |= {n: text for n, text in self.texts().items() if n.startswith("rows.")}
+
     def list_now(self) -> dict[str, Slot]:
         """List the attributes as they are now, by path."""
         self.slots, self.objects = list_slots(self.roots, self.model, self.others())
+        for name, value in getattr(self.rows, "__dict__", {}).items():
+            if isinstance(value, _PLAIN):
+                self.slots[f"rows.{name}"] = Slot(self.rows, name)
         return self.slots
 
     def keep(self) -> Callable[[], None]:

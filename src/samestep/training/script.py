@@ -43,6 +43,7 @@ class Script:
     # What train.py's run has otherwise.
     optimizer_settings: list[dict] = []  # noqa: RUF012
     sets_lr = False  # whether the loop sets the learning rate of each step
+    watches_rows = True  # whether their attributes may change
     sets_modes = False  # whether parts that are frozen are put in eval mode
     mixture = None
     verb = "continuing from"

@@ -29,7 +29,7 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import attempt
+from samestep.base.errors import UserError, attempt, some
 from samestep.base.launching import STOPPED
 from samestep.processes import alike
 from samestep.processes.failures import Ended
@@ -139,6 +139,8 @@ class Training:
             prepared = self.accelerator, self.model, self.optimizer
             options = run.optimizer_settings, run.sets_lr
             state = TrainingState(*prepared, self.ranks.layout, *options)
+            if run.watches_rows:
+                state.inventory.watch_rows(self.rows.dataset)
         self.manifest |= built.describe(state)
         saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.lock, more=self.describe_lanes,
@@ -278,6 +280,12 @@ class Training:
             self.has_looked = True
             assert self.saver
             self.saver.collect(self.step)
+            moved = [n for n in self.saver.state.inventory.saved if n.startswith("rows.")]
+            if moved and self.num_workers:
+                raise UserError(
+                    f"the loop changes {some(moved, 3)}, and each of the {self.num_workers} "
+                    "workers has rows of its own: give num_workers=0"
+                )
 
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step, whose micro-batches are there."""
