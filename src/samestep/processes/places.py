@@ -15,8 +15,6 @@ import torch.distributed as dist
 from samestep.base.errors import UserError
 
 PATIENCE = 60  # seconds
-# In the store: the process that ends all, and how many others know it.
-_ENDED, _LEFT = "samestep/ended", "samestep/left"
 _BEAT = 5  # seconds between two writes of a place that has changed
 
 
@@ -25,6 +23,10 @@ class Places:
 
     def __init__(self, rank: int, processes: int):
         self.rank, self.processes = rank, processes
+        # torchelastic may keep its store when it starts the processes again.
+        self.prefix = f"samestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        # The process that ends all, and how many others know it.
+        self.ended_by, self.known = f"{self.prefix}/ended", f"{self.prefix}/known"
         self.place = self.written = "0 step 0"
         self.times: Counter[str] = Counter()  # of each meeting
         self.ended = threading.Event()
@@ -43,11 +45,11 @@ class Places:
 
         Raises UserError if, after a minute, another process waits elsewhere or is in a later step.
         """
-        if self.processes == 1:
+        if self.processes == 1 or not dist.is_initialized():  # a run that ends has left its group
             return
         store = dist.distributed_c10d._get_default_store()
         self.times[what] += 1
-        key = f"samestep/{what}/{number}/{self.times[what]}"
+        key = f"{self.prefix}/{what}/{number}/{self.times[what]}"
         self.place = f"{number} {what}"
         store.add(key, 1)
         pause, limit = 1e-3, time.monotonic() + PATIENCE
@@ -62,15 +64,15 @@ class Places:
         """Raise UserError if another process is in a later step, or waits for something else; tell
         the others. One that is merely late is waited for."""
         for rank in range(self.processes):
-            name = f"samestep/place/{rank}"
+            name = f"{self.prefix}/place/{rank}"
             place = store.get(name).decode() if store.check([name]) else ""
             step, _, other = place.partition(" ")
             waits = other and other != what and not other.startswith(("after", "step"))
             is_elsewhere = bool(step) and (int(step) > number or (step == str(number) and waits))
             if rank != self.rank and is_elsewhere:
-                store.set(_ENDED, str(self.rank))
+                store.set(self.ended_by, str(self.rank))
                 limit = time.monotonic() + 2 * _BEAT
-                while store.add(_LEFT, 0) < self.processes - 1 and time.monotonic() < limit:
+                while store.add(self.known, 0) < self.processes - 1 and time.monotonic() < limit:
                     time.sleep(0.1)
                 raise UserError(
                     f"{what} after step {number} has waited {PATIENCE} s on process {self.rank} "
@@ -85,9 +87,9 @@ class Places:
             while not self.ended.wait(_BEAT):
                 if self.place != self.written:
                     self.written = self.place
-                    store.set(f"samestep/place/{self.rank}", self.written)
-                if store.check([_ENDED]) and store.get(_ENDED) != b"%d" % self.rank:
-                    store.add(_LEFT, 1)
+                    store.set(f"{self.prefix}/place/{self.rank}", self.written)
+                if store.check([self.ended_by]) and store.get(self.ended_by) != b"%d" % self.rank:
+                    store.add(self.known, 1)
                     os._exit(2)  # before its main thread tells of a lost connection
         except RuntimeError:  # the store has ended
             return

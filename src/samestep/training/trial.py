@@ -181,13 +181,17 @@ def _find_state(
             computed = yield from try_batch(run, step, rows)
             return not torch.equal(computed.sums[""], second.sums[""])
 
-    found: set[str] = set()
-    if values and (yield from differs([*values])):
-        for path in values:
-            if (yield from differs([path])):
-                found.add(path)
-        found = found or {*values}
-    return found
+    def find(paths: list[str]) -> Generator[Any, None, set[str]]:
+        if not paths or not (yield from differs(paths)):
+            return set()
+        if len(paths) == 1:
+            return {*paths}
+        middle = len(paths) // 2
+        first = yield from find(paths[:middle])
+        second = yield from find(paths[middle:])
+        return first | second or {*paths}  # none of them alone
+
+    return (yield from find(sorted(values)))
 
 
 def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
