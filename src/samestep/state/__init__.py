@@ -1,6 +1,8 @@
 """The state of a run: what a checkpoint holds, how it is committed, verified and restored.
 
     weights.TrainingState   tensors by name, and the state of what else is registered
+    inventory.Inventory     attributes of objects that a step has changed
+    built                   groups, schedulers and rows, compared at a resume
     saver.Saver             save, restore, load_best; in the background, if it is to
     checkpoints             folders: commit, verify, find_checkpoint, prune
 

@@ -263,8 +263,10 @@ def _folder_of_script() -> Path | None:
 def check_whole(least: int, **numbers: Any) -> None:
     """Raise UserError unless these are whole numbers, and none is too small."""
     for name, value in numbers.items():
-        if not isinstance(value, int) or not least <= value < 2**64:
+        if not isinstance(value, int) or value < least:
             raise UserError(f"{name} is {value!r}; give a whole number, at least {least}")
+        if value >= 2**64:
+            raise UserError(f"{name} is {value}; give a number below 2**64")
 
 
 def check_rows(rows: Any) -> None:
