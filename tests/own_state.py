@@ -14,7 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.nn.utils import prune
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 from torch.utils.data import TensorDataset
 
 from samestep import Training
@@ -376,6 +382,43 @@ class lambdas(cosine):  # noqa: N801
         base = self.base
         self.scheduler = LambdaLR(optimizer.optimizer, lambda n: base**n)
         accelerator.register_for_checkpointing(self.scheduler)
+
+
+class two_schedulers(cosine):  # noqa: N801
+    """Of one kind."""
+
+    second = 0.9
+
+    def prepared(self):
+        rates = (0.99, self.second)
+        self.scheduler = accelerator.prepare(
+            *(ExponentialLR(optimizer.optimizer, r) for r in rates)
+        )
+
+    def after(self, step):
+        for scheduler in self.scheduler:
+            scheduler.step()
+
+
+class other_second(two_schedulers):  # noqa: N801
+    second = 0.8
+
+
+class one_cycle(cosine):  # noqa: N801
+    part = 0.3
+
+    def prepared(self):
+        scheduler = OneCycleLR(optimizer.optimizer, 1e-2, total_steps=12, pct_start=self.part)
+        self.scheduler = accelerator.prepare(scheduler)
+
+
+class other_part(one_cycle):  # noqa: N801
+    part = 0.5
+
+
+class other_kind(cosine):  # noqa: N801
+    def prepared(self):
+        self.scheduler = accelerator.prepare(ExponentialLR(optimizer.optimizer, 0.9))
 
 
 class other_lambdas(lambdas):  # noqa: N801

@@ -37,6 +37,9 @@ ENDS = {
 CHANGED = {
     ("cosine", "longer_cosine"): "CosineAnnealingLR.T_max: 6 -> 12",
     ("lambdas", "other_lambdas"): "LambdaLR.lr_lambdas: ",
+    ("two_schedulers", "other_second"): "scheduler.1 ExponentialLR.gamma: 0.9 -> 0.8",
+    ("one_cycle", "other_part"): "OneCycleLR._schedule_phases: ",
+    ("cosine", "other_kind"): "scheduler.0 kind: CosineAnnealingLR -> ExponentialLR",
     ("Kind", "other_rate"): "optimizer group 0 lr: 0.01 -> 0.02",
     ("Kind", "other_groups"): "weights of group 0: 4 weights",
     ("Kind", "other_row"): "300 of 300 rows compared",

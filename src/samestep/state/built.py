@@ -3,6 +3,7 @@
 A setting that the library can see counts, whether or not the program has named it.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -39,10 +40,9 @@ def describe(state: TrainingState) -> dict[str, Any]:
 def _settings_of(scheduler: Any) -> dict[str, str]:
     """Return the settings of a scheduler as texts, by name."""
     scheduler = bare_scheduler(scheduler)
-    named = {n: v for n, v in vars(scheduler).items() if n != "optimizer" and n[:1] != "_"}
     kind = type(scheduler).__name__
-    named |= {n: v for n, v in vars(scheduler).items() if n == "_schedulers"}
-    return {f"{kind}.{name}": _as_text(value) for name, value in named.items()}
+    settings = {n: v for n, v in vars(scheduler).items() if n != "optimizer"}
+    return {"kind": kind} | {f"{kind}.{name}": _as_text(v) for name, v in settings.items()}
 
 
 def _as_text(value: Any, depth: int = 0) -> str:
@@ -52,28 +52,32 @@ def _as_text(value: Any, depth: int = 0) -> str:
         return repr(value.tolist())
     if isinstance(value, list | tuple):
         return f"[{', '.join(_as_text(entry, depth + 1) for entry in value)}]"
+    if isinstance(value, set | frozenset):  # whose order differs from start to start
+        return f"{sorted(_as_text(entry, depth + 1) for entry in value)}"
     if isinstance(value, dict):
         return f"{ {str(n): _as_text(entry, depth + 1) for n, entry in value.items()} }"
     if isinstance(value, functools.partial):
-        given = [value.func, *value.args, value.keywords]
-        return f"partial {_as_text(given, depth + 1)}"
+        return f"partial {_as_text([value.func, *value.args, value.keywords], depth + 1)}"
     if isinstance(value, types.MethodType):
         return f"{value.__func__.__qualname__} {_as_text(value.__self__, depth + 1)}"
     if isinstance(value, types.FunctionType):
-        held = [*(value.__defaults__ or ()), value.__kwdefaults__ or {}]
-        held += [cell.cell_contents for cell in value.__closure__ or ()]
+        held: list[Any] = [*(value.__defaults__ or ()), value.__kwdefaults__ or {}]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
         try:
             source = inspect.getsource(value).strip()
         except (OSError, TypeError):  # typed at a prompt
             source = repr((value.__code__.co_code, value.__code__.co_names))
         text = f"{source} {_as_text(held, depth + 1) if depth < _DEPTH else ''}"
         return f"{value.__qualname__} {short_hash(text.encode())}"
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | types.ModuleType | type):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    if hasattr(value, "__dict__") and depth < _DEPTH:
-        kept = {n: v for n, v in vars(value).items() if n != "optimizer" and n[:1] != "_"}
+    kinds = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType, type)
+    if hasattr(value, "__dict__") and depth < _DEPTH and not isinstance(value, kinds):
+        kept = {n: v for n, v in vars(value).items() if n != "optimizer"}
         return f"{type(value).__qualname__} {_as_text(kept, depth + 1)}"
-    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__qualname__
+    text = repr(value)
+    is_address = isinstance(value, kinds) or " at 0x" in text
+    return type(value).__qualname__ if is_address else text
 
 
 def _flat(manifest: dict) -> dict[str, str]:
@@ -81,8 +85,8 @@ def _flat(manifest: dict) -> dict[str, str]:
     flat = {f"weights of {name}": text for name, text in manifest.get("weights", {}).items()}
     for i, group in enumerate(manifest.get("optimizer", ())):
         flat |= {f"optimizer group {i} {name}": text for name, text in group.items()}
-    for settings in manifest.get("schedulers", {}).values():
-        flat |= settings
+    for name, settings in manifest.get("schedulers", {}).items():
+        flat |= {f"{name} {setting}": text for setting, text in settings.items()}
     return flat
 
 
