@@ -275,6 +275,8 @@ class Training:
     def look(self) -> None:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
         now. A step that fp16 skips changes nothing."""
+        if self.ranks.layout.deepspeed:  # which writes what it holds
+            return
         skipped = self.accelerator.scaler and self.optimizer.step_was_skipped
         if not skipped:
             self.has_looked = True
