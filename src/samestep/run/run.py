@@ -89,6 +89,7 @@ class Run:
         cfg = self.cfg
         same = ("seed", "global_batch_size", "micro_batch_size", "exact", "keep_checkpoints")
         same += ("keep_every", "async_save", "num_workers", "log_every", "max_skipped_steps")
+        same += ("accept_changes",)
         given = {name: getattr(cfg, name) for name in same}
         depend = getattr(self.task, "rows_depend", bool)()
         return {**given, "folder": self.output, "rows_depend": depend, "run": self}
