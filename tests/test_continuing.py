@@ -185,6 +185,15 @@ def test_a_run_that_began_elsewhere_and_lost_its_checkpoints_does_not_begin_agai
     assert "says that step 6 was saved" in quick(*flags, codes=[2])
 
 
+def test_another_optimizer_of_the_code_is_a_changed_setting(tiny, half, tmp_path):
+    project = tiny.copied(tmp_path)
+    flags = ["--output_dir", half, *BASE]
+    edit(project.path / "train.py", "betas=(cfg.beta1, cfg.beta2)", "betas=(0.8, cfg.beta2)")
+    said = "optimizer group 0 betas: (0.9, 0.99) -> (0.8, 0.99)"
+    assert said in project.train(1, *flags, codes=[2])
+    assert said in project.train(1, *flags, "--accept_changes")
+
+
 # ---- Finished runs -------------------------------------------------------------------------------
 
 
@@ -204,6 +213,7 @@ def test_a_finished_run_with_more_steps_is_exported_anew_though_it_was_killed_be
     """Its newest checkpoint is the last, and model/ is there: that of the fewer steps."""
     shutil.copytree(whole, output)
     flags = ["--output_dir", output, *BASE, "--max_steps", 12, "--accept_changes"]
+    flags += ["--weight_decay", 0.3]
     killed = before_calls("samestep.end.ending.gather_model", KILL)
     quick(*flags, before=killed, codes=[-9])
     assert checkpoint(output, 12).exists()
