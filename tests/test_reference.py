@@ -95,9 +95,7 @@ gradients = exact.step_gradients(accelerator, processes, model, True)
 gradients.start_step(plan)
 for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=True):
     batch = [row for _, row in dataset.__getitems__(positions)]
-    gradients.start_micro_batch(number)
-    accelerator.backward(loss_sum(model, batch) * (gradients.divisor / 14))
-    gradients.add(number)
+    gradients.add(loss_sum(model, batch), 14, number)
 gradients.reduce()
 samples = reference.samples_of_step(3, 14, 41, seed=3)
 cut = [[rows[i] for i in part] for part in reference.micro_batches(samples, 2)]

@@ -93,6 +93,7 @@ class TrainingState:
     layout: Layout
     settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
+    exact: bool = False  # whether processes have the same buffers, too
     # Names of schedulers whose settings were changed since the checkpoint, which is accepted.
     changed: set[str] = field(default_factory=set)
 
@@ -248,17 +249,20 @@ class TrainingState:
 
         DTensors are sharded; other tensors are whole. Only the main process has the buffers and the
         tensors of other objects, which may differ between processes: DDP sends its buffers to the
-        others.
+        others. With exact all have the same.
         """
         self.check()
         self.inventory.look()
-        tensors, is_main = {}, self.accelerator.is_main_process
+        tensors, digests, is_main = {}, {}, self.accelerator.is_main_process
         for name, values in self.tensors_of_model().items():
-            if isinstance(values, torch.nn.Parameter) or is_dtensor(values) or is_main:
+            is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
+            if is_weight or is_main:
                 tensors[f"model.{name}"] = values
+            if self.exact and not is_weight:
+                digests[f"the buffer {name}"] = hash_bits([values])
         others, other_tensors = self.pack_others()
         tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
-        digests = self.digests(others, other_tensors)
+        digests |= self.digests(others, other_tensors)
         for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is None:

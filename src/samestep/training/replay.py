@@ -17,7 +17,7 @@ from samestep.base.errors import UserError
 from samestep.processes import sharding
 from samestep.processes.failures import Ended
 from samestep.step import trial
-from samestep.step.gradient import StepGradients
+from samestep.step.gradient import TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import eager, keep_modes
 from samestep.step.monitor import StepMonitor
@@ -124,7 +124,7 @@ class Replay:
         yield from step.compute_all()
         run.gradients.reduce()
         result = self.describe(step)
-        for parameter in run.gradients.parameters:
+        for parameter in run.gradients.weights.parameters:
             parameter.grad = None
         step.micro_batches, step.items = whole
         step.losses, step.total = [], None
@@ -149,7 +149,7 @@ class Replay:
     def describe(self, step: Step) -> dict[str, Any]:
         """Return loss, items and norms of a gradient that is complete, before it is clipped."""
         run = self.training
-        layers = _norms_by_layer(run.gradients)
+        layers = _norms_by_layer(run.gradients.weights, run.accelerator.scaler)
         monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
         monitor.add(step)
         monitor.read_losses()
@@ -158,14 +158,14 @@ class Replay:
         return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}
 
 
-def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
-    """Return the norm of the gradient of each layer."""
+def _norms_by_layer(weights: TrainedWeights, scaler: Any) -> dict[str, float]:
+    """Return the norm of the gradient of each layer. scaler: fp16's, or None."""
     squares: dict[str, float] = defaultdict(float)
-    for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+    for name, parameter in zip(weights.names, weights.parameters, strict=True):
         if parameter.grad is not None:
             layer = re.match(r".*?\.\d+(?=\.|$)", name)
             name = layer[0] if layer else re.sub(r"\.(weight|bias)$", "", name)
             grad = sharding.full_tensor(parameter.grad).detach().double()
             squares[name] += float(grad.square().sum())
-    scale = scaler.get_scale() if (scaler := gradients.accelerator.scaler) else 1.0  # fp16's
+    scale = scaler.get_scale() if scaler else 1.0
     return {name: math.sqrt(value) / scale for name, value in squares.items()}

@@ -137,7 +137,7 @@ class Training:
         self.lock = run.lock
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
-            options = run.optimizer_settings, run.sets_lr
+            options = run.optimizer_settings, run.sets_lr, self.exact
             state = TrainingState(*prepared, self.ranks.layout, *options)
         self.manifest |= built.describe(state)
         saver = Saver(

@@ -88,7 +88,7 @@ def _try_twice(
         if run.run.tries_backward and waits and not run.ranks.layout.sharded:
             trial.check_all_used(run.ranks, model)
         after = _changeable(state)
-        moved = {name for name in after if after[name] != before.get(name, inventory.NOTHING)}
+        moved = [name for name in after if after[name] != before.get(name, inventory.NOTHING)]
         slots = {path: slot for path, slot in state.inventory.slots.items() if path in moved}
         held = {path: slot.get() for path, slot in slots.items()}
         values = {n: (slots[n], value, inventory.copy_of(value)) for n, value in held.items()}
@@ -190,7 +190,7 @@ def _find_state(
     return found
 
 
-def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
+def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
     """Note what the forward pass changes: what is saved, and what it does to the result."""
     known = run.saver.state.inventory
     known.saved |= is_state
@@ -203,7 +203,13 @@ def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
             "process computes what; change it after the loop over the batches, from what is the "
             "same on all processes, or set exact to false"
         )
-    if buffers and run.ranks.layout.processes > 1 and not run.exact:
+    if run.exact and buffers:
+        raise UserError(
+            f"exact: the model changes its buffer {buffers[0]} while it trains, so the result "
+            "depends on which process computes what; use GroupNorm or LayerNorm in place of "
+            "BatchNorm, or set exact to false"
+        )
+    if buffers and run.ranks.layout.processes > 1:
         print_on_main(
             f"warning: training changes {some(sorted(buffers), 3)}, on each process by its own "
             "batches: the result depends on the number of processes and on micro_batch_size"
