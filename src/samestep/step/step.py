@@ -29,7 +29,8 @@ class Loop(Protocol):
     loader: Any  # StepLoader
     current: "Step | None"
 
-    def try_others(self, step: "Step") -> Iterator[Any]: ...
+    # Functions of the run and of a step, which give other batches before those of the step.
+    trials: list[Callable[[Any, "Step"], Iterator[Any]]]
 
     def read_loss(self, step: "Step") -> None: ...
 
@@ -73,10 +74,11 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         self.check_order("not begun", "another loop over the batches")
         self.gradient = "not added up"
-        run = self.run
-        yield from run.try_others(self)  # a few rows before the first step
+        for give_others in self.run.trials:  # a few rows, before the first step
+            yield from give_others(self.run, self)
         yield from self.compute_all()
         self.reduce()
+        self.run.read_loss(self)
 
     def compute_all(self) -> Iterator[Any]:
         """Give the batches of this process to the body of the loop."""
@@ -139,7 +141,6 @@ class Step:
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)
         self.gradient = "added up"
-        run.read_loss(self)
 
     # ---- The update
 

@@ -12,7 +12,7 @@ from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
 from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
-from samestep.step import context_parallel, trial
+from samestep.step import context_parallel, exact, trial
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
@@ -32,9 +32,13 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """Give rows together to the body of the loop, then each alone, in eval mode: the loss of all
     must be the sum of the losses of each. `run` is the Training.
 
+    A pipeline brings its own gradients, and is not tried.
+
     Where random numbers are drawn it compares the loss per item of eight rows. Before that it
     computes a batch twice in train mode: see _try_twice.
     """
+    if run.gradients is not None:  # not before the first step
+        return
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
     before, put_back = _registered_states(run), run.saver.state.keep()
@@ -68,6 +72,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
+    given = run.accelerator, run.ranks, run.model, run.exact, run.prepared
+    run.gradients = exact.step_gradients(*given)
+    run.meter.stopwatch.watch(run.model)
 
 
 def _try_twice(
