@@ -91,7 +91,7 @@ def loss_sum(model, rows):
 
 plan = plan_step(14, 2, layout.replicas, exact=True, rank=layout.rank)
 dataset = SampleDataset(rows, None, seed=3)
-gradients = exact.step_gradients(accelerator, processes, model, True)
+gradients = exact.ExactGradients(accelerator, processes, model)
 gradients.start_step(plan)
 for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=True):
     batch = [row for _, row in dataset.__getitems__(positions)]

@@ -187,14 +187,29 @@ class Run:
         """Return where the run starts: the processes have met."""
         return self.point
 
-    def same_validation(self, saved: dict) -> bool:
-        """Return whether a checkpoint was evaluated on the rows of today."""
-        return self.point.same_validation(self.manifest)
-
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
         """Assign micro-batches by the speed of each device, if device_shares is auto, before the
-        first step; return a line for the log."""
-        return self.measure_shares(training)
+        first step, and again at the next start; return a line for the log."""
+        plan, model, rows = training.plan, training.model, training.rows
+        if self.cfg.device_shares != "auto" or len(plan.shares) == 1:
+            return None
+        with self.ranks.fail_together():
+            first = training.samples(training.step)
+            step = rows.sort(range(first, first + plan.samples))
+            middle = plan.positions(step, plan.count // 2)  # of rows that are sorted by size
+            batch, *_ = collate(self.task, rows.__getitems__(list(middle)))
+            batch = send_to_device(batch, self.accelerator.device)
+        with self.ranks.fail_together():
+            model.train()
+            seeds.seed_everything(self.cfg.seed)
+            put_back = training.saver.state.keep()
+            loss_of = lambda: model(self.task.loss_sum, batch)  # noqa: E731
+            seconds = shares.measure_micro_batch(model, loss_of, put_back)
+        speeds = [1 / duration for duration in self.ranks.gather(seconds)]
+        assigned = assign_micro_batches(plan.count, speeds, least=1)
+        training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
+        print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
+        return {"event": "shares", "shares": " + ".join(map(str, assigned))}
 
     def after_trial(self, training: Any, computed: Any) -> None:
         """Check the rest of the task after the loop was tried."""
@@ -231,30 +246,6 @@ class Run:
         """Close the tracker of a run that ends."""
         if self.accelerator.is_main_process:
             attempt("the tracker was not closed", self.accelerator.end_training)
-
-    def measure_shares(self, training: Any) -> dict[str, Any] | None:
-        """Assign the micro-batches by the speed of each device, with device_shares auto: once, and
-        again at the next start."""
-        plan, model, rows = training.plan, training.model, training.rows
-        if self.cfg.device_shares != "auto" or len(plan.shares) == 1:
-            return None
-        with self.ranks.fail_together():
-            first = training.samples(training.step)
-            step = rows.sort(range(first, first + plan.samples))
-            middle = plan.positions(step, plan.count // 2)  # of rows that are sorted by size
-            batch, *_ = collate(self.task, rows.__getitems__(list(middle)))
-            batch = send_to_device(batch, self.accelerator.device)
-        with self.ranks.fail_together():
-            model.train()
-            seeds.seed_everything(self.cfg.seed)
-            put_back = training.saver.state.keep()
-            loss_of = lambda: model(self.task.loss_sum, batch)  # noqa: E731
-            seconds = shares.measure_micro_batch(model, loss_of, put_back)
-        speeds = [1 / duration for duration in self.ranks.gather(seconds)]
-        assigned = assign_micro_batches(plan.count, speeds, least=1)
-        training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
-        print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
-        return {"event": "shares", "shares": " + ".join(map(str, assigned))}
 
     # ---- Evaluation
 

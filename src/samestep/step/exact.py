@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import Tensors, is_dtensor, local
-from samestep.step.gradient import StepGradients, TrainedWeights, scaled_loss
+from samestep.step.gradient import TrainedWeights, scaled_loss
 from samestep.step.plan import StepPlan
 
 _PIECE = 25 << 20  # bytes of gradients that are exchanged at once
@@ -220,15 +220,6 @@ class ExactGradients:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm
-
-
-def step_gradients(
-    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool,
-    prepared: list[bool] | None = None,
-) -> StepGradients | ExactGradients:  # fmt: skip
-    """Return what adds up the gradients of the steps of this prepared model."""
-    kind = ExactGradients if exact else StepGradients
-    return kind(accelerator, ranks, model, prepared)
 
 
 # ---- Under FSDP ----------------------------------------------------------------------------------

@@ -186,10 +186,6 @@ class Script:
         point.say(self.manifest["hardware"])
         return point
 
-    def same_validation(self, saved: dict) -> bool:
-        """Return whether a checkpoint's scores are of today's rows: a script's settings say."""
-        return True
-
     def prepare_steps(self, training: Any) -> None:
         """Prepare the model for the first step."""
         if training.exact and training.gradients is None:

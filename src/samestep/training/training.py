@@ -150,7 +150,7 @@ class Training:
         self.step, samples = saver.step, self.samples(saver.step)
         history = provenance.extend_history(point.saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
-        if "eval_loss" in point.saved and run.same_validation(point.saved):
+        if "eval_loss" in point.saved and point.same_validation(self.manifest):
             self.scores = {"eval_loss": point.saved["eval_loss"]}
         saver.best = point.best
         saver.takes_scores = point.in_folder and self.scores is None and not point.changed

@@ -12,7 +12,9 @@ from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
 from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
-from samestep.step import context_parallel, exact, trial
+from samestep.step import context_parallel, trial
+from samestep.step.exact import ExactGradients
+from samestep.step.gradient import StepGradients
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
@@ -72,8 +74,8 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
-    given = run.accelerator, run.ranks, run.model, run.exact, run.prepared
-    run.gradients = exact.step_gradients(*given)
+    kind = ExactGradients if run.exact else StepGradients
+    run.gradients = kind(run.accelerator, run.ranks, run.model, run.prepared)
     run.meter.stopwatch.watch(run.model)
 
 
@@ -143,16 +145,14 @@ def _check_repeated(run: Any, first: tuple, second: tuple) -> None:
         far = far or float((one.nan_to_num() - other.nan_to_num()).norm()) > limit
     if not any(run.ranks.sum_over_ranks(int(far))):
         return
-    problem = (
+    complain(
         f"{run.run.loss_name} or gradient of the same batch is another the second time "
         f"({losses[0]:.9g}, then {losses[1]:.9g}): the loop over the batches keeps something of "
         "its own, such as a running mean, a generator or a queue of rows, in no checkpoint. "
         "Draw from the global generators, which are seeded; change a mean after that loop, from "
-        "step.loss, in an object that accelerator.register_for_checkpointing has got"
+        "step.loss, in an object that accelerator.register_for_checkpointing has got",
+        ends=same_bits,
     )
-    if same_bits:
-        raise UserError(problem)
-    print_on_main(f"warning: {problem}")
 
 
 def _check_leaves(run: Any, first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
@@ -251,21 +251,30 @@ def try_batch(
     return trial.Computed(batch, num_items, {"": step.losses[0]}, draws, collate_draws)
 
 
-def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
-    """Raise UserError where the loss is no sum over independent rows. In train.py it is a warning
-    below fp32, and where a run resumes."""
+def tolerance(run: Any) -> tuple[float, bool]:
+    """Return the largest relative difference that rounding explains, and whether the run ends where
+    it is larger: in train.py that is a warning below fp32, and where a run resumes."""
     is_half = any(parameter.dtype in HALF for parameter in run.model.parameters())
     rounds = is_half or run.run.rounds or run.accelerator.mixed_precision != "no"
-    limit, refuses = _LIMIT_OF_SCRIPTS if rounds else _LIMIT, True
-    if run.run.warns_of_rounding:
-        # A run that resumes has passed; trained weights may give small differences of large sums.
-        refuses = not rounds and run.step == 0
-        limit = _LIMIT if refuses else _LIMIT_BELOW
+    if not run.run.warns_of_rounding:
+        return _LIMIT_OF_SCRIPTS if rounds else _LIMIT, True
+    # A run that resumes has passed; trained weights may give small differences of large sums.
+    ends = not rounds and run.step == 0
+    return _LIMIT if ends else _LIMIT_BELOW, ends
+
+
+def complain(problem: str, ends: bool) -> None:
+    """Raise UserError where a problem ends the run; elsewhere it is a warning."""
+    if ends:
+        raise UserError(problem)
+    print_on_main(f"warning: {problem}")
+
+
+def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
+    """Complain of a loss that is no sum over independent rows."""
+    limit, ends = tolerance(run)
     if problem := trial.differ(run.run.loss_name, together, alone, limit):
-        problem = f"{problem}; {run.run.loss_remedy}"
-        if refuses:
-            raise UserError(problem)
-        print_on_main(f"warning: {problem}")
+        complain(f"{problem}; {run.run.loss_remedy}", ends)
 
 
 def _say(run: Any, computed: trial.Computed, rows: int) -> None:
