@@ -109,12 +109,14 @@ class Rotary(Net):  # a cache that grows with the longest row, as in transformer
 
 
 class Observer(Net):  # a running mean in a buffer that no state_dict has
+    watches = True
+
     def __init__(self, inner):
         super().__init__(inner)
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
     def forward(self, x):
-        if self.training:
+        if self.training and self.watches:
             self.mean.lerp_(x.mean(0), 0.1)
         return self.inner(x - self.mean)
 
@@ -141,6 +143,11 @@ count, queue = wrapped(Count, calls=int), wrapped(Queue, queue=lambda: torch.zer
 kept, rotary, observer = wrapped(Kept, hidden=type(None)), wrapped(Rotary), wrapped(Observer)
 noisy = wrapped(Noisy, noise=lambda: torch.Generator().manual_seed(3))
 codebook = wrapped(Codebook, code=lambda: torch.nn.Parameter(torch.zeros(4), requires_grad=False))
+
+
+class late_observer(observer):  # noqa: N801
+    def before(self, step):
+        bare.watches = step.number > 2
 
 
 # ---- What the body changes after the batches -----------------------------------------------------

@@ -93,10 +93,16 @@ def test_what_would_be_lost_ends_the_run_with_its_name(kind, tmp_path):
     assert code == 2 and ENDS[kind] in errors and errors.count("\n") == 1, errors
 
 
-@pytest.mark.parametrize("kind", ["count", "queue", "codebook"])
+@pytest.mark.parametrize("kind", ["count", "queue", "codebook", "observer"])
 def test_with_exact_what_a_forward_pass_changes_ends_the_run(kind, tmp_path):
     ((code, _, errors),) = run(kind, tmp_path, 4, "exact")
-    assert code == 2 and "exact: a forward pass changes" in errors
+    said = "the model changes its buffer mean" if kind == "observer" else "a forward pass changes"
+    assert code == 2 and f"exact: {said}" in errors
+
+
+def test_with_exact_a_buffer_that_changes_later_ends_the_run_at_a_save(tmp_path):
+    (code, _, errors), _ = run("late_observer", tmp_path, 6, "exact", processes=2)
+    assert code == 2 and "after step 4 the buffer mean differs between process 0" in errors
 
 
 def test_what_is_state_and_differs_between_processes_ends_the_run(tmp_path):

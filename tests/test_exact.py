@@ -64,7 +64,7 @@ def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
             found.append(torch.nn.Parameter(torch.zeros(shape)))
             found[-1].grad = grad.clone()
     accelerator = SimpleNamespace(unscale_gradients=lambda: None)
-    own = SimpleNamespace(parameters=weights, accelerator=accelerator)
+    own = SimpleNamespace(weights=SimpleNamespace(parameters=weights), accelerator=accelerator)
     norm = ExactGradients.clip(own, limit)
     expected = torch.nn.utils.clip_grad_norm_(others, limit or torch.inf)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -47,7 +47,7 @@ def build(make, kind):
     )
     accelerator._custom_objects, accelerator._schedulers = [average], [scheduler]
     accelerator.unwrap_model = lambda module, keep_torch_compile: module
-    return weights.TrainingState(accelerator, model, optimizer, ONE.layout, sets_lr=False)
+    return weights.TrainingState(accelerator, model, optimizer, ONE, sets_lr=False)
 
 
 def train(state, first, last):
@@ -78,7 +78,7 @@ def test_a_scheduler_and_an_average_come_back_bit_for_bit(tmp_path, name, kind):
     whole = train(build(make, kind), 0, 16)
     state = build(make, kind)
     assert train(state, 0, 9) == whole[:9]
-    tensors, entries, _ = state.collect()
+    tensors, entries = state.collect(0)
     tensor_files.write_share(tensor_files.take_share(tensors, ONE), tmp_path)
     about = {"optimizer": optimizers.settings_as_text(state.settings), **entries}
     saved = json.loads(json.dumps(about | {"hardware": {"processes": 1}}))

@@ -91,13 +91,11 @@ def loss_sum(model, rows):
 
 plan = plan_step(14, 2, layout.replicas, exact=True, rank=layout.rank)
 dataset = SampleDataset(rows, None, seed=3)
-gradients = exact.step_gradients(accelerator, processes, model, True)
+gradients = exact.ExactGradients(accelerator, processes, model)
 gradients.start_step(plan)
 for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=True):
     batch = [row for _, row in dataset.__getitems__(positions)]
-    gradients.start_micro_batch(number)
-    accelerator.backward(loss_sum(model, batch) * (gradients.divisor / 14))
-    gradients.add(number)
+    gradients.add(loss_sum(model, batch), 14, number)
 gradients.reduce()
 samples = reference.samples_of_step(3, 14, 41, seed=3)
 cut = [[rows[i] for i in part] for part in reference.micro_batches(samples, 2)]

@@ -71,7 +71,7 @@ def state_of(model, optimizer):
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
     settings = optimizers.optimizer_settings(optimizer)
-    return weights.TrainingState(accelerator, module, optimizer, ONE.layout, settings)
+    return weights.TrainingState(accelerator, module, optimizer, ONE, settings)
 
 
 def train(state, steps):
@@ -87,13 +87,13 @@ def train(state, steps):
 def manifest_of(state):
     manifest = {"optimizer": optimizers.settings_as_text(state.settings)}
     manifest["frozen_weights"] = weights.frozen_digest(state.module.model)
-    manifest |= {"hardware": {"processes": 1}, **state.collect()[1]}
+    manifest |= {"hardware": {"processes": 1}, **state.collect(0)[1]}
     return json.loads(json.dumps(manifest))
 
 
 def save(state, folder):
     folder.mkdir(exist_ok=True)
-    tensor_files.write_share(tensor_files.take_share(state.collect()[0], ONE), folder)
+    tensor_files.write_share(tensor_files.take_share(state.collect(0)[0], ONE), folder)
     return manifest_of(state)
 
 
@@ -127,7 +127,7 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     save(old, again), save(new, tmp_path / "new")
     name = "rank-00000.safetensors"
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
-    assert "model.scratch" not in new.collect()[0]
+    assert "model.scratch" not in new.collect(0)[0]
     scratch.add_(1)  # no state_dict has it
     manifest = save(new, tmp_path / "changed")
     other = state_of(Odd(2), optimizer)
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_a_file_of_tensors_under_the_names_of_the_task(tmp_path)
 def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not():
     state = state_of(Odd(0), torch.optim.AdamW)
     train(state, 2)
-    state.check_finite(state.collect()[0])
+    state.check_finite(state.collect(0)[0])
     model = state.module.model
     moments = state.optimizer.state[model.scale]["exp_avg"]
     cases = [(moments, torch.inf, "exp_avg of scale"), (model.mask, torch.nan, "mask")]
@@ -204,7 +204,7 @@ def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not():
         kept = values.clone()
         values.fill_(wrong)
         with pytest.raises(ValueError, match=f"^{name} is not finite"):
-            state.check_finite(state.collect()[0])
+            state.check_finite(state.collect(0)[0])
         values.copy_(kept)
 
 

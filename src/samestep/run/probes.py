@@ -17,12 +17,10 @@ from samestep.base.console import print_on_main
 from samestep.contract import contract
 from samestep.step import context_parallel, outputs, seeds, trial
 from samestep.step.inputs import IGNORE_INDEX, Batch, check_sums
-from samestep.step.model import HALF, bare_model, eager, keep_modes
+from samestep.step.model import bare_model, eager, keep_modes
 from samestep.step.samples import SampleDataset, collate
-from samestep.training.trial import choose
+from samestep.training.trial import choose, complain, tolerance
 
-# Largest relative difference in fp32 and below: right tasks show 2.3e-7 and 6.1e-6.
-_LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
 _LIMIT_UNEQUAL = 0.01  # largest fraction of whole numbers that differ
 
 
@@ -58,11 +56,7 @@ class _Probe:
 
     def __init__(self, run: Any, training: Any):
         self.run, self.model, self.task = run, training.model, run.task
-        half = any(weight.dtype in HALF for weight in self.model.parameters())
-        # A run that resumes has passed; trained weights may give small differences of large sums.
-        rounds = half or run.cfg.tf32 or run.accelerator.mixed_precision != "no"
-        self.exact = not rounds and not training.step
-        self.limit = _LIMIT if self.exact else _LIMIT_BELOW
+        self.limit, self.ends = tolerance(training)
         self.outputs: Batch = {}  # of validation rows
         self.dependent = training.rows_depend
 
@@ -79,7 +73,7 @@ class _Probe:
             alone = [self.compute("eval_sums", [sample], i) for i, sample in enumerate(chosen, 1)]
             if problem := trial.differ("task.eval_sums", together, alone, self.limit):
                 remedy = "give a sum over independent rows, or write rows_depend = True"
-                self.complain(f"{problem}; {remedy}")
+                complain(f"{problem}; {remedy}", self.ends)
         totals = {key: value.cpu().double() for key, value in together.sums.items()}
         metrics: Any = {"loss": 0.0}
         with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
@@ -125,10 +119,11 @@ class _Probe:
             else:  # a few predictions of a new model may be as likely as others
                 difference, limit = float((one != values).float().mean()), _LIMIT_UNEQUAL
             if difference > limit:
-                self.complain(
+                complain(
                     f"task.eval_outputs: {name!r} of a row depends on the rows beside it (shape "
                     f"{(*values.shape,)} together, {(*one.shape,)} alone). Write -100 into the "
-                    "padding of a batch (0 into unsigned integers, False into booleans)"
+                    "padding of a batch (0 into unsigned integers, False into booleans)",
+                    self.ends,
                 )
 
     @torch.no_grad()
@@ -181,10 +176,11 @@ class _Probe:
         ids.view(-1, ids.shape[-1])[0, place[0]] = replacements[0]
         after = self.sums("loss_sum", {**batch, "input_ids": ids})[""]
         if float((after - before).abs()) > self.limit * max(float(before.abs()), trial.SMALLEST):
-            self.complain(
+            complain(
                 "task.loss_sum: the model sees the token that it is to predict: labels equal "
                 "input_ids, and the loss of the last label changes with its own input; shift the "
-                "labels, as transformers does where a model gets labels=, or mask the inputs"
+                "labels, as transformers does where a model gets labels=, or mask the inputs",
+                self.ends,
             )
 
     def check_ends(self, view: Any) -> None:
@@ -218,9 +214,3 @@ class _Probe:
                 f"{', '.join(map(str, sorted(ends)))}), so the model will not learn to stop. A "
                 "data collator gives pad tokens no label: let pad_token differ from eos_token"
             )
-
-    def complain(self, problem: str) -> None:
-        """Raise ValueError in fp32; below, rounding may be the reason: a warning."""
-        if self.exact:
-            raise ValueError(problem)
-        print_on_main(f"warning: {problem}")

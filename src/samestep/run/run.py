@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,57 +185,13 @@ class Run:
 
     # ---- What Training asks: see training/script.py
 
-    def check_state(self, training: Any) -> None:
-        """Do nothing before a resume: `find_start` gives what was found."""
-
     def find_start(self, training: Any) -> Any:
         """Return where the run starts: the processes have met."""
         return self.point
 
-    def same_validation(self, saved: dict) -> bool:
-        """Return whether a checkpoint was evaluated on the rows of today."""
-        return self.point.same_validation(self.manifest)
-
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
         """Assign micro-batches by the speed of each device, if device_shares is auto, before the
-        first step; return a line for the log."""
-        return self.measure_shares(training)
-
-    def after_trial(self, training: Any, computed: Any) -> None:
-        """Check the rest of the task after the loop was tried."""
-        with eager(training.model):
-            given = training.model, self.task, computed.batch, self.share_trained
-            training.meter.count_flops(*given)
-        probes.probe_task(self, training, draws=computed.draws)
-
-    def start_stopping(self) -> Callable[[], int]:
-        """Turn signals into flags from here on; return what tells whether there was one."""
-        self.stop.training = True
-        return self.stop.requested
-
-    def end_stopping(self) -> Callable[[], int]:
-        """Leave signals flags until the process ends; return what tells whether there was one."""
-        return self.stop.requested
-
-    def end_steps(self, training: Any) -> None:
-        """Leave the end after the last step to the export."""
-
-    def end_early(self, training: Any) -> None:
-        """Leave the end after a break out of the steps to the export."""
-
-    def leave(self, training: Any) -> None:
-        """End the communication of the processes: what follows may take longer than a timeout."""
-        self.accelerator.wait_for_everyone()
-        self.accelerator.state.destroy_process_group()
-
-    def end_tracking(self, training: Any) -> None:
-        """Close the tracker of a run that was asked to stop."""
-        if self.accelerator.is_main_process:
-            attempt("the tracker was not closed", self.accelerator.end_training)
-
-    def measure_shares(self, training: Any) -> dict[str, Any] | None:
-        """Assign the micro-batches by the speed of each device, with device_shares auto: once, and
-        again at the next start."""
+        first step, and again at the next start; return a line for the log."""
         plan, model, rows = training.plan, training.model, training.rows
         if self.cfg.device_shares != "auto" or len(plan.shares) == 1:
             return None
@@ -256,6 +212,42 @@ class Run:
         training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
         print_on_main(f"device_shares auto: a step of {self.plan.describe()}, by measured speeds")
         return {"event": "shares", "shares": " + ".join(map(str, assigned))}
+
+    def after_trial(self, training: Any, computed: Any) -> None:
+        """Check the rest of the task after the loop was tried."""
+        with eager(training.model):
+            given = training.model, self.task, computed.batch, self.share_trained
+            training.meter.count_flops(*given)
+        probes.probe_task(self, training, draws=computed.draws)
+
+    def requested(self) -> int:
+        """Return 1 if this process was asked to stop since signals are flags, else 0."""
+        return self.stop.requested() if self.stop.training else 0
+
+    def start_stopping(self) -> None:
+        """Turn signals into flags from here on."""
+        self.stop.training = True
+
+    def end_stopping(self) -> None:
+        """Leave signals flags until the process ends."""
+
+    def end_loop(self, training: Any, state: str) -> None:
+        """Leave the end after the last step, or a break, to the export."""
+
+    def end_stopped(self, training: Any) -> None:
+        """Leave the processes, and close the tracker, of a run that was asked to stop."""
+        attempt("the processes were not left", self.leave, training)
+        self.end_tracking(training)
+
+    def leave(self, training: Any) -> None:
+        """End the communication of the processes: what follows may take longer than a timeout."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.state.destroy_process_group()
+
+    def end_tracking(self, training: Any) -> None:
+        """Close the tracker of a run that ends."""
+        if self.accelerator.is_main_process:
+            attempt("the tracker was not closed", self.accelerator.end_training)
 
     # ---- Evaluation
 

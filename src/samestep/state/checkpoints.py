@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from samestep.base import console
 from samestep.base.errors import catch
@@ -63,6 +64,21 @@ def check_disk_space(folder: Path, size: float = 0) -> None:
             f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB "
             "are free; free some space, or give another folder; saved checkpoints are kept"
         )
+
+
+@contextlib.contextmanager
+def writing(folder: Path, step: int, ranks: Any) -> Iterator[Path]:
+    """Give the partial folder of a step to all processes, which write into it. The body ends with
+    `commit`; the main process removes what did not become a checkpoint, which frees its space."""
+    partial, main = folder / f".step-{step:08d}.partial", ranks.layout.rank == 0
+    try:
+        with ranks.fail_together():
+            if main:
+                make_partial_folder(partial)
+        yield partial
+    finally:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def make_partial_folder(partial: Path) -> None:
@@ -271,12 +287,6 @@ def verify(path: Path, hashed: bool = True) -> dict:
 
 
 # ---- Checkpoints of a run ------------------------------------------------------------------------
-
-
-def samples_at(step: int, saved: dict, size: int) -> int:
-    """Return the samples of a run up to the end of a step of `size` samples each, where it resumes
-    from the checkpoint with the manifest `saved`: before it, steps may have had another size."""
-    return saved.get("samples", 0) + (step - saved.get("step", 0)) * size
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

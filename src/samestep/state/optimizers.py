@@ -129,11 +129,9 @@ def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) 
     """Raise UserError for a scheduler of torch that no checkpoint would hold."""
     known = [*accelerator._schedulers, *accelerator._custom_objects]
     known += [bare_scheduler(scheduler) for scheduler in known]
+    known += [part for each in known for part in getattr(each, "_schedulers", ())]  # SequentialLR's
     for scheduler in holders(optimizer):
         if is_scheduler(scheduler) and scheduler not in known:
-            inside = [getattr(each, "_schedulers", ()) for each in known]  # of a SequentialLR
-            if any(scheduler in each for each in inside):
-                continue
             raise UserError(
                 f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
                 "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "

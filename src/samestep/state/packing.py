@@ -17,25 +17,21 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator of torch, NumPy or Python."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
 
 
 def set_generator(generator: Any, state: Any) -> Any:
     """Set the state of a generator, which is returned."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state.cpu() if torch.is_tensor(state) else state)
     return generator
 
 

@@ -2,10 +2,8 @@
 
 import functools
 import math
-import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.base.run_folder import RunLock
-from samestep.processes import alike
 from samestep.processes.ranks import SAVE_THREAD, Ranks
 from samestep.state import checkpoints, deepspeed, state_hash, tensor_files
 from samestep.state.weights import TrainingState
@@ -31,20 +28,17 @@ class Saver:
     keep, keep_every: which checkpoints stay, see checkpoints.prune.
     in_background: whether a save copies this process's share to host memory, and a thread writes,
         hashes and commits it.
-    more(): further entries of a manifest, of the step that is saved.
     """
 
     def __init__(
         self, output: Path, ranks: Ranks, state: TrainingState, manifest: dict,
         lock: RunLock | None, *, keep: int, keep_every: int = 0, in_background: bool = False,
-        more: Callable[[], dict] = dict,
     ):  # fmt: skip
         self.output, self.folder, self.ranks = output, output / "checkpoints", ranks
-        self.state, self.manifest, self.lock, self.more = state, manifest, lock, more
+        self.state, self.manifest, self.lock = state, manifest, lock
         self.keep, self.keep_every, self.in_background = keep, keep_every, in_background
         self.main = ranks.layout.rank == 0
         self.step = 0  # of the newest checkpoint
-        self.saved: dict = {}  # the manifest of the checkpoint from which the run resumes
         self.previous = ""  # its entry in the chain: see state_hash.chain_hash
         self.hashed: dict[str, Any] = {}  # the hash of its state, and the seconds that it took
         self.best: list | None = None  # the step and the eval_loss of the best checkpoint
@@ -56,24 +50,28 @@ class Saver:
         self.committed: list[dict] = []  # lines about saves in the background, until logged
         self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
 
-    def samples(self, step: int) -> int:
-        """Return the samples of the run up to the end of this step."""
-        size = self.manifest["config"]["global_batch_size"]
-        return checkpoints.samples_at(step, self.saved, size)
-
     def restore(self, path: Path, saved: dict) -> None:
         """Restore a checkpoint, which has the manifest `saved`."""
         with self.ranks.fail_together():
             self.state.load(path, saved, self.manifest)
-        self.saved, self.step = saved, saved["step"]
+        self.step = saved["step"]
         self.previous = state_hash.chain_hash(saved)
 
     # ---- A checkpoint
 
-    def save(self, step: int) -> dict[str, Any]:
-        """Save this step, or begin to, once the last one is saved; return entries for its line."""
+    def save(self, step: int, samples: int, lanes: list[int] | None = None) -> dict[str, Any]:
+        """Save this step, or begin to, once the last one is saved; return entries for its line.
+
+        samples: of the run up to its end. lanes: the last sample of each lane of a stream.
+        """
         self.wait()
-        share, manifest = self.collect(step)
+        tensors, entries = self.state.collect(step)
+        manifest = {**self.manifest, "step": step, "samples": samples, "best": self.best, **entries}
+        if lanes is not None:
+            manifest["lanes"] = lanes
+        share = None  # DeepSpeed writes what it holds
+        if not self.ranks.layout.deepspeed:
+            share = tensor_files.take_share(tensors, self.ranks)
         if not self.in_background:
             self.write(self.ranks, share, manifest)
             self.note_saved(step)
@@ -89,31 +87,14 @@ class Saver:
         self.thread.start()
         return {"in_background": True}  # it may still fail
 
-    def collect(self, step: int) -> tuple[tensor_files.Share | None, dict]:
-        """Return what this process writes of a step, and the manifest of the checkpoint."""
-        alike.check_alike(self.ranks, self.state.module, f"after step {step}")
-        manifest = {**self.manifest, "step": step, "samples": self.samples(step)}
-        manifest |= {"best": self.best, **self.more()}
-        if self.ranks.layout.deepspeed:  # which writes what it holds
-            return None, manifest
-        with self.ranks.fail_together():
-            tensors, entries, digests = self.state.collect()
-        alike.check_equal(self.ranks, digests, f"after step {step}")
-        for line in self.state.remarks():
-            print_on_main(line)
-        return tensor_files.take_share(tensors, self.ranks), manifest | entries
-
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """Write the shares of all processes; then the main process makes the checkpoint valid."""
-        partial = self.folder / f".step-{manifest['step']:08d}.partial"
-        try:
-            with ranks.fail_together():
-                parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
-                self.state.check_finite(parts)
-                if self.lock:
-                    self.lock.check_folder()
-                if self.main:
-                    checkpoints.make_partial_folder(partial)
+        with ranks.fail_together():
+            parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
+            self.state.check_finite(parts)
+            if self.lock:
+                self.lock.check_folder()
+        with checkpoints.writing(self.folder, manifest["step"], ranks) as partial:
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 if share:
                     tensor_files.write_share(share, partial)
@@ -134,16 +115,13 @@ class Saver:
                     best = manifest.get("best") or [None]
                     kept = self.keep, best[0], self.keep_every
                     attempt("older checkpoints stay", checkpoints.prune, committed, *kept)
-            self.previous = state_hash.chain_hash(manifest)
-        finally:
-            if self.main:  # frees the space of what did not become a checkpoint
-                shutil.rmtree(partial, ignore_errors=True)
+        self.previous = state_hash.chain_hash(manifest)
 
     def note_saved(self, step: int) -> None:
         """Write into the status that a checkpoint of this step is there."""
         if self.main:
-            failure = "status.json does not have the newest checkpoint"
-            attempt(failure, functools.partial(run_folder.write_status, self.output, saved=step))
+            write = functools.partial(run_folder.write_status, self.output, saved=step)
+            attempt("status.json does not have the newest checkpoint", write)
 
     # ---- In the background
 

@@ -11,9 +11,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from samestep.base.console import print_on_main
 from samestep.base.errors import UserError, some
+from samestep.processes import alike
 from samestep.processes.alike import bit_sums, hash_bits
 from samestep.processes.mesh import Layout
+from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_groups, is_dtensor
 from samestep.state import deepspeed, packing
 from samestep.state.inventory import Inventory
@@ -73,16 +76,6 @@ def frozen_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest() if digest else ""
 
 
-def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """Return a tensor, or a number as one; raise ValueError for anything else."""
-    if torch.is_tensor(value):
-        return value
-    if not isinstance(value, float | int):
-        kind = type(value).__name__
-        raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
 @dataclass
 class TrainingState:
     """What training continues from: the weights and the state of the optimizer."""
@@ -90,14 +83,15 @@ class TrainingState:
     accelerator: Accelerator
     module: torch.nn.Module  # prepared, as the optimizer
     optimizer: AcceleratedOptimizer
-    layout: Layout
+    ranks: Ranks
     settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
+    exact: bool = False  # whether processes have the same buffers, too
     # Names of schedulers whose settings were changed since the checkpoint, which is accepted.
     changed: set[str] = field(default_factory=set)
 
     def __post_init__(self):
-        inner = self.bare_optimizer()
+        inner, self.layout = self.bare_optimizer(), self.ranks.layout
         self.settings = self.settings or optimizer_settings(inner)
         if self.layout.deepspeed:
             return
@@ -226,64 +220,85 @@ class TrainingState:
 
         return put_all_back
 
-    def is_given(self, name: str, values: torch.Tensor) -> bool:
-        """Return whether a frozen weight, or a buffer that no state_dict has, is as at the start:
-        such come with the model."""
-        return name in self.given and self.given[name] == hash_bits([values])
-
     def tensors_of_model(self) -> packing.Tensors:
-        """Return what training has changed, or may change, by its name in the model."""
-        model = self.model()
-        frozen = {name for name, values in _state_of(model).items() if _is_frozen(values)}
+        """Return what training has changed, or may change, by its name in the model. Frozen weights
+        and buffers that no state_dict has come with it: they are left out while they are as at the
+        start."""
+        model, tensors = self.model(), {}
         left_out = _buffers_left_out(model)
-        return {
-            name: values
-            for name, values in (_state_of(model) | left_out).items()
-            if not (name in frozen | left_out.keys() and self.is_given(name, values))
-        }
+        for name, values in (_state_of(model) | left_out).items():
+            comes_with_model = _is_frozen(values) or name in left_out
+            if not (comes_with_model and self.given.get(name) == hash_bits([values])):
+                tensors[name] = values
+        return tensors
 
-    def collect(self) -> tuple[packing.Tensors, dict, dict[str, str]]:
-        """Look at all that steps have changed. Return the tensors of a checkpoint, by name, entries
-        of its manifest, and digests of what must be the same on all processes beside weights.
+    def moments(self) -> packing.Tensors:
+        """Return what the optimizer keeps for each weight, by its name in a checkpoint. Raises
+        ValueError for what is no tensor and no number."""
+        moments = {}
+        for name, parameter in self.parameters().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value):
+                    moments[f"state.{name}.{key}"] = value
+                elif isinstance(value, float | int):
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    moments[f"number.{name}.{key}"] = torch.tensor(value, dtype=dtype)
+                elif value is not None:
+                    raise ValueError(
+                        f"the optimizer's {key} of {name} is a {type(value).__name__}, and a "
+                        "checkpoint holds tensors and numbers only"
+                    )
+        return moments
+
+    def collect(self, step: int) -> tuple[packing.Tensors, dict]:
+        """Look at all that steps have changed. Return this process's tensors of a checkpoint of
+        this step, by name, and entries of its manifest. All processes must call it.
 
         DTensors are sharded; other tensors are whole. Only the main process has the buffers and the
         tensors of other objects, which may differ between processes: DDP sends its buffers to the
-        others.
+        others. With exact all have the same.
+
+        Raises UserError for what no checkpoint could hold, and for what must be the same on all
+        processes and is not.
         """
-        self.check()
-        self.inventory.look()
-        tensors, is_main = {}, self.accelerator.is_main_process
-        for name, values in self.tensors_of_model().items():
-            if isinstance(values, torch.nn.Parameter) or is_dtensor(values) or is_main:
-                tensors[f"model.{name}"] = values
-        others, other_tensors = self.pack_others()
-        tensors |= {n: t for n, t in other_tensors.items() if is_main or is_dtensor(t)}
-        digests = self.digests(others, other_tensors)
-        for name, parameter in self.parameters().items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is None:
-                    continue
-                kind = "state" if torch.is_tensor(value) else "number"
-                value = as_tensor(value, f"the optimizer's {key} of {name}")
-                tensors[f"{kind}.{name}.{key}"] = value
-                if self.layout.sharded and not is_dtensor(value):
-                    digests[f"the optimizer's {key} of {name}"] = hash_bits([value])
-        for name, values in tensors.items():
-            check_dtype(name, values.dtype)
-        groups = full_groups(self.bare_optimizer().param_groups)
-        trains = [name for name, p in self.parameters().items() if p.requires_grad]
-        entries = {
-            "others": others,
-            "added_groups": [self.names_of(group) for group in groups[len(self.groups) :]],
-            "hashed_attributes": sorted(self.inventory.hashed & self.inventory.saved),
-        }
-        if trains != self.trains:
-            entries["trains"] = trains
-        return tensors, entries, digests
+        when = f"after step {step}"
+        alike.check_alike(self.ranks, self.module, when)
+        if self.layout.deepspeed:  # which writes what it holds
+            return {}, {}
+        with self.ranks.fail_together():
+            self.check()
+            self.inventory.look()
+            tensors = {f"model.{name}": v for name, v in self.tensors_of_model().items()}
+            weights = {n for n, v in tensors.items() if isinstance(v, torch.nn.Parameter)}
+            others, of_others = self.pack_others()
+            moments = self.moments()
+            weights |= moments.keys()
+            tensors |= {**of_others, **moments}
+            for name, values in tensors.items():
+                check_dtype(name, values.dtype)
+            digests = self.digests(others, tensors)
+            groups = full_groups(self.bare_optimizer().param_groups)
+            trains = [name for name, p in self.parameters().items() if p.requires_grad]
+            entries = {
+                "others": others,
+                "added_groups": [self.names_of(group) for group in groups[len(self.groups) :]],
+                "hashed_attributes": sorted(self.inventory.hashed & self.inventory.saved),
+            }
+            if trains != self.trains:
+                entries["trains"] = trains
+        alike.check_equal(self.ranks, digests, when)
+        for line in self.remarks():
+            print_on_main(line)
+        if not self.accelerator.is_main_process:
+            tensors = {n: v for n, v in tensors.items() if n in weights or is_dtensor(v)}
+        return tensors, entries
 
     def digests(self, packed: dict, tensors: packing.Tensors) -> dict[str, str]:
-        """Hash what `pack_others` gives, by name, without what may differ between processes: local
-        parts, numbers of registered objects, such as times, and attributes that no loss depends on.
+        """Hash what must be the same on all processes, by name: what `pack_others` gives, moments
+        that are whole where weights are sharded, and with exact buffers.
+
+        Local parts may differ, numbers of registered objects, such as times, and attributes that no
+        loss depends on.
         """
         hashed, digests = {f"attribute.{path}" for path in self.inventory.hashed}, {}
         for name, value in packed.items():
@@ -293,6 +308,14 @@ class TrainingState:
             replicated = [tensors[n] for n in packing.tensor_names(value)]
             replicated = [values for values in replicated if not is_dtensor(values)]
             digests[name] = f"{text} {hash_bits(replicated)}"
+        for name, values in tensors.items():
+            kind, _, owner = name.partition(".")
+            is_weight = isinstance(values, torch.nn.Parameter) or is_dtensor(values)
+            if self.exact and kind == "model" and not is_weight:
+                digests[f"the buffer {owner}"] = hash_bits([values])
+            if self.layout.sharded and kind in ("state", "number") and not is_weight:
+                owner, _, key = owner.rpartition(".")
+                digests[f"the optimizer's {key} of {owner}"] = hash_bits([values])
         return digests
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:

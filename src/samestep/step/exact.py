@@ -22,13 +22,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.base.errors import UserError
 from samestep.processes import sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import Tensors, is_dtensor, local
-from samestep.step.gradient import StepGradients
+from samestep.step.gradient import TrainedWeights, scaled_loss
 from samestep.step.plan import StepPlan
-from samestep.step.trial import own_name
 
 _PIECE = 25 << 20  # bytes of gradients that are exchanged at once
 
@@ -138,80 +136,57 @@ def be_deterministic() -> None:
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
-class ExactGradients(StepGradients):
+class ExactGradients:
     """The same bytes on any number of processes: the gradients of the micro-batches are added in
     the order of a tree, which takes several times their memory; under FSDP, that of shards.
 
-    DDP exchanges nothing: the sums are exchanged after the last micro-batch.
+    DDP exchanges nothing: the sums are exchanged after the last micro-batch. It has the methods of
+    StepGradients.
     """
 
     def __init__(
         self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
         prepared: list[bool] | None = None,
     ):  # fmt: skip
-        super().__init__(accelerator, ranks, model, prepared)
+        self.accelerator, self.ranks, self.model = accelerator, ranks, model
+        self.weights = TrainedWeights(accelerator, ranks, model, prepared)
         self.sharded, self.tree = ranks.layout.sharded, TreeSum()
         self.plan, self.number = StepPlan(1, 1), 0  # of the step, of the micro-batch in it
         self.blocks: list[_TreeReduceScatter] = []
         if self.sharded:
             self.blocks = self.reduce_in_tree()
         elif isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = False  # changed_buffer would take DDP's copies for changes
+            model.broadcast_buffers = False  # a save compares those of the processes
             # As in no_sync, whose context accelerate leaves out for DDP with one process.
             model.require_backward_grad_sync = False
 
     def start_step(self, plan: StepPlan) -> None:
         """Start a step with this plan: nothing divides its losses."""
-        super().start_step(plan)
+        self.weights.start_step()
         self.plan = plan
-        self.accelerator.gradient_accumulation_steps = self.divisor = 1
-        # A buffer's version counts its changes. In the first step its values are compared, too:
-        # torch.nn.functional.batch_norm changes them without a new version (pytorch/pytorch#13402).
-        self.buffers = {
-            name: (buffer, buffer._version, buffer.clone() if self.steps == 1 else None)
-            for name, buffer in self.model.named_buffers()
-        }
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = 1, 0
 
-    def set_sync(self) -> None:
-        """Let DDP reduce nothing: `reduce` brings the sums to all processes, whatever trains."""
-
-    def start_micro_batch(self, number: int) -> None:
-        """Note the number of the micro-batch that comes next."""
+    def add(self, loss: torch.Tensor, num_items: int, number: int) -> None:
+        """Compute the gradient of the loss of micro-batch `number`, of a step with so many items;
+        take it out of the weights, and add it to the tree."""
         self.number = number
-
-    def add(self, number: int) -> None:
-        """Take the gradient of micro-batch `number` out of the weights, and add it to the tree."""
-        if self.sharded:  # FSDP has taken it
+        self.accelerator.backward(scaled_loss(self.weights, loss, 1 / max(num_items, 1)))
+        if self.sharded:  # FSDP has taken it: see _TreeReduceScatter
             return
         grads = []
-        for place, parameter in enumerate(self.parameters):
+        for place, parameter in enumerate(self.weights.parameters):
             grad, parameter.grad = parameter.grad, None
-            self.used[place] += grad is not None
+            self.weights.used[place] += grad is not None
             if grad is None:  # it may have one in another micro-batch
                 grad = torch.zeros_like(parameter)
             grads.append(grad)
         self.tree.add(number, grads)
 
-    def changed_buffer(self) -> UserError | None:
-        """Return the error for a buffer that this step has changed, as by BatchNorm; else None."""
-        for name, buffer in self.model.named_buffers():
-            old, version, values = self.buffers.get(name, (None, 0, None))
-            same = buffer is old and buffer._version == version
-            if same and self.steps == 1:  # waits for the device
-                same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
-            if not same:
-                return UserError(
-                    f"exact: the model changes its buffer {own_name(name)} while it trains, so the "
-                    "result depends on which process computes what; use GroupNorm or LayerNorm in "
-                    "place of BatchNorm, or set exact to false"
-                )
-        return None
-
     def reduce(self) -> None:
-        """Bring the step's sums to the weights of each process; all raise what one has to raise."""
+        """Bring the step's sums to the weights of each process."""
         if self.ranks.layout.fsdp:
-            self.check_used()
-        used = self.ranks.sum_over_ranks(*self.used, problem=self.changed_buffer())
+            self.weights.check_used()
+        used = self.ranks.sum_over_ranks(*self.weights.used)
         assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
         if not self.sharded:
             runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
@@ -220,9 +195,9 @@ class ExactGradients(StepGradients):
             else:
                 nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
                 totals = _exchange_lists(nodes, runs)
-            for parameter, total in zip(self.parameters, totals, strict=True):
+            for parameter, total in zip(self.weights.parameters, totals, strict=True):
                 parameter.grad = total
-        self.drop_unused(used)
+        self.weights.drop_unused(used)
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
         """Make FSDP add the gradients of each block up a tree; it takes no mean."""
@@ -239,21 +214,12 @@ class ExactGradients(StepGradients):
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip as StepGradients.clip; add the squares in an order that no process decides."""
         self.accelerator.unscale_gradients()
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [p.grad for p in self.weights.parameters if p.grad is not None]
         norm = _norm_by_rows(grads)
         if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm
-
-
-def step_gradients(
-    accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module, exact: bool,
-    prepared: list[bool] | None = None,
-) -> StepGradients:  # fmt: skip
-    """Return what adds up the gradients of the steps of this prepared model."""
-    kind = ExactGradients if exact else StepGradients
-    return kind(accelerator, ranks, model, prepared)
 
 
 # ---- Under FSDP ----------------------------------------------------------------------------------

@@ -18,11 +18,8 @@ from samestep.step.plan import StepPlan
 _trains, _is_training = attrgetter("requires_grad"), attrgetter("training")
 
 
-class StepGradients:
-    """The gradient of a step's summed losses, divided by the step's items in the loss.
-
-    DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
-    """
+class TrainedWeights:
+    """The weights of a prepared model that train, and which of them a step has used."""
 
     def __init__(
         self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
@@ -30,16 +27,15 @@ class StepGradients:
     ):  # fmt: skip
         """prepared: for each weight of the model whether it trained when it was prepared, if that
         is known."""
-        self.accelerator, self.ranks, self.model = accelerator, ranks, model
+        self.ranks, self.model = ranks, model
         self.all = {trial.own_name(name): p for name, p in model.named_parameters()}
         self.prepared = prepared or [*map(_trains, self.all.values())]
         self.pattern = self.prepared
         self.choose_trained()
-        self.by_hand = False  # whether DDP does not reduce, since others train than it was made for
         self.modes: list[torch.nn.Module] = []  # the modules in train mode in the first step
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.steps = 0  # that were started
-        self.is_checked = False  # whether check_loss has seen a loss
+        self.is_checked = False  # whether a loss was: see scaled_loss
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         alike.say_kinds(ranks, model)
@@ -47,8 +43,6 @@ class StepGradients:
         # the script would end an accumulation: huggingface/accelerate#2531, #3017.
         more = {"sync_with_dataloader": False, "sync_each_batch": ranks.layout.fsdp}
         accelerator.gradient_state.plugin_kwargs.update(more)
-        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
-            model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def choose_trained(self) -> None:
         """Note which weights train."""
@@ -56,9 +50,13 @@ class StepGradients:
         self.parameters, self.names = [*trained.values()], [*trained]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
 
-    def check_changes(self) -> None:
-        """Follow a loop that has changed which weights train; raise UserError where that cannot be,
-        and for parts that trained and are now in eval mode."""
+    def start_step(self) -> None:
+        """Start a step without gradients of before, also of weights that no optimizer has. Follow a
+        loop that has changed which weights train; raise UserError where that cannot be, and for
+        parts that trained and are now in eval mode."""
+        self.steps += 1
+        for parameter in self.parameters:
+            parameter.grad = None
         if self.steps == 1:
             self.modes = [module for module in self.model.modules() if module.training]
         if not all(map(_is_training, self.modes)):
@@ -67,74 +65,20 @@ class StepGradients:
                 "model.train() after an evaluation of your own"
             )
         now = [*map(_trains, self.all.values())]
-        if now == self.pattern:
-            return
-        self.pattern = now
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.choose_trained()
-        if self.ranks.layout.sharded:
-            raise UserError(
-                "requires_grad of a weight was changed, which sharded weights do not support: use "
-                "multi_gpu.yaml, or give the optimizer's groups of such weights a learning rate "
-                "of 0"
-            )
-        if isinstance(self.model, DistributedDataParallel):
-            self.by_hand = now != self.prepared
-            self.set_sync()
-
-    def set_sync(self) -> None:
-        """Let DDP reduce, unless other weights train than it was made for: it would wait."""
-        self.model.require_backward_grad_sync = not self.by_hand
-
-    def start_step(self, plan: StepPlan) -> None:
-        """Start a step with this plan, without gradients of before. Each loss is to be multiplied
-        by `divisor`, since others divide it: accelerate by the micro-batches of this process, and
-        DDP or FSDP by the processes, over which they average."""
-        self.steps += 1
-        self.check_changes()
+        if now != self.pattern:
+            self.pattern = now
+            self.choose_trained()
+            if self.ranks.layout.sharded:
+                raise UserError(
+                    "requires_grad of a weight was changed, which sharded weights do not support: "
+                    "use multi_gpu.yaml, or give the optimizer's groups of such weights a learning "
+                    "rate of 0"
+                )
+            for parameter in self.parameters:
+                parameter.grad = None
         if self.steps == 1 and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
-        accumulation_steps = len(plan.run())
-        self.accelerator.gradient_accumulation_steps, self.accelerator.step = accumulation_steps, 0
-        self.divisor = accumulation_steps * self.ranks.layout.averaged
-        for parameter in self.parameters:  # also of those that the optimizer does not have
-            parameter.grad = None
-
-    def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, or NaN if it is not finite, so that all processes skip the step."""
-        if not self.is_checked:
-            self.is_checked = True
-            with self.ranks.fail_together():
-                inputs.check_loss(loss)
-        # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
-        return loss * (1 + 0 * loss.detach())
-
-    def start_micro_batch(self, number: int) -> None:
-        """Prepare for micro-batch `number` of the step."""
-
-    def add(self, number: int) -> None:
-        """Add the gradient of micro-batch `number`, which the weights have. DDP and FSDP did."""
-
-    def reduce(self) -> None:
-        """Bring the gradient of the whole step to the weights of each process."""
-        trial.check_reduced(self.model)
-        if self.ranks.layout.fsdp:
-            self.check_used()
-            self.drop_unused(self.used)
-        if self.by_hand:
-            self.average()
-
-    def average(self) -> None:
-        """Average the gradients over all processes, as DDP would."""
-        used = self.ranks.sum_over_ranks(*(int(p.grad is not None) for p in self.parameters))
-        for parameter, count in zip(self.parameters, used, strict=True):
-            if count and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if count:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.accelerator.num_processes
 
     def drop_unused(self, used: list[int]) -> None:
         """Remove the zeros that are gradients of unused weights: these would decay,
@@ -150,7 +94,7 @@ class StepGradients:
         used = [count > 0 for count in self.used]
         if self.steps == 1:
             counts = self.ranks.sum_over_ranks(*map(int, used))
-            agree = [count in (0, self.accelerator.num_processes) for count in counts]
+            agree = [count in (0, self.ranks.layout.processes) for count in counts]
             self.expected = used
         else:
             agree = [now == before for now, before in zip(used, self.expected, strict=True)]
@@ -161,13 +105,83 @@ class StepGradients:
                 "in each step of each process; change the model, or use multi_gpu.yaml"
             )
 
+
+def scaled_loss(weights: TrainedWeights, loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the loss times `scale`, or NaN if it is not finite, so that all processes skip the
+    step. The first loss of a run is checked."""
+    if not weights.is_checked:
+        weights.is_checked = True
+        with weights.ranks.fail_together():
+            inputs.check_loss(loss)
+    # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
+    return loss * (1 + 0 * loss.detach()) * scale
+
+
+class StepGradients:
+    """The gradient of a step's summed losses, divided by the step's items in the loss.
+
+    DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
+        prepared: list[bool] | None = None,
+    ):  # fmt: skip
+        """prepared: see TrainedWeights."""
+        self.accelerator, self.ranks, self.model = accelerator, ranks, model
+        self.weights = TrainedWeights(accelerator, ranks, model, prepared)
+        self.by_hand = False  # whether DDP does not reduce, since others train than it was made for
+        self.divisor = 1
+        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
+            model.broadcast_buffers = False  # nothing that training changes: a message less
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Start a step with this plan."""
+        weights = self.weights
+        weights.start_step()
+        by_hand = weights.pattern != weights.prepared  # DDP would wait
+        if isinstance(self.model, DistributedDataParallel) and by_hand != self.by_hand:
+            self.by_hand = by_hand
+            self.model.require_backward_grad_sync = not by_hand
+        accumulation_steps = len(plan.run())
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = accumulation_steps, 0
+        # Others divide each loss: accelerate by the micro-batches of this process, and DDP or FSDP
+        # by the processes, over which they average.
+        self.divisor = accumulation_steps * self.ranks.layout.averaged
+
+    def add(self, loss: torch.Tensor, num_items: int, number: int) -> None:
+        """Add the gradient of the loss of micro-batch `number`, of a step with so many items."""
+        scale = self.divisor / max(num_items, 1)
+        self.accelerator.backward(scaled_loss(self.weights, loss, scale))
+
+    def reduce(self) -> None:
+        """Bring the gradient of the whole step to the weights of each process."""
+        trial.check_reduced(self.model)
+        if self.ranks.layout.fsdp:
+            self.weights.check_used()
+            self.weights.drop_unused(self.weights.used)
+        if self.by_hand:
+            self.average()
+
+    def average(self) -> None:
+        """Average the gradients over all processes, as DDP would."""
+        parameters = self.weights.parameters
+        used = self.ranks.sum_over_ranks(*(int(p.grad is not None) for p in parameters))
+        for parameter, count in zip(parameters, used, strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if count:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.accelerator.num_processes
+
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to this norm, 0: never; return its norm before that.
 
         The norm is a float32 of shape (), and stays on the device.
         """
         # accelerate knows an FSDP model by all of its parameters, and else needs no search.
-        parameters = self.model.parameters() if self.ranks.layout.sharded else self.parameters
+        sharded = self.ranks.layout.sharded
+        parameters = self.model.parameters() if sharded else self.weights.parameters
         norm = self.accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
         # DeepSpeed has clipped and stepped in `backward`, and gives a number.
         return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))

@@ -63,6 +63,8 @@ class StepLoader:
         self.left = steps  # to fetch
         self.micro_batches: list[MicroBatch] = []  # this process's part of the next step
         self.pending: PendingSum | None = None  # its StepFacts
+        self.tokens = 0  # of the step that was given last, as sums over the processes count them
+        self.lanes: dict[int, int] = {}  # of a stream: the last sample of each lane in that step
 
     def prefetch(self) -> None:
         """Fetch the next step, if there is one, and start the communication about it."""
@@ -93,12 +95,25 @@ class StepLoader:
         If a process could not fetch its micro-batches, all of them raise its error.
         """
         assert self.pending
+        tokens = sum(micro_batch.count_tokens() for micro_batch in self.micro_batches)
+        self.tokens = tokens * self.ranks.layout.counts_items
+        if self.rows.is_stream:
+            self.lanes = self.last_of_lanes()
         pending, self.pending = self.pending, None
         return self.micro_batches, StepFacts(*pending.result())
 
     def should_stop(self) -> bool:
         """Return whether a process was asked to stop before it fetched the next step, if any."""
         return bool(self.pending and StepFacts(*self.pending.wait()).stop)
+
+    def all_lanes(self) -> list[int] | None:
+        """Return the last sample of each lane of a stream, of all processes; None without lanes."""
+        if not self.rows.is_stream:
+            return None
+        last: dict[int, int] = {}
+        for lanes in self.ranks.gather(self.lanes):
+            last |= lanes
+        return [last[lane] for lane in sorted(last)]
 
     def last_of_lanes(self) -> dict[int, int]:
         """Return the last sample of each lane of a stream in the step, of those read here."""

@@ -58,17 +58,14 @@ class StepMonitor:
     ):
         self.accelerator, self.ranks, self.plan = accelerator, ranks, plan
         self.max_skipped_steps = max_skipped_steps
-        self.steps: list[Any] = []  # since the last line
+        self.steps: list[Any] = []  # since the last line, whose weights are updated
         self.skipped = 0  # steps skipped in a row
         self.scale = self.loss_scale()  # at the last line
 
-    def add(self, step: Any) -> None:
-        """Add a step, whose losses are there."""
-        self.steps.append(step)
-
-    def read_losses(self) -> None:
-        """Read the summed loss of each step. Waits for the device; all processes call it."""
-        steps = [step for step in self.steps if step.total is None]
+    def read_losses(self, *more: Any) -> None:
+        """Read the summed loss of each step, and of more. Waits for the device; all processes call
+        it."""
+        steps = [step for step in (*self.steps, *more) if step.total is None]
         if not steps:
             return
         values = iter(_read([loss for step in steps for loss in step.losses]))

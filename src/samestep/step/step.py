@@ -10,7 +10,6 @@ from accelerate.utils import send_to_device
 from samestep.base.errors import UserError, as_user_error
 from samestep.processes.ranks import Ranks
 from samestep.step import context_parallel, inputs, monitor, trial
-from samestep.step.gradient import StepGradients
 from samestep.step.loader import MicroBatch
 from samestep.step.plan import StepPlan
 from samestep.step.seeds import seed_micro_batch
@@ -25,11 +24,13 @@ class Loop(Protocol):
     ranks: Ranks
     plan: StepPlan
     seed: int
-    gradients: Any  # StepGradients, once the loop was tried; a pipeline brings its own
+    # StepGradients or ExactGradients, once the loop was tried; a pipeline brings its own.
+    gradients: Any
     loader: Any  # StepLoader
     current: "Step | None"
 
-    def try_others(self, step: "Step") -> Iterator[Any]: ...
+    # Functions of the run and of a step, which give other batches before those of the step.
+    trials: list[Callable[[Any, "Step"], Iterator[Any]]]
 
     def read_loss(self, step: "Step") -> None: ...
 
@@ -58,7 +59,7 @@ class Step:
         self.learning_rate: Any = None  # of the first parameter group, when it was clipped
         self.prepare: Callable[[list[MicroBatch]], None] | None = None
         self.gradient = "not begun"  # then "not added up", "added up", "clipped", "used"
-        self.num_items, self.counts = 0, True  # of the newest batch: see MicroBatch
+        self.batch: MicroBatch | None = None  # the newest
         self.leaves: list[torch.Tensor] = []  # that the loss of the newest batch depends on
 
     def due(self, every: int | str) -> bool:
@@ -73,30 +74,28 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         self.check_order("not begun", "another loop over the batches")
         self.gradient = "not added up"
-        run = self.run
-        yield from run.try_others(self)  # a few rows before the first step
+        for give_others in self.run.trials:  # a few rows, before the first step
+            yield from give_others(self.run, self)
         yield from self.compute_all()
         self.reduce()
+        self.run.read_loss(self)
 
     def compute_all(self) -> Iterator[Any]:
         """Give the batches of this process to the body of the loop."""
         run = self.run
-        gradients: StepGradients = run.gradients
-        gradients.start_step(run.plan)
+        run.gradients.start_step(run.plan)
         if self.prepare:
             self.prepare(self.micro_batches)
         for micro_batch in self.micro_batches:
             batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
             with context_parallel.split_rows(run.accelerator, batch):
                 seed_micro_batch(run.seed, self.number, micro_batch.number)  # dropout
-                gradients.start_micro_batch(micro_batch.number)
                 yield from self.compute(micro_batch, batch)
-                gradients.add(micro_batch.number)
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
         """Give a batch to the body of the loop, which computes its gradient."""
         calls, passes = len(self.losses), self.run.accelerator.step
-        self.num_items, self.counts = micro_batch.num_items, micro_batch.counts
+        self.batch = micro_batch
         yield batch
         calls = len(self.losses) - calls
         if calls != 1:
@@ -114,23 +113,23 @@ class Step:
         mean: whether it is a mean. One of your own divides by 0 where no item is in the loss, and
             its gradient is NaN: give the sum. F.cross_entropy's mean may be given.
         """
+        batch, gradients = self.batch, self.run.gradients
+        assert batch
         if callable(loss):
             loss = loss()
         if mean:
             # Where no item is in the loss, its mean is 0 / 0.
-            loss = loss * self.num_items if self.num_items else loss.nan_to_num() * 0
-        if not self.counts:
+            loss = loss * batch.num_items if batch.num_items else loss.nan_to_num() * 0
+        if not batch.counts:
             loss = loss * 0
-        gradients = self.run.gradients
-        if gradients is None:  # the loop is tried; without gradients it computes losses alone
-            with as_user_error():
-                inputs.check_loss(loss, torch.is_grad_enabled())
-            self.leaves = trial.leaves_of(loss)
-        self.losses.append(loss.detach())
         if gradients is not None:
-            # loss * divisor / items: others divide by `divisor`, see StepGradients.start_step.
-            scale = gradients.divisor / max(self.items, 1)
-            loss = gradients.nan_if_not_finite(loss) * scale
+            self.losses.append(loss.detach())
+            gradients.add(loss, self.items, batch.number)
+            return
+        with as_user_error():  # the loop is tried; without gradients it computes losses alone
+            inputs.check_loss(loss, torch.is_grad_enabled())
+        self.leaves = trial.leaves_of(loss)
+        self.losses.append(loss.detach())
         if torch.is_grad_enabled():
             self.run.accelerator.backward(loss)
 
@@ -142,7 +141,6 @@ class Step:
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)
         self.gradient = "added up"
-        run.read_loss(self)
 
     # ---- The update
 

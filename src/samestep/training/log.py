@@ -39,6 +39,7 @@ class RunLog:
 
     def add(self, step: Step, values: dict[str, Any]) -> None:
         """Add a step whose weights are updated. Does not wait for the device."""
+        self.monitor.steps.append(step)
         self.rate, self.values = step.learning_rate, self.values | values
         self.profiler.end_step(step.number)
         self.lines.advance(step.number, self.about.format(items=f"{step.items:,}"))

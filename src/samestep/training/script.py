@@ -169,10 +169,6 @@ class Script:
         facts["random state (call set_seed before the model is built)"] = drawn
         return facts
 
-    def check_state(self, training: Any) -> None:
-        """Raise UserError, before a resume, for what no checkpoint would hold."""
-        _adopt_schedulers(training.accelerator, training.optimizer)
-
     def find_start(self, training: Any) -> ResumePoint:
         """Lock the folder, and find where the run starts."""
         point = ResumePoint()
@@ -193,10 +189,6 @@ class Script:
         point.say(self.manifest["hardware"])
         return point
 
-    def same_validation(self, saved: dict) -> bool:
-        """Return whether a checkpoint's scores are of today's rows: a script's settings say."""
-        return True
-
     def prepare_steps(self, training: Any) -> None:
         """Prepare the model for the first step."""
         if training.exact and training.gradients is None:
@@ -205,12 +197,15 @@ class Script:
     def after_trial(self, training: Any, batch: Any) -> None:
         """Check more after the loop was tried: nothing in a script."""
 
-    def start_stopping(self) -> Callable[[], int]:
-        """Turn signals into flags from here on; return what tells whether there was one."""
+    def requested(self) -> int:
+        """Return 1 if this process was asked to stop while signals are flags, else 0."""
+        return self.stop.requested() if self.stop else 0
+
+    def start_stopping(self) -> None:
+        """Turn signals into flags from here on."""
         if not self.stop:
             self.stop = StopRequest(launcher_process())
             self.stop.__enter__()
-        return self.stop.requested
 
     def end_stopping(self) -> None:
         """Give signals back to the script."""
@@ -218,24 +213,19 @@ class Script:
             self.stop.__exit__()
         self.stop = None
 
-    def end_steps(self, training: Any) -> None:
-        """End the run after its last step."""
-        training.close()
-        training.write_status("finished", exit_code=0)
-
-    def end_early(self, training: Any) -> None:
-        """End the run after a break out of the steps."""
-        if not self.has_ended:
+    def end_loop(self, training: Any, state: str) -> None:
+        """End the run: "finished" after its last step, "stopped" after a break out of the steps."""
+        if state == "finished":
+            training.close()
+            training.write_status("finished", exit_code=0)
+        elif not self.has_ended:
             training.saver.join()
             training.note_commits()
             training.write_status("stopped")
 
-    def leave(self, training: Any) -> None:
-        """Note that this process ends, since it was asked to stop."""
+    def end_stopped(self, training: Any) -> None:
+        """End the trackers of a process that ends, since it was asked to stop."""
         self.has_ended = True
-
-    def end_tracking(self, training: Any) -> None:
-        """End the trackers of a run that was asked to stop."""
         attempt("the tracker was not closed", training.accelerator.end_training)
 
 
@@ -398,18 +388,3 @@ def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
             "line of metrics.jsonl"
         )
     return value
-
-
-def _adopt_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Let a prepared scheduler make one step a call, not one for each process, as accelerate does
-    (huggingface/accelerate#1382). Raise UserError for one that no checkpoint would hold."""
-    for scheduler in accelerator._schedulers:
-        scheduler.split_batches = True
-    steps = (optimizer.step, optimizer.optimizer.step)
-    has_scheduler = any(hasattr(function, "_wrapped_by_lr_sched") for function in steps)
-    known = [*accelerator._schedulers, *accelerator._custom_objects]
-    if has_scheduler and not any(hasattr(one, "get_last_lr") for one in known):
-        raise UserError(
-            "no checkpoint would hold the learning rate scheduler of this optimizer: call "
-            "accelerator.register_for_checkpointing(scheduler) before the first step"
-        )

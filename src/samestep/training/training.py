@@ -29,7 +29,7 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import UserError, attempt, some
+from samestep.base.errors import UserError, some
 from samestep.base.launching import STOPPED
 from samestep.processes import alike
 from samestep.processes.failures import Ended
@@ -37,7 +37,6 @@ from samestep.report import speed, tracking
 from samestep.state import built, checkpoints, consistency, provenance
 from samestep.state.saver import Saver
 from samestep.state.weights import TrainingState
-from samestep.step import exact
 from samestep.step.evaluation import Evaluation
 from samestep.step.loader import StepLoader
 from samestep.step.model import bare_model
@@ -49,11 +48,6 @@ from samestep.training import replay, script
 from samestep.training.log import RunLog
 from samestep.training.resume import ResumePoint
 from samestep.training.trial import try_loop
-
-
-def _never() -> int:
-    """Return 0: no signal asks this process to stop."""
-    return 0
 
 
 class Training:
@@ -93,6 +87,7 @@ class Training:
         self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
         self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
         self.accept_changes, self.begins_from = accept_changes, "auto"
+        self.trials: list[Callable[[Any, Step], Iterator[Any]]] = [try_loop]  # see step.Loop
         if question := replay.read_question():
             replay.Replay(self, question)  # takes the place of some methods
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
@@ -117,8 +112,6 @@ class Training:
         self.saver: Saver | None = None
         self.loader: StepLoader | None = None
         self.metrics: RunLog | None = None  # while steps are computed
-        self.requested: Callable[[], int] = _never  # 1: this process was asked to stop
-        self.lanes: dict[int, int] = {}  # of a stream: see StepLoader.last_of_lanes
         self.evaluated: Evaluation | None = None  # the newest: its workers are kept
         watch_optimizer(self)
 
@@ -130,21 +123,23 @@ class Training:
         Prepare or register schedulers, and what else has a state, before.
         """
         run = self.run
-        run.check_state(self)
+        for scheduler in self.accelerator._schedulers:
+            # accelerate would let it make a step for each process (huggingface/accelerate#1382).
+            scheduler.split_batches = True
         if self.saver:
             return self.step
         self.point = point = run.find_start(self)
         self.lock = run.lock
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
-            options = run.optimizer_settings, run.sets_lr
-            state = TrainingState(*prepared, self.ranks.layout, *options)
+            options = run.optimizer_settings, run.sets_lr, self.exact
+            state = TrainingState(*prepared, self.ranks, *options)
             if run.watches_rows:
                 state.inventory.watch_rows(self.rows.dataset)
         self.manifest |= built.describe(state)
         saver = Saver(
-            self.folder, self.ranks, state, self.manifest, self.lock, more=self.describe_lanes,
-            keep=self.keep_checkpoints, keep_every=self.keep_every, in_background=self.async_save,
+            self.folder, self.ranks, state, self.manifest, self.lock, keep=self.keep_checkpoints,
+            keep_every=self.keep_every, in_background=self.async_save,
         )  # fmt: skip
         if point.checkpoint:
             self.compare_built(state)
@@ -155,10 +150,10 @@ class Training:
                 if saver.main:  # AdamW will keep two moments of each weight
                     checkpoints.check_disk_space(saver.folder, 3 * run.trained_bytes)
         alike.check_alike(self.ranks, self.model, "at the start")
-        self.step, samples = saver.step, saver.samples(saver.step)
+        self.step, samples = saver.step, self.samples(saver.step)
         history = provenance.extend_history(point.saved, self.manifest, self.step, samples)
         self.manifest["history"] = history
-        if "eval_loss" in point.saved and run.same_validation(point.saved):
+        if "eval_loss" in point.saved and point.same_validation(self.manifest):
             self.scores = {"eval_loss": point.saved["eval_loss"]}
         saver.best = point.best
         saver.takes_scores = point.in_folder and self.scores is None and not point.changed
@@ -178,15 +173,6 @@ class Training:
         point.changed |= changed
         for line in provenance.describe_changes(changed):
             print_on_main(f"changed since the checkpoint: {line}")
-
-    def describe_lanes(self) -> dict[str, list[int]]:
-        """Return a manifest's entry about a stream: the last sample of each lane, of all ranks."""
-        if not self.rows.is_stream:
-            return {}
-        last: dict[int, int] = {}
-        for lanes in self.ranks.gather(self.lanes):
-            last |= lanes
-        return {"lanes": [last[lane] for lane in sorted(last)]}
 
     def open_log(self, max_steps: int) -> RunLog:
         """Open metrics.jsonl, unless it is open."""
@@ -211,7 +197,7 @@ class Training:
         step = Step(self, number, [], 0, last=number >= max_steps)
         lacks = number > 0 and self.scores is None and step.due(every)
         if lacks:
-            self.requested = self.run.start_stopping()
+            self.run.start_stopping()
             self.open_log(max_steps)
         return lacks
 
@@ -229,7 +215,7 @@ class Training:
         begin = self.complete()
         left = max(max_steps - begin, 0)
         log = self.open_log(max_steps)
-        self.requested = self.run.start_stopping()  # from here on signals are flags
+        self.run.start_stopping()  # from here on signals are flags
         try:
             event = self.run.prepare_steps(self)  # may assign micro-batches anew: self.plan
             log.monitor.plan = self.plan
@@ -238,7 +224,7 @@ class Training:
             self.loader = StepLoader(
                 self.rows, self.task, self.plan, self.ranks, first=self.samples(begin), steps=left,
                 workers=self.num_workers, device=self.accelerator.device,
-                requested=self.requested, waiting=self.waiting,
+                requested=self.run.requested, waiting=self.waiting,
             )  # fmt: skip
             is_training = bare_model(self.accelerator, self.model).training
             if not is_training:
@@ -251,13 +237,12 @@ class Training:
                 log.start_step(number)
                 if self.ranks.group:
                     self.ranks.places.start_step(number)
-                self.current = self.next_step(number, last=number == max_steps)
+                micro_batches, facts = self.loader.next_step()
+                self.meter.add(facts.num_items, facts.ids_hash, self.loader.tokens)
+                is_last = number == max_steps
+                self.current = Step(self, number, micro_batches, facts.num_items, is_last)
                 seed_micro_batch(self.seed, number, BEFORE)
-                try:
-                    yield self.current
-                except GeneratorExit:  # a break, or an error, which is told elsewhere
-                    self.run.end_early(self)
-                    raise
+                yield self.current
                 self.complete()
                 if not self.has_looked:
                     self.look()
@@ -265,12 +250,15 @@ class Training:
                     self.end_stopped()
                 if self.current.is_last or (save_every and number % save_every == 0):
                     self.save()
-            if any(self.ranks.sum_over_ranks(self.requested())):  # in the last step
+            if any(self.ranks.sum_over_ranks(self.run.requested())):  # in the last step
                 self.end_stopped()
-            self.run.end_steps(self)
+            self.run.end_loop(self, "finished")
             self.current = None  # the optimizer is the script's again
+        except GeneratorExit:  # a break, or an error, which is told elsewhere
+            self.run.end_loop(self, "stopped")
+            raise
         finally:
-            self.requested = self.run.end_stopping() or _never
+            self.run.end_stopping()
 
     def look(self) -> None:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
@@ -281,23 +269,13 @@ class Training:
         if not skipped:
             self.has_looked = True
             assert self.saver
-            self.saver.collect(self.step)
+            self.saver.state.collect(self.step)
             moved = [n for n in self.saver.state.inventory.saved if n.startswith("rows.")]
             if moved and self.num_workers:
                 raise UserError(
                     f"the loop changes {some(moved, 3)}, and each of the {self.num_workers} "
                     "workers has rows of its own: give num_workers=0"
                 )
-
-    def next_step(self, number: int, last: bool) -> Step:
-        """Return the next step, whose micro-batches are there."""
-        assert self.loader
-        micro_batches, facts = self.loader.next_step()
-        if self.rows.is_stream:
-            self.lanes = self.loader.last_of_lanes()
-        tokens = sum(micro_batch.count_tokens() for micro_batch in micro_batches)
-        self.meter.add(facts.num_items, facts.ids_hash, tokens * self.ranks.layout.counts_items)
-        return Step(self, number, micro_batches, facts.num_items, last)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -307,21 +285,11 @@ class Training:
         with self.meter.waiting():
             yield
 
-    def try_others(self, step: Step) -> Iterator[Any]:
-        """Give other batches to the body of the loop before those of a step: a few rows before the
-        first one."""
-        if self.gradients is None:
-            yield from try_loop(self, step)
-            given = self.accelerator, self.ranks, self.model, self.exact, self.prepared
-            self.gradients = exact.step_gradients(*given)
-            self.meter.stopwatch.watch(self.model)
-
     def read_loss(self, step: Step) -> None:
         """Read the loss of a step that is logged, when its last batch is computed."""
-        assert self.metrics
-        self.metrics.monitor.add(step)
         if step.number % self.log_every == 0:
-            self.metrics.monitor.read_losses()
+            assert self.metrics
+            self.metrics.monitor.read_losses(step)
             assert step.total is not None
             step.loss = step.total / step.items if step.items else math.nan
 
@@ -366,9 +334,14 @@ class Training:
         What follows it in the body, such as scheduler.step(), is not in the checkpoint.
         """
         self.resume()
-        step = self.complete()
-        assert self.saver
-        if step == self.saver.step:
+        self.complete()
+        self._save()
+
+    def _save(self) -> None:
+        """Save the newest step, which is complete, unless it is saved."""
+        step, saver = self.step, self.saver
+        assert saver
+        if step == saver.step:
             return
         self.ranks.places.meet("training.save()", step)
         self.write_line()  # all lines of a step before its checkpoint
@@ -377,11 +350,12 @@ class Training:
             code |= {**consistency.hash_project(self.run.project), **code}
         began = time.perf_counter()
         with self.meter.paused():
-            entries = self.saver.save(step)
+            lanes = self.loader.all_lanes() if self.loader else None
+            entries = saver.save(step, self.samples(step), lanes)
         if self.metrics:
             self.metrics.note(save_seconds=time.perf_counter() - began, **entries)
         if self.scores:  # it was evaluated before
-            self.saver.add_scores(step, self.scores)
+            saver.add_scores(step, self.scores)
 
     def write_line(self) -> None:
         """Write a line about the steps since the last one."""
@@ -410,9 +384,9 @@ class Training:
         step = self.complete()
         self.ranks.places.meet("an evaluation", step)
         self.write_line()
-        requested = self.requested
+        requested = self.run.requested
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
-            requested = _never
+            requested = lambda: 0  # noqa: E731
         task = self.task
         if collate:
             task = SimpleNamespace(collate=collate)
@@ -446,9 +420,10 @@ class Training:
         return self.saver.load_best() or self.step
 
     def samples(self, step: int) -> int:
-        """Return the samples of the run up to the end of this step."""
-        assert self.saver
-        return self.saver.samples(step)
+        """Return the samples of the run up to the end of this step. Before the checkpoint that it
+        resumes from, steps may have had another size."""
+        saved = self.point.saved
+        return saved.get("samples", 0) + (step - saved.get("step", 0)) * self.plan.samples
 
     def epochs(self, step: int) -> int:
         """Return the passes over the rows that are complete at the end of this step."""
@@ -457,13 +432,12 @@ class Training:
     # ---- The end
 
     def end_stopped(self) -> None:
-        """Save the newest step, and end this process with exit code 75."""
-        self.save()
+        """Save the newest step, and end this process with exit code 75, on all processes."""
+        self._save()
         self.close()
         self.write_status("stopped", exit_code=STOPPED)
         print_on_main(f"stopped after step {self.step}; the same command continues the run")
-        attempt("the processes were not left", self.run.leave, self)
-        self.run.end_tracking(self)
+        self.run.end_stopped(self)
         raise Ended(STOPPED)
 
     def close(self) -> None:

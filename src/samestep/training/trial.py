@@ -13,6 +13,8 @@ from samestep.processes import alike, sharding
 from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
+from samestep.step.exact import ExactGradients
+from samestep.step.gradient import StepGradients
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
@@ -32,9 +34,13 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     """Give rows together to the body of the loop, then each alone, in eval mode: the loss of all
     must be the sum of the losses of each. `run` is the Training.
 
+    A pipeline brings its own gradients, and is not tried.
+
     Where random numbers are drawn it compares the loss per item of eight rows. Before that it
     computes a batch twice in train mode: see _try_twice.
     """
+    if run.gradients is not None:  # not before the first step
+        return
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run.plan)
     before, put_back = _registered_states(run), run.saver.state.keep()
@@ -68,6 +74,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
+    kind = ExactGradients if run.exact else StepGradients
+    run.gradients = kind(run.accelerator, run.ranks, run.model, run.prepared)
+    run.meter.stopwatch.watch(run.model)
 
 
 def _try_twice(
@@ -88,7 +97,7 @@ def _try_twice(
         if run.run.tries_backward and waits and not run.ranks.layout.sharded:
             trial.check_all_used(run.ranks, model)
         after = _changeable(state)
-        moved = {name for name in after if after[name] != before.get(name, inventory.NOTHING)}
+        moved = [name for name in after if after[name] != before.get(name, inventory.NOTHING)]
         slots = {path: slot for path, slot in state.inventory.slots.items() if path in moved}
         held = {path: slot.get() for path, slot in slots.items()}
         values = {n: (slots[n], value, inventory.copy_of(value)) for n, value in held.items()}
@@ -136,16 +145,14 @@ def _check_repeated(run: Any, first: tuple, second: tuple) -> None:
         far = far or float((one.nan_to_num() - other.nan_to_num()).norm()) > limit
     if not any(run.ranks.sum_over_ranks(int(far))):
         return
-    problem = (
+    complain(
         f"{run.run.loss_name} or gradient of the same batch is another the second time "
         f"({losses[0]:.9g}, then {losses[1]:.9g}): the loop over the batches keeps something of "
         "its own, such as a running mean, a generator or a queue of rows, in no checkpoint. "
         "Draw from the global generators, which are seeded; change a mean after that loop, from "
-        "step.loss, in an object that accelerator.register_for_checkpointing has got"
+        "step.loss, in an object that accelerator.register_for_checkpointing has got",
+        ends=same_bits,
     )
-    if same_bits:
-        raise UserError(problem)
-    print_on_main(f"warning: {problem}")
 
 
 def _check_leaves(run: Any, first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
@@ -194,7 +201,7 @@ def _find_state(
     return (yield from find(sorted(values)))
 
 
-def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
+def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
     """Note what the forward pass changes: what is saved, and what it does to the result."""
     known = run.saver.state.inventory
     known.saved |= is_state
@@ -207,7 +214,13 @@ def _note_moved(run: Any, moved: set[str], is_state: set[str]) -> None:
             "process computes what; change it after the loop over the batches, from what is the "
             "same on all processes, or set exact to false"
         )
-    if buffers and run.ranks.layout.processes > 1 and not run.exact:
+    if run.exact and buffers:
+        raise UserError(
+            f"exact: the model changes its buffer {buffers[0]} while it trains, so the result "
+            "depends on which process computes what; use GroupNorm or LayerNorm in place of "
+            "BatchNorm, or set exact to false"
+        )
+    if buffers and run.ranks.layout.processes > 1:
         print_on_main(
             f"warning: training changes {some(sorted(buffers), 3)}, on each process by its own "
             "batches: the result depends on the number of processes and on micro_batch_size"
@@ -242,21 +255,30 @@ def try_batch(
     return trial.Computed(batch, num_items, {"": step.losses[0]}, draws, collate_draws)
 
 
-def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
-    """Raise UserError where the loss is no sum over independent rows. In train.py it is a warning
-    below fp32, and where a run resumes."""
+def tolerance(run: Any) -> tuple[float, bool]:
+    """Return the largest relative difference that rounding explains, and whether the run ends where
+    it is larger: in train.py that is a warning below fp32, and where a run resumes."""
     is_half = any(parameter.dtype in HALF for parameter in run.model.parameters())
     rounds = is_half or run.run.rounds or run.accelerator.mixed_precision != "no"
-    limit, refuses = _LIMIT_OF_SCRIPTS if rounds else _LIMIT, True
-    if run.run.warns_of_rounding:
-        # A run that resumes has passed; trained weights may give small differences of large sums.
-        refuses = not rounds and run.step == 0
-        limit = _LIMIT if refuses else _LIMIT_BELOW
+    if not run.run.warns_of_rounding:
+        return _LIMIT_OF_SCRIPTS if rounds else _LIMIT, True
+    # A run that resumes has passed; trained weights may give small differences of large sums.
+    ends = not rounds and run.step == 0
+    return _LIMIT if ends else _LIMIT_BELOW, ends
+
+
+def complain(problem: str, ends: bool) -> None:
+    """Raise UserError where a problem ends the run; elsewhere it is a warning."""
+    if ends:
+        raise UserError(problem)
+    print_on_main(f"warning: {problem}")
+
+
+def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
+    """Complain of a loss that is no sum over independent rows."""
+    limit, ends = tolerance(run)
     if problem := trial.differ(run.run.loss_name, together, alone, limit):
-        problem = f"{problem}; {run.run.loss_remedy}"
-        if refuses:
-            raise UserError(problem)
-        print_on_main(f"warning: {problem}")
+        complain(f"{problem}; {run.run.loss_remedy}", ends)
 
 
 def _say(run: Any, computed: trial.Computed, rows: int) -> None:
