@@ -96,19 +96,19 @@ def run(section: Section, used: Devices, project: Project, flags: list[str]) -> 
         "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
         "micro-batch": f"{size} samples, {tokens:,} tokens in all",
     }
-    chunk = getattr(cfg.task, "loss_chunk", 0)
-    chunk = CHUNK if chunk == "auto" else chunk
-    for (way, gpus), checkpointing in itertools.product(ways.items(), (False, True)):
+    chunk = CHUNK if (given := getattr(cfg.task, "loss_chunk", 0)) == "auto" else given
+    asked = cfg.gradient_checkpointing
+    for (way, gpus), checkpointing in itertools.product(ways.items(), sorted({asked, True})):
         saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)
         need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
         section.facts[f"{way}, gradient checkpointing {checkpointing}"] = f"{short(need / 1e9)} GB"
         on_host = sizes.states() if gpus == math.inf else 0
         if need <= _USABLE * memory and on_host <= _USABLE * host and not section.figures:
             section.figures["memory, GB"] = [need / 1e9]
-            own = f" --micro_batch_size {size} --gradient_checkpointing {checkpointing}"
+            own = ["--gradient_checkpointing", "true"] if checkpointing != asked else []
             yaml = f"--config_file configs/accelerate/{way}.yaml --num_processes {used.count}"
             command = f"{os.path.relpath(sys.executable)} -m samestep launch {yaml} train.py "
-            section.lines = ["it fits:", command + shlex.join(flags) + own]
+            section.lines = ["it fits:", command + shlex.join([*flags, *own])]
     if not saved:
         section.lines.insert(0, "no formula is known for the activations of this model: add them")
     if not section.figures:

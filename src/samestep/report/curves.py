@@ -17,7 +17,7 @@ RATE = "_per_second"  # ends the names of throughputs
 _MAX_SCORES = 4  # panels of scores
 # A name may contain dollars, which would begin a formula.
 _STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
-_OF_LOSS = (("eval_loss", "o--", "validation"), ("unigram_loss", ":", "unigram loss"))
+_OF_LOSS = (("eval_loss", "o--", "validation"), ("unigram_loss", "x:", "unigram loss"))
 _NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 
 
@@ -74,7 +74,7 @@ def draw(runs: list[Path], output: Path) -> Path:
         for key, axes in panels.items():
             of_key = train if key in rates else evals
             cells = column(of_key, key)
-            style = "o-" if sum(map(math.isfinite, cells)) == 1 else "-"  # a point has no line
+            style = "s-" if sum(map(math.isfinite, cells)) == 1 else "-"  # a point has no line
             axes.plot(list(of_key), cells, style, label=name, **look)
         for key, style, label in _OF_LOSS:
             if any(map(math.isfinite, cells := column(evals, key))):
