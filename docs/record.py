@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 TRAIN = 'make train RECIPE=smoke ARGS="--output_dir runs/{}"'
-SHOWN = TRAIN + ' | grep "continuing\\|eval_loss"'
+SHOWN = TRAIN + ' | grep --line-buffered "continuing\\|eval_loss"'
 SUMS = "sha256sum runs/{killed,whole}/model/model.safetensors | cut -c 1-20,65-"
 COLORS = {"$": "#7dd3fc", "m": "#fca5a5"}  # by the first character of a line
 WIDTH, ROW, HOLD = 104, 18, 8.0
