@@ -60,7 +60,8 @@ def environment(**extra: str) -> dict[str, str]:
     """The variables of a process: one thread, no network, no settings of the user."""
     foreign = ("ACCELERATE_", "WANDB_", "OMP_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    fixed = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    fixed |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**env, **fixed, "ACCELERATE_USE_CPU": "true", **extra}
 
 

@@ -37,6 +37,8 @@ def render(project: Path) -> dict[str, str]:
             return f"[{match[1]}]({place})"
 
         found[name] = WRITTEN + LINK.sub(moved, page.read_text(encoding="utf-8"))
+    title = found["README.md"].removeprefix(WRITTEN).partition("\n")[0]  # the project's name
+    found["README.md"] = found["README.md"].replace(title, "# A generated project", 1)
     return found
 
 
@@ -60,9 +62,11 @@ def api() -> str:
             value = getattr(samestep, name)
             place = names[name]
             if inspect.ismodule(value):
+                lines += [f"### {name}", ""]
                 lines += directive("module", value.__name__, hidden=names)
             elif inspect.isclass(value) or inspect.isfunction(value):
                 kind = "class" if inspect.isclass(value) else "function"
+                lines += [f"### {name}", ""]
                 lines += directive(kind, f"{place}.{name}")
             else:
                 lines += [f"`{name}` of `{place}`", ""]
@@ -71,7 +75,8 @@ def api() -> str:
 
 def directive(kind: str, target: str, hidden: Iterable[str] = ()) -> list[str]:
     """What autodoc fills in; a name of the table of contents is described once."""
-    members = ["   :members:"] if kind != "function" else []
+    members = ["   :no-index:"]  # a search finds pages before names
+    members += ["   :members:"] if kind != "function" else []
     members += [f"   :exclude-members: {', '.join(hidden)}"] if hidden else []
     return ["```{eval-rst}", f".. auto{kind}:: {target}", *members, "```", ""]
 

@@ -269,7 +269,7 @@ def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path):
 
 
 def test_the_curves_are_those_of_the_lines(tmp_path, monkeypatch):
-    """Panels of the loss, the learning rate, the rate, and of four scores at most."""
+    """Panels of the loss, the learning rate, the rate, and of four scores at most; none twice."""
     figures = []
     monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure))
     lines = curve(last=2.0)
@@ -279,7 +279,7 @@ def test_the_curves_are_those_of_the_lines(tmp_path, monkeypatch):
     scores = [f"score {name}" for name in "abcd"]
     assert [each.get_ylabel() for each in panels] == ["loss", "lr", "tokens / s", *scores]
     drawn = panels[0].get_lines()
-    assert [line.get_label() for line in drawn] == ["a", "a, validation"]
+    assert [line.get_label() for line in drawn] == ["a", "a, validation", "a, unigram loss"]
     assert [*drawn[0].get_ydata()] == [line["loss"] for line in lines[:60]]
     assert [*drawn[1].get_ydata()] == [2.5, 2.0]
 

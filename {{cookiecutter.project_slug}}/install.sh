@@ -23,6 +23,17 @@ pip() {
     PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"
 }
 
+# On a terminal pip prints hundreds of lines: here those of downloads of a megabyte and more. Its errors come as they are.
+add() {
+    if [ "$quiet" ]; then
+        pip install --no-input --quiet "$@"
+        return
+    fi
+    failed=$({ { pip install --no-input --progress-bar off "$@" || echo "$?" >&3; } |
+        sed -u -n 's/^ *Downloading \(.*\/\)*\([^ ]* ([0-9.]* [MG]B)\).*/setup: downloading \2/p' >&2; } 3>&1)
+    return "${failed:-0}"
+}
+
 if [ ! -e "$VENV/bin/python" ]; then
     command -v "$PYTHON" >/dev/null || stop "$PYTHON was not found. Install Python 3.11 or newer."
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -50,8 +61,8 @@ if [ -n "$uv" ]; then
         ${other:+--reinstall-package torch} "$TORCH" "$@" || stop "uv failed; its reason is above."
 else # only torch comes from the index; what ROCm's needs is only there
     case $TORCH_BACKEND in rocm*) alone= ;; *) alone=--no-deps ;; esac
-    [ -z "$TORCH_BACKEND" ] || pip install --no-input $quiet $alone ${other:+--force-reinstall} \
+    [ -z "$TORCH_BACKEND" ] || add $alone ${other:+--force-reinstall} \
         --index-url "https://download.pytorch.org/whl/$TORCH_BACKEND" "$TORCH" || stop "pip failed; its reason is above."
-    pip install --no-input $quiet "$TORCH" "$@" || stop "pip failed; its reason is above."
+    add "$TORCH" "$@" || stop "pip failed; its reason is above."
 fi
 echo "setup: done, $(du -sh "$VENV" | cut -f1) in $VENV"

@@ -1,7 +1,4 @@
-"""What comes before the other imports of a program: import this module first.
-
-After an update of the project, imports of the old library would fail without a reason.
-"""
+"""Import this module first: after an update an old library would fail without a reason."""
 
 import contextlib
 import os
@@ -11,9 +8,10 @@ from pathlib import Path
 
 from samestep.base.launching import write_exit_code
 
-# DDP advises against find_unused_parameters, also where a weight is not used in later rows. torch
-# reads the variable when it is imported.
+# torch reads both when it is imported. DDP advises against find_unused_parameters, also where a
+# weight is not used in later rows. Threads that wait give up their core: others slow each other.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _other_library(project: Path) -> str:
@@ -30,8 +28,10 @@ def _other_library(project: Path) -> str:
     return f"{asks}, and {installed} is installed; run make setup"
 
 
+program = Path(sys.argv[0]).name.replace("__main__.py", "samestep")
 if problem := _other_library(Path.cwd()) or _other_library(Path(sys.argv[0]).parent):
-    program = Path(sys.argv[0]).name.replace("__main__.py", "samestep")
     sys.stderr.write(f"{program}: {problem}\n")
     write_exit_code(2)
     sys.exit(2)
+if program == "train.py" and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+    sys.stderr.write("train.py: importing torch, reading the data\n")  # seconds without a word

@@ -5,6 +5,9 @@ The formula stands in docs/memory.md of the template; about 1 GB of CUDA and NCC
 
 import itertools
 import math
+import os
+import shlex
+import sys
 from typing import NamedTuple
 
 import psutil
@@ -16,7 +19,6 @@ from samestep.hardware.project import Project
 from samestep.models.next_token import CHUNK
 
 _USABLE = 0.92  # of a memory
-ROWS = 1000  # among which the longest is looked for
 
 
 class Sizes(NamedTuple):
@@ -66,8 +68,8 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
-def run(section: Section, used: Devices, project: Project) -> None:
-    """Says what the model needs in each way to train it here, and the first one that fits."""
+def run(section: Section, used: Devices, project: Project, flags: list[str]) -> None:
+    """Says what the model needs in each way to train it here, and the command of the first fit."""
     try:
         model = project.build_model(torch.device("meta"))
     except Exception as error:  # code of the task may look at numbers
@@ -83,30 +85,31 @@ def run(section: Section, used: Devices, project: Project) -> None:
         ways |= {"fsdp2": used.count} if used.count > 1 else {}
         ways["fsdp2_offload"] = math.inf
     size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
-    rows = project.rows  # a batch is as long as its longest row
-    positions = range(64) if rows.is_stream else rows.sort(range(min(len(rows), ROWS)))[-1:]
+    rows = project.rows  # a batch is as long as its longest row, here of a thousand
+    positions = range(64) if rows.is_stream else rows.sort(range(min(len(rows), 1000)))[-1:]
     batch = project.batch(positions)
     tokens = size * batch["input_ids"][0].numel() if "input_ids" in batch else 0
     section.facts = {
+        "model": getattr(cfg.task, "model_name_or_path", "") or "that of the recipe, from scratch",
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",
         "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
-        "micro-batch": f"{size} samples, {tokens} tokens",
+        "micro-batch": f"{size} samples, {tokens:,} tokens in all",
     }
-    chunk = getattr(cfg.task, "loss_chunk", 0)
-    chunk = CHUNK if chunk == "auto" else chunk
-    for (way, gpus), checkpointing in itertools.product(ways.items(), (False, True)):
+    chunk = CHUNK if (given := getattr(cfg.task, "loss_chunk", 0)) == "auto" else given
+    asked = cfg.gradient_checkpointing
+    for (way, gpus), checkpointing in itertools.product(ways.items(), sorted({asked, True})):
         saved = activations(getattr(model, "config", None), tokens, checkpointing, chunk)
         need = sizes.on_gpu(gpus, used.precision, checkpointing) + saved
         section.facts[f"{way}, gradient checkpointing {checkpointing}"] = f"{short(need / 1e9)} GB"
         on_host = sizes.states() if gpus == math.inf else 0
         if need <= _USABLE * memory and on_host <= _USABLE * host and not section.figures:
             section.figures["memory, GB"] = [need / 1e9]
-            section.lines.append(
-                f"it fits: configs/accelerate/{way}.yaml with --num_processes {used.count}, and "
-                f"train.py with --micro_batch_size {size} --gradient_checkpointing {checkpointing}"
-            )
+            own = ["--gradient_checkpointing", "true"] if checkpointing != asked else []
+            yaml = f"--config_file configs/accelerate/{way}.yaml --num_processes {used.count}"
+            command = f"{os.path.relpath(sys.executable)} -m samestep launch {yaml} train.py "
+            section.lines = ["it fits:", command + shlex.join([*flags, *own])]
     if not saved:
-        section.lines.append("no formula is known for the activations of this model: add them")
+        section.lines.insert(0, "no formula is known for the activations of this model: add them")
     if not section.figures:
         raise Wrong("nothing fits: lower --micro_batch_size, or take LoRA or more GPUs")

@@ -69,5 +69,6 @@ def main() -> int:
         print(f"samestep env: {line}", file=sys.stderr)
         return 2
     sys.stdout.reconfigure(errors="surrogateescape")  # of a path that is not UTF-8
-    print("\n".join(lines))
+    waits = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # preflight has set it in this process
+    print("\n".join([*lines, f"export OMP_WAIT_POLICY={shlex.quote(waits)}"]))
     return 0

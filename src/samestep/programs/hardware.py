@@ -57,9 +57,10 @@ def measure() -> int:
         "check": lambda section: devices.check(section, used),
         "bench": lambda section: bench.run(section, used, project, flags, options.seconds),
         "smoke": lambda section: smoke.run(section, used, project, FOLDER),
-        "recommend": lambda section: recommend.run(section, used, project),
+        "recommend": lambda section: recommend.run(section, used, project, flags),
     }
-    sections = {}
+    report, sections = FOLDER / "hardware.json", {}  # of each verb the newest figures
+    print_on_main(f"figures go to {report}")
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
         section = sections[verb] = Section()
         try:
@@ -68,10 +69,8 @@ def measure() -> int:
             section.failures.append(str(error))
         show(verb, section)
     content = {verb: dataclasses.asdict(section) for verb, section in sections.items()}
-    report = FOLDER / "hardware.json"  # of each verb the newest figures
     text = json.dumps(read_json_object(report) | content, indent=1)
     replace_text(report, text + "\n")
-    print_on_main(f"figures: {report}")
     return int(any(section.failures for section in sections.values()))
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,8 @@ def main() -> None:
             inputs = Path("/dev/stdin").read_text("utf-8-sig").removesuffix("\n").split("\n")
         failed = f"cannot load {folder}"
         pipe = _load_pipeline(str(folder), task)
+        if not arguments.model:
+            print(f"model: {folder}", file=sys.stderr)
         for given in inputs:
             failed = f"no answer to {one_line(given, 100)}"
             answer = {"input": given, **ask(given, pipe, arguments)}

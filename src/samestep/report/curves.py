@@ -17,6 +17,7 @@ RATE = "_per_second"  # ends the names of throughputs
 _MAX_SCORES = 4  # panels of scores
 # A name may contain dollars, which would begin a formula.
 _STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
+_OF_LOSS = (("eval_loss", "o--", "validation"), ("unigram_loss", "x:", "unigram loss"))
 _NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 
 
@@ -56,21 +57,30 @@ def draw(runs: list[Path], output: Path) -> Path:
     data = [read_metrics(run) for run in runs]
     of_train = [key for train, _ in data for row in train.values() for key in row]
     of_evals = [key for _, evals in data for row in evals.values() for key in row]
-    rates = ["loss", "lr", *dict.fromkeys(key for key in of_train if key.endswith(RATE))]
+    # Computed tokens are nearly all tokens: their panel would repeat that one.
+    rates = [key for key in of_train if key.endswith(RATE) and not key.startswith("computed_")]
+    rates = ["loss", "lr", *dict.fromkeys(rates)]
     keys = [*rates, *list(dict.fromkeys(filter(_is_score, of_evals)))[:_MAX_SCORES]]
-    figure = Figure(figsize=(8, 2.2 * len(keys)), dpi=150, layout="constrained")
-    panels = figure.subplots(len(keys), sharex=True)
+    rows = len(keys) // 2  # the loss beside two columns of the others
+    figure = Figure(figsize=(13, max(2.2 * rows, 4.4)), dpi=120, layout="constrained")
+    grid = figure.add_gridspec(rows, 4)
+    places = [grid[:, :2], *(grid[i // 2, 2 + i % 2] for i in range(len(keys) - 1))]
+    panels = dict(zip(keys, map(figure.add_subplot, places), strict=True))
     for number, (run, (train, evals)) in enumerate(zip(runs, data, strict=True)):
         name = one_line(run.resolve().name if len(runs) == 1 else run, 50)
-        color = f"C{number % 10}"
-        for axes, key in zip(panels, keys, strict=True):
-            rows = train if key in rates else evals
-            axes.plot(list(rows), column(rows, key), color=color, label=name)
-        # Evaluations have dots, since a single one has no line.
-        losses = column(evals, "eval_loss")
-        panels[0].plot(list(evals), losses, "o--", color=color, label=f"{name}, validation")
-    for axes, key in zip(panels, keys, strict=True):
-        axes.set_ylabel(one_line(key.replace(RATE, " / s").replace("_", " "), 24))
-    panels[0].legend(fontsize="small")
-    panels[-1].set_xlabel("optimizer step")
+        later = len(runs) - 1 - number  # runs that are drawn over this one, which is wider
+        look: Any = {"color": f"C{number % 10}", "linewidth": 1.5 + 2.5 * min(later, 3)}
+        look |= {"alpha": 0.45 if later else 1.0, "markersize": 4 + look["linewidth"]}
+        for key, axes in panels.items():
+            of_key = train if key in rates else evals
+            cells = column(of_key, key)
+            style = "s-" if sum(map(math.isfinite, cells)) == 1 else "-"  # a point has no line
+            axes.plot(list(of_key), cells, style, label=name, **look)
+        for key, style, label in _OF_LOSS:
+            if any(map(math.isfinite, cells := column(evals, key))):
+                panels["loss"].plot(list(evals), cells, style, label=f"{name}, {label}", **look)
+    for key, axes in panels.items():
+        label = one_line(key.replace(RATE, " / s").replace("_", " "), 24)
+        axes.set(ylabel=label, xlabel="optimizer step")
+    panels["loss"].legend(fontsize="small")
     return save_figure(figure, output)

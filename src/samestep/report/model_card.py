@@ -81,10 +81,7 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     source = one_line(config["task"].get("data") or "the data of task.py", 100)
     kind = task or "other"
-    results = [
-        EvalResult(kind, "unknown", source, one_line(metric, 100), value)
-        for metric, value in scores.items()
-    ]
+    results = [EvalResult(kind, "unknown", source, one_line(n, 100), x) for n, x in scores.items()]
     header = ModelCardData(
         license="unknown",  # its owner's to say, and that of the base model
         library_name=library if task else None,

@@ -226,9 +226,6 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
         raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("*", step_metric="step")
-    folder = Path(run.dir).parent
-    shown, runs = shlex.quote(str(folder)), f"{shlex.quote(str(folder.parent))}/offline-run-*"
-    # One by one: a folder that a kill has left incomplete ends the sync of those after it.
-    sync = f'for run in {runs}; do wandb sync "$run"; done'
-    hint = f"`wandb leet {shown}` shows the run, `{sync}` uploads it"
+    hint = f"`wandb leet {shlex.quote(str(Path(run.dir).parent))}` shows the run"
+    hint += "; to upload it: docs/tracking.md"
     print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
