@@ -160,11 +160,10 @@ class Training:
 
     def compare_built(self, state: TrainingState) -> None:
         """Compare what this program has built with what the run of the checkpoint had."""
-        point, accepts = self.point, self.accept_changes
+        point = self.point
         with self.ranks.fail_together():
-            given = point.checkpoint, point.saved, self.manifest
-            changed = built.compare(*given, accepts, self.run.sets_lr)
-        state.changed = built.changed_schedulers(point.saved, self.manifest)
+            given = point.checkpoint, point.saved, self.manifest, self.accept_changes
+            changed = built.compare(state, *given)
         point.changed |= changed
         for line in provenance.describe_changes(changed):
             print_on_main(f"changed since the checkpoint: {line}")
