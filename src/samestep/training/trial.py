@@ -14,7 +14,7 @@ from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.exact import ExactGradients
-from samestep.step.gradient import StepGradients
+from samestep.step.gradient import StepGradients, TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
@@ -74,8 +74,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
+    weights = TrainedWeights(run.accelerator, run.ranks, run.model, run.prepared)
     kind = ExactGradients if run.exact else StepGradients
-    run.gradients = kind(run.accelerator, run.ranks, run.model, run.prepared)
+    run.gradients = kind(run.accelerator, weights)
     run.meter.stopwatch.watch(run.model)
 
 
