@@ -19,16 +19,13 @@ from samestep import Training
 from samestep.state.weights import TrainingState
 
 mistake, folder = sys.argv[1:3]
-exact = mistake in ("batchnorm", "frozen", "unequal_frozen")
+exact = mistake in ("frozen", "unequal_frozen")
 accelerator = Accelerator(gradient_accumulation_steps=4 if mistake == "accumulation" else 1)
 rank = accelerator.process_index
 set_seed(0, device_specific=mistake == "weights_differ")
 x = torch.randn(41, 4, generator=torch.Generator().manual_seed(0))
 rows = TensorDataset(x, x.sum(1, keepdim=True) + (rank if mistake == "targets_differ" else 0))
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-if mistake == "batchnorm":
-    model[0] = torch.nn.BatchNorm1d(4)
-    model[1] = torch.nn.Linear(4, 1)
 if mistake == "half":
     model.to(torch.bfloat16)
 if "frozen" in mistake:

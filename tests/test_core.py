@@ -81,7 +81,6 @@ MISTAKES = {
     "compiled": (1, "torch.compile has wrapped the model: call model.compile() before"),
     "odd_state": (1, "bag is a object"),
     "settings={'global_batch_size': 2}": (1, "is 8, and in settings 2; give the same"),
-    "batchnorm": (1, "exact: "),
     "sum": (1, "the loss is 3.4"),
     "stream": (1, "rows are a IterableDataset; give a dataset with len() and [i]"),
     "count": (1, "rows together, but "),

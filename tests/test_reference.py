@@ -70,7 +70,7 @@ STEP = """
 import copy, torch
 from accelerate import Accelerator
 from samestep.processes import mesh, ranks
-from samestep.step import exact, reference, sums
+from samestep.step import exact, gradient, reference, sums
 from samestep.step.plan import plan_step
 from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler
 
@@ -91,7 +91,8 @@ def loss_sum(model, rows):
 
 plan = plan_step(14, 2, layout.replicas, exact=True, rank=layout.rank)
 dataset = SampleDataset(rows, None, seed=3)
-gradients = exact.ExactGradients(accelerator, processes, model)
+trained = gradient.TrainedWeights(accelerator, processes, model)
+gradients = exact.ExactGradients(accelerator, trained)
 gradients.start_step(plan)
 for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=True):
     batch = [row for _, row in dataset.__getitems__(positions)]
@@ -99,10 +100,9 @@ for number, positions in zip(plan.run(), StepBatchSampler(plan, 28, 42), strict=
 gradients.reduce()
 samples = reference.samples_of_step(3, 14, 41, seed=3)
 cut = [[rows[i] for i in part] for part in reference.micro_batches(samples, 2)]
-for weight, expected in zip(
-    model.parameters(), reference.exact_gradient(plain, loss_sum, cut, 14), strict=True
-):
-    assert torch.equal(weight.grad, expected)
+expected = reference.exact_gradient(plain, loss_sum, cut, 14)
+for weight, gradient in zip(model.parameters(), expected, strict=True):
+    assert torch.equal(weight.grad, gradient)
 
 sampler = EvaluationSampler(plan, SampleDataset(view))
 totals = sums.EvaluationSums(sampler, accelerator.device)

@@ -91,15 +91,15 @@ def _flat(manifest: dict) -> dict[str, str]:
 
 
 def compare(
-    path: Path | None, saved: dict, manifest: dict, accept: bool, sets_lr: bool
+    state: TrainingState, path: Path | None, saved: dict, manifest: dict, accept: bool
 ) -> dict[str, list]:
     """Return what is built in another way than in the run of a checkpoint, which has the manifest
-    `saved`; raise UserError unless that is accepted. sets_lr: whether the loop sets the rate."""
+    `saved`; raise UserError unless that is accepted. Note the schedulers that have changed."""
     parts = [n for n in ("weights", "optimizer", "schedulers") if n in saved and n in manifest]
     before, now = (_flat({n: each[n] for n in parts}) for each in (saved, manifest))
     changed = differences(before, now)
     known = {n: pair for n, pair in changed.items() if None not in pair}
-    if sets_lr:
+    if state.sets_lr:
         known = {n: pair for n, pair in known.items() if not n.endswith((" lr", " initial_lr"))}
     known = {n: pair for n, pair in known.items() if not n.endswith(" class")}  # see weights.load
     known |= _compare_rows(saved, manifest)
@@ -108,13 +108,9 @@ def compare(
             f"{path} was made with other settings ({'; '.join(as_lines(known))}); give the old "
             "settings, or another folder, or accept_changes to resume with the new ones"
         )
+    schedulers, were = manifest.get("schedulers", {}), saved.get("schedulers", {})
+    state.changed = {name for name, each in schedulers.items() if were.get(name, each) != each}
     return known
-
-
-def changed_schedulers(saved: dict, manifest: dict) -> set[str]:
-    """Return the names of schedulers that have other settings than in a checkpoint."""
-    before, now = saved.get("schedulers", {}), manifest.get("schedulers", {})
-    return {name for name in now if before.get(name, now[name]) != now[name]}
 
 
 def _compare_rows(saved: dict, manifest: dict) -> dict[str, list]:

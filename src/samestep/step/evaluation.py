@@ -5,18 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base.errors import as_user_error, catch
 from samestep.processes import sharding
-from samestep.processes.ranks import Ranks
 from samestep.step import context_parallel, inputs, trial
 from samestep.step.inputs import Batch
 from samestep.step.loader import iterate, make_loader
 from samestep.step.model import eager, keep_modes
 from samestep.step.outputs import EvaluationOutputs
-from samestep.step.plan import StepPlan
 from samestep.step.samples import EvaluationSampler, SampleDataset
 from samestep.step.seeds import EVALUATION, seed_micro_batch
 from samestep.step.sums import EvaluationSums
@@ -29,34 +26,26 @@ class Evaluation:
         evaluation.add(eval_sums(model, batch))
     sums = evaluation.sums()
 
-    rows: a dataset. plan: see EvaluationSampler. workers: see StepLoader.
+    run: the Training. rows: a dataset. task: has collate.
     """
 
-    def __init__(
-        self, rows: Any, task: Any, plan: StepPlan, ranks: Ranks, accelerator: Accelerator,
-        workers: int | None,
-    ):  # fmt: skip
-        self.rows, self.ranks, self.accelerator = SampleDataset(rows, task), ranks, accelerator
-        self.task = task
-        self.sampler = EvaluationSampler(plan, self.rows)
-        device = accelerator.device
-        self.loader = make_loader(self.rows, self.sampler, task, workers, device)
+    def __init__(self, run: Any, rows: Any, task: Any):
+        self.run, self.rows, self.task = run, SampleDataset(rows, task), task
+        self.ranks, self.accelerator = run.ranks, run.accelerator
+        self.sampler = EvaluationSampler(run.plan, self.rows)
+        device = self.accelerator.device
+        self.loader = make_loader(self.rows, self.sampler, task, run.num_workers, device)
 
-    def is_of(self, rows: Any, collate: Callable) -> bool:
-        """Return whether it is one of these rows, in the batches of this function."""
-        return self.rows.dataset is rows and self.task.collate == collate
+    def is_of(self, rows: Any, task: Any) -> bool:
+        """Return whether it is one of these rows, in the batches of this task."""
+        return self.rows.dataset is rows and self.task.collate == task.collate
 
-    def start(
-        self, model: torch.nn.Module, requested: Callable[[], int], paused: Callable[[], Any],
-        end_stopped: Callable[[], None],
-    ) -> "Evaluation":  # fmt: skip
-        """Start to count anew, with a prepared model.
+    def start(self, requested: Callable[[], int]) -> "Evaluation":
+        """Start to count anew, with the model of the run that is exported.
 
-        requested(): 1 if this process was asked to stop. end_stopped(): ends it, on all processes.
-        paused(): a context in which batches are computed.
+        requested(): 1 if this process was asked to stop.
         """
-        self.model, self.requested, self.paused = model, requested, paused
-        self.end_stopped = end_stopped
+        self.model, self.requested = self.run.exported, requested
         self.totals = EvaluationSums(self.sampler, self.accelerator.device)
         self.outputs = EvaluationOutputs(self.ranks)
         self.ids = np.empty(0)  # (B,) the rows of the batch, by number
@@ -71,7 +60,7 @@ class Evaluation:
         """
         iterator, stop = iterate(self.loader), 0
         states = trial.random_states(self.accelerator.device)
-        with self.paused(), keep_modes(self.model), eager(self.model):
+        with self.run.meter.paused(), keep_modes(self.model), eager(self.model):
             self.model.eval()
             sharding.share_buffers(self.model, self.ranks.layout.fsdp)
             for _ in range(len(self.loader)):
@@ -87,7 +76,7 @@ class Evaluation:
                     yield batch
         trial.set_random_states(self.accelerator.device, states)
         if stop:
-            self.end_stopped()
+            self.run.end_stopped()
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Add the sums of a batch over its rows."""

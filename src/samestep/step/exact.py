@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes import sharding
-from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import Tensors, is_dtensor, local
 from samestep.step.gradient import TrainedWeights, scaled_loss
 from samestep.step.plan import StepPlan
@@ -144,21 +143,18 @@ class ExactGradients:
     StepGradients.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
-        prepared: list[bool] | None = None,
-    ):  # fmt: skip
-        self.accelerator, self.ranks, self.model = accelerator, ranks, model
-        self.weights = TrainedWeights(accelerator, ranks, model, prepared)
-        self.sharded, self.tree = ranks.layout.sharded, TreeSum()
+    def __init__(self, accelerator: Accelerator, weights: TrainedWeights):
+        self.accelerator, self.weights = accelerator, weights
+        self.ranks, self.model = weights.ranks, weights.model
+        self.sharded, self.tree = self.ranks.layout.sharded, TreeSum()
         self.plan, self.number = StepPlan(1, 1), 0  # of the step, of the micro-batch in it
         self.blocks: list[_TreeReduceScatter] = []
         if self.sharded:
             self.blocks = self.reduce_in_tree()
-        elif isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = False  # a save compares those of the processes
+        elif isinstance(self.model, DistributedDataParallel):
+            self.model.broadcast_buffers = False  # a save compares those of the processes
             # As in no_sync, whose context accelerate leaves out for DDP with one process.
-            model.require_backward_grad_sync = False
+            self.model.require_backward_grad_sync = False
 
     def start_step(self, plan: StepPlan) -> None:
         """Start a step with this plan: nothing divides its losses."""

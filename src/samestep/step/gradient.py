@@ -123,17 +123,14 @@ class StepGradients:
     DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
-        prepared: list[bool] | None = None,
-    ):  # fmt: skip
-        """prepared: see TrainedWeights."""
-        self.accelerator, self.ranks, self.model = accelerator, ranks, model
-        self.weights = TrainedWeights(accelerator, ranks, model, prepared)
+    def __init__(self, accelerator: Accelerator, weights: TrainedWeights):
+        self.accelerator, self.weights = accelerator, weights
+        self.ranks, self.model = weights.ranks, weights.model
         self.by_hand = False  # whether DDP does not reduce, since others train than it was made for
         self.divisor = 1
-        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
-            model.broadcast_buffers = False  # nothing that training changes: a message less
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        if is_ddp and not sharding.kept_buffers(self.model):
+            self.model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def start_step(self, plan: StepPlan) -> None:
         """Start a step with this plan."""

@@ -1,8 +1,7 @@
 """The micro-batches of the steps, fetched one step ahead, and the batches of an evaluation."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +11,8 @@ from torch.utils.data import DataLoader
 from samestep.base.errors import catch
 from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
-from samestep.processes.ranks import PendingSum, Ranks
+from samestep.processes.ranks import PendingSum
 from samestep.step.inputs import Batch
-from samestep.step.plan import StepPlan
 from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler, collate
 
 
@@ -43,23 +41,15 @@ class StepFacts(NamedTuple):
 class StepLoader:
     """Gives the steps of a run, and fetches the next one while the device computes.
 
-    rows: to train on. task: has collate, and perhaps count.
-    plan: which micro-batches this process computes.
-    first: the position in the run where the first of `steps` steps begins.
-    workers: processes that fetch rows; None: as many as suit the task.
-    requested(): 1 if this process was asked to stop, else 0.
-    waiting(): a context in which rows are fetched; what it raises, all processes raise.
+    run: the Training. first: the position in the run where the first of `steps` steps begins.
     """
 
-    def __init__(
-        self, rows: SampleDataset, task: Any, plan: StepPlan, ranks: Ranks, *,
-        first: int, steps: int, workers: int | None, device: torch.device,
-        requested: Callable[[], int], waiting: Callable[[], Any] = contextlib.nullcontext,
-    ):  # fmt: skip
-        self.rows, self.plan, self.ranks = rows, plan, ranks
-        self.requested, self.waiting = requested, waiting
+    def __init__(self, run: Any, first: int, steps: int):
+        self.run, self.rows, self.plan, self.ranks = run, run.rows, run.plan, run.ranks
+        plan, rows = self.plan, self.rows
         sampler = StepBatchSampler(plan, first, first + steps * plan.samples, rows.sort)
-        self.batches = iterate(make_loader(rows, sampler, task, workers, device))
+        device = run.accelerator.device
+        self.batches = iterate(make_loader(rows, sampler, run.task, run.num_workers, device))
         self.left = steps  # to fetch
         self.micro_batches: list[MicroBatch] = []  # this process's part of the next step
         self.pending: PendingSum | None = None  # its StepFacts
@@ -77,13 +67,16 @@ class StepLoader:
         counted = self.micro_batches if counts else []
         num_items = sum(micro_batch.num_items for micro_batch in counted)
         ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
-        facts = StepFacts(num_items, ids_hash, self.requested())
+        facts = StepFacts(num_items, ids_hash, self.run.run.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:
-        """Read this process's micro-batches of the next step."""
+        """Read this process's micro-batches of the next step. Raise an error of a save in the
+        background."""
+        if self.run.saver.problem:
+            raise self.run.saver.problem
         micro_batches = []
-        with self.waiting():
+        with self.run.meter.waiting():
             for number in self.plan.run():
                 batch, (num_items, ids_hash), ids = next(self.batches)
                 micro_batches.append(MicroBatch(number, batch, num_items, ids_hash, ids))

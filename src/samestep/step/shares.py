@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from samestep.step.trial import nothing_changes, without_exchange
+from samestep.step.trial import nothing_changes
 
 _MEASURED = 3  # micro-batches, after one to warm up
 
@@ -25,7 +25,7 @@ def measure_micro_batch(
     No process waits for another. For put_back see trial.nothing_changes.
     """
     seconds = []
-    with nothing_changes(model, put_back), without_exchange(model):
+    with nothing_changes(model, put_back):
         for _ in range(1 + _MEASURED):
             began = time.perf_counter()
             loss_of().backward()

@@ -23,15 +23,21 @@ SMALLEST = 0.01  # sums below it are compared as if they were so large
 
 
 @contextlib.contextmanager
-def nothing_changes(model: torch.nn.Module, put_back: Callable[[], None]) -> Iterator[None]:
+def nothing_changes(
+    model: torch.nn.Module, put_back: Callable[[], None], exchanges: bool = False
+) -> Iterator[None]:
     """Put back what passes in the body, in train mode, change. Weights have no gradient before.
 
     put_back(): puts back what the run can save, such as buffers.
+    exchanges: whether DDP communicates.
     """
+    alone = contextlib.nullcontext
+    if not exchanges:
+        alone = getattr(model, "no_sync", alone)
     device = next(model.parameters()).device
     states = random_states(device)
     try:
-        with keep_modes(model):
+        with keep_modes(model), alone():
             model.train()
             yield
     finally:
@@ -55,11 +61,6 @@ def random_states(device: torch.device) -> list:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
     return states
-
-
-def without_exchange(model: torch.nn.Module) -> Any:
-    """Keep DDP from communicating in the body."""
-    return getattr(model, "no_sync", contextlib.nullcontext)()
 
 
 def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:

@@ -1,30 +1,26 @@
 """The log of a run: means of losses, notes of unusual steps, scores, times."""
 
-from collections.abc import Callable
 from typing import Any
 
 from samestep.base.errors import UserError, some
-from samestep.report.speed import Profiler, SpeedMeter
+from samestep.report.speed import Profiler
 from samestep.report.tracking import Log
 from samestep.step.monitor import StepMonitor
-from samestep.step.samples import SampleDataset
 from samestep.step.step import Step
 
 
 class RunLog:
-    """Counts steps, and writes lines of metrics; see tracking.Log for where they go.
+    """Counts the steps of a Training, and writes lines of metrics; see tracking.Log for where they
+    go."""
 
-    samples(step): samples of the run up to the end of a step.
-    about: what a step computes, for a line after the first one; {items} stands for its items.
-    """
-
-    def __init__(
-        self, lines: Log, monitor: StepMonitor, meter: SpeedMeter, profiler: Profiler,
-        rows: SampleDataset, samples: Callable[[int], int], first_step: int, about: str,
-    ):  # fmt: skip
-        self.lines, self.monitor, self.meter, self.profiler = lines, monitor, meter, profiler
-        self.rows, self.samples, self.about = rows, samples, about
-        self.step = first_step  # the newest
+    def __init__(self, run: Any, max_steps: int):
+        self.rows, self.meter, self.samples = run.rows, run.meter, run.samples
+        self.step = run.step  # the newest
+        self.lines = Log(run.accelerator, run.folder, self.step, max_steps, run.run.shows_lines)
+        self.monitor = StepMonitor(run.accelerator, run.ranks, run.plan, run.max_skipped_steps)
+        self.profiler = Profiler(self.meter, run.run.profile_steps, run.folder)
+        # What a step computes, for a line after the first one; {items} stands for its items.
+        self.about = run.run.about
         self.rate: Any = 0.0  # its learning rate
         self.values: dict[str, Any] = {}  # of the script, for the next line
 

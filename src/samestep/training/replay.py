@@ -93,7 +93,7 @@ class Replay:
             raise UserError("--without leaves no row of the step")
         if run.rows_depend and self.without:
             raise UserError("rows_depend: rows of this task mean nothing alone, or left out")
-        with trial.nothing_changes(run.model, run.saver.state.keep()):
+        with trial.nothing_changes(run.model, run.saver.state.keep(), exchanges=True):
             self.answer["again"] = yield from self.compute(step, ids)
             if run.rows_depend:
                 return

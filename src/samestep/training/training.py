@@ -14,7 +14,6 @@ It is no Trainer: the loop, the loss and the optimizer's step are the script's o
 a script.
 """
 
-import contextlib
 import math
 import sys
 import time
@@ -33,14 +32,13 @@ from samestep.base.errors import UserError, some
 from samestep.base.launching import STOPPED
 from samestep.processes import alike
 from samestep.processes.failures import Ended
-from samestep.report import speed, tracking
+from samestep.report import speed
 from samestep.state import built, checkpoints, consistency, provenance
 from samestep.state.saver import Saver
 from samestep.state.weights import TrainingState
 from samestep.step.evaluation import Evaluation
 from samestep.step.loader import StepLoader
 from samestep.step.model import bare_model
-from samestep.step.monitor import StepMonitor
 from samestep.step.samples import SampleDataset
 from samestep.step.seeds import BEFORE, seed_micro_batch
 from samestep.step.step import Step, watch_optimizer
@@ -165,29 +163,21 @@ class Training:
 
     def compare_built(self, state: TrainingState) -> None:
         """Compare what this program has built with what the run of the checkpoint had."""
-        point, accepts = self.point, self.accept_changes
+        point = self.point
         with self.ranks.fail_together():
-            given = point.checkpoint, point.saved, self.manifest
-            changed = built.compare(*given, accepts, self.run.sets_lr)
-        state.changed = built.changed_schedulers(point.saved, self.manifest)
+            given = point.checkpoint, point.saved, self.manifest, self.accept_changes
+            changed = built.compare(state, *given)
         point.changed |= changed
         for line in provenance.describe_changes(changed):
             print_on_main(f"changed since the checkpoint: {line}")
 
     def open_log(self, max_steps: int) -> RunLog:
         """Open metrics.jsonl, unless it is open."""
-        if self.metrics:
-            return self.metrics
-        shows_lines = self.run.shows_lines
-        lines = tracking.Log(self.accelerator, self.folder, self.step, max_steps, shows_lines)
-        monitor = StepMonitor(self.accelerator, self.ranks, self.plan, self.max_skipped_steps)
-        profiler = speed.Profiler(self.meter, self.run.profile_steps, self.folder)
-        self.metrics = RunLog(
-            lines, monitor, self.meter, profiler, self.rows, self.samples, self.step, self.run.about
-        )
-        self.metrics.note(started=provenance.describe_start(self.manifest))
-        if self.point.changed:
-            self.metrics.note(event="changed", changes=self.point.changed)
+        if not self.metrics:
+            self.metrics = RunLog(self, max_steps)
+            self.metrics.note(started=provenance.describe_start(self.manifest))
+            if self.point.changed:
+                self.metrics.note(event="changed", changes=self.point.changed)
         return self.metrics
 
     def lacks_scores(self, every: int | str, max_steps: int) -> bool:
@@ -221,11 +211,7 @@ class Training:
             log.monitor.plan = self.plan
             if event:
                 log.note(**event)
-            self.loader = StepLoader(
-                self.rows, self.task, self.plan, self.ranks, first=self.samples(begin), steps=left,
-                workers=self.num_workers, device=self.accelerator.device,
-                requested=self.run.requested, waiting=self.waiting,
-            )  # fmt: skip
+            self.loader = StepLoader(self, first=self.samples(begin), steps=left)
             is_training = bare_model(self.accelerator, self.model).training
             if not is_training:
                 print_on_main("the model was in eval mode; now all of it is in train mode")
@@ -276,14 +262,6 @@ class Training:
                     f"the loop changes {some(moved, 3)}, and each of the {self.num_workers} "
                     "workers has rows of its own: give num_workers=0"
                 )
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the body as waiting for rows; raise an error of the background."""
-        if self.saver and self.saver.problem:
-            raise self.saver.problem
-        with self.meter.waiting():
-            yield
 
     def read_loss(self, step: Step) -> None:
         """Read the loss of a step that is logged, when its last batch is computed."""
@@ -387,14 +365,10 @@ class Training:
         requested = self.run.requested
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
             requested = lambda: 0  # noqa: E731
-        task = self.task
-        if collate:
-            task = SimpleNamespace(collate=collate)
-        if self.evaluated is None or not self.evaluated.is_of(rows, collate or self.task.collate):
-            given = task, self.plan, self.ranks, self.accelerator, self.num_workers
-            self.evaluated = Evaluation(rows, *given)
-        callbacks = requested, self.meter.paused, self.end_stopped
-        return self.evaluated.start(self.exported, *callbacks)
+        task = SimpleNamespace(collate=collate) if collate else self.task
+        if self.evaluated is None or not self.evaluated.is_of(rows, task):
+            self.evaluated = Evaluation(self, rows, task)
+        return self.evaluated.start(requested)
 
     @torch.no_grad()
     def evaluate(

@@ -14,7 +14,7 @@ from samestep.state import inventory, state_hash
 from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.exact import ExactGradients
-from samestep.step.gradient import StepGradients
+from samestep.step.gradient import StepGradients, TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.plan import StepPlan
@@ -74,8 +74,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
+    weights = TrainedWeights(run.accelerator, run.ranks, run.model, run.prepared)
     kind = ExactGradients if run.exact else StepGradients
-    run.gradients = kind(run.accelerator, run.ranks, run.model, run.prepared)
+    run.gradients = kind(run.accelerator, weights)
     run.meter.stopwatch.watch(run.model)
 
 
@@ -90,7 +91,7 @@ def _try_twice(
     """
     state, model = run.saver.state, run.model
     waits = not getattr(model, "find_unused_parameters", False)
-    with trial.nothing_changes(model, put_back), trial.without_exchange(model):
+    with trial.nothing_changes(model, put_back):
         before = _changeable(state)
         first = yield from try_batch(run, step, rows)
         gradients, leaves = _gradients(model), step.leaves
@@ -102,7 +103,7 @@ def _try_twice(
         held = {path: slot.get() for path, slot in slots.items()}
         values = {n: (slots[n], value, inventory.copy_of(value)) for n, value in held.items()}
         tensors = {path for path, value in held.items() if inventory.has_tensors(value)}
-    with trial.nothing_changes(model, put_back), trial.without_exchange(model):
+    with trial.nothing_changes(model, put_back):
         second = yield from try_batch(run, step, rows)
         _check_repeated(run, (first, gradients), (second, _gradients(model)))
         _check_leaves(run, leaves, step.leaves)
@@ -111,7 +112,7 @@ def _try_twice(
     _note_moved(run, moved, is_state)
     exchanges = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
     if exchanges and run.run.tries_backward and waits:
-        with trial.nothing_changes(model, put_back):
+        with trial.nothing_changes(model, put_back, exchanges=True):
             yield from try_batch(run, step, rows)
 
 
@@ -181,7 +182,7 @@ def _find_state(
     that a batch has given them. values: by path, the attribute, that value, and a copy of it."""
 
     def differs(paths: list[str]) -> Generator[Any, None, bool]:
-        with trial.nothing_changes(run.model, put_back), trial.without_exchange(run.model):
+        with trial.nothing_changes(run.model, put_back):
             for path in paths:
                 slot, value, copy = values[path]
                 slot.set(inventory.fill(value, copy))
