@@ -26,7 +26,7 @@ add_module_names = False
 maximum_signature_line_length = 80
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
-pygments_style = "github-light"  # what a diff adds is green
+pygments_style = "github-light"
 pygments_dark_style = "github-dark"
 ADDRESS = ""  # of the published site, once there is one
 

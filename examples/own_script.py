@@ -39,8 +39,8 @@ def eval_sums(model, batch):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--folder", default="runs/words")

@@ -160,7 +160,7 @@ def test_wandb_gets_again_what_kills_have_lost(tiny, tmp_path):
     # The command that is printed uploads each folder by itself, the oldest first.
     (tmp_path / "wandb").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "wandb").chmod(0o755)
-    command = printed.split("shows the run, `")[1].split("` uploads it")[0]
+    command = printed.split("with a key, `")[1].split("` uploads it")[0]
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     said = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True).stdout
     assert said.splitlines() == [word for each in folders for word in ("sync", str(each))]

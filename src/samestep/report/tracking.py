@@ -226,6 +226,8 @@ def _start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None
         raise ValueError(f"W&B: {one_line(error, 200)}") from None
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("*", step_metric="step")
-    hint = f"`wandb leet {shlex.quote(str(Path(run.dir).parent))}` shows the run"
-    hint += "; to upload it: docs/tracking.md"
+    shown, runs = (shlex.quote(str(path)) for path in [*Path(run.dir).parents][:2])
+    # One by one: a folder that a kill has left incomplete ends the sync of those after it.
+    sync = f'for run in {runs}/offline-run-*; do wandb sync "$run"; done'
+    hint = f"`wandb leet {shown}` shows the run\nwith a key, `{sync}` uploads it"
     print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
