@@ -50,12 +50,15 @@ VERBS: dict[str, dict[str, Any]] = {
     "rehearse": {
         "--steps": {"type": positive, "default": 6, "metavar": "N", "help": "of each start: 6"},
         "--processes": {
-            "type": positive, "nargs": "+", "default": [1, 2], "metavar": "P",
+            "type": positive,
+            "nargs": "+",
+            "default": [1, 2],
+            "metavar": "P",
             "help": "numbers of processes to compare: 1 2",
         },
         "--from": {"dest": "run", "metavar": "RUN", "help": "begins at its newest checkpoint"},
         "--but": {"nargs": "+", "default": [], "metavar": "NAME", "help": "the loop may carry it"},
-        "--timeout": {"type": positive, "default": 600, "metavar": "S", "help": "of a start: 600 s"},
+        "--timeout": {"type": positive, "default": 600, "metavar": "S", "help": "of a start: 600"},
         "--json": {"action": "store_true", "help": "prints the table as JSON"},
         "--keep": {"metavar": "FOLDER", "help": "for all records and logs"},
     },

@@ -35,14 +35,16 @@ from samestep.base.errors import UserError, some
 VARIABLE = "SAMESTEP_REHEARSAL"
 _TIMES = 20  # that a rounding may exceed what the last bit of each weight changes
 _ASKED = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node)(?:[= ])(\d+)")
+_NUMBERS = ("attribute.", "registered.")  # begin names of a script's own numbers, if no tensors
 # What to write, by what differs (the first of its row that fits) and where.
 _CAUSES = [
     ("again", "batch|ids|items", "rows differ from start to start: seed what they draw, sort sets"),
     ("again", "", "call set_seed before the model is built, and draw from the global generators"),
     ("kill|stop", "batch|ids|items", "make a row a function of its number and augment's generator"),
-    ("kill|stop", "carried", "register it: accelerator.register_for_checkpointing(its owner)"),
-    ("kill|stop", "group.* lr", "register the scheduler, or set group['lr'] by step.number"),
-    ("kill|stop", "", "draw inside the step, from the global generators; carry what is registered"),
+    ("kill|stop", "carried", "make it an attribute of the model, or of an object with state_dict() "
+     "and load_state_dict(): accelerator.register_for_checkpointing(it)"),
+    ("kill|stop", r"group\.\d+\.lr", "register the scheduler, or set group['lr'] by step.number"),
+    ("kill|stop", "", "draw in the body, from the global generators; carry what is registered"),
     ("processes", "batch|ids|items", "no row, collate or count may depend on the process"),
     ("processes", "loss", "the loss depends on the process: leave out rank and num_processes; "
      "rows of other processes need rows_depend=True"),
@@ -145,8 +147,9 @@ def _read(code: int, record: Path) -> Start:
 
 
 def _facts(step: dict, same_cut: bool, bits: bool) -> dict[str, Any]:
-    """What is compared of a step, in the order of causes. Not to the bit, of weights and moments
-    their norms: one whose gradient is rounding alone may move at random."""
+    """What is compared of a step, in the order of causes. To rounding, of weights the norm of all,
+    since one whose gradient is rounding alone may move at random; and no numbers of a script, which
+    may count batches."""
     numbers = sorted(step["batches"])
     batches = [step["batches"][number] for number in numbers]
     items = sum(each[1] for each in batches)
@@ -162,10 +165,10 @@ def _facts(step: dict, same_cut: bool, bits: bool) -> dict[str, Any]:
     squares: dict[str, float] = {}
     for name, value in step["state"].items():
         if not isinstance(value, list):
-            facts[name] = value
+            facts |= {} if name.startswith(_NUMBERS) else {name: value}
             continue
         kind = re.match(r"registered\.\d+|\w+", name)[0]  # type: ignore[index]
-        if kind in ("model", "registered"):
+        if kind.startswith(("model", "registered")) or (kind == "buffer" and same_cut):
             squares[kind] = squares.get(kind, 0.0) + value[2] ** 2
     return facts | {f"norm of all {kind}": math.sqrt(square) for kind, square in squares.items()}
 
@@ -182,10 +185,10 @@ def _apart(one: Any, two: Any) -> float:
 
 
 def _first_difference(
-    base: dict, other: dict, steps: list[int], limits: dict[int, float] | None
+    base: dict, other: dict, steps: list[int], limits: dict[int, float] | None, free: set[str]
 ) -> tuple[int, str, str] | None:
     """The first step in which two runs differ, what it is, and a text. limits: of each step; None:
-    to the bit."""
+    to the bit. free: what may differ."""
     for step in steps:
         if step not in other:
             return step, "", f"step {step} was not trained"
@@ -193,6 +196,7 @@ def _first_difference(
         one, two = (_facts(each[step], same_cut, limits is None) for each in (base, other))
         limit = limits[step] if limits else 0.0
         wrong = [n for n in one | two if not _apart(one.get(n), two.get(n)) <= limit]
+        wrong = [name for name in wrong if name not in free]
         if not wrong:
             continue
         name, place = wrong[0], ""
@@ -208,17 +212,21 @@ def _first_difference(
 
 def _show(value: Any) -> str:
     if isinstance(value, list):
-        return f"{value[0]} of norm {value[2]:.7g}" if len(value) > 2 else " ".join(value)
+        return f"{value[0]} of norm {value[2]:.7g}" if len(value) > 2 else value[1]
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def _differing(one: dict, two: dict) -> dict[str, list]:
-    """What has other values in two views of the loop, by path: a part of a collection counts where
-    both have as many."""
-    grown = [n.removesuffix(".len()") for n in one if n.endswith("()") and two.get(n) != one[n]]
-    found = {n: [one[n], two[n]] for n in one if n in two and one[n] != two[n]}
-    return {n: each for n, each in found.items() if not n.startswith(tuple(f"{g}." for g in grown))
-            or n.endswith("()")}  # fmt: skip
+    """What has other values in two views of the loop, by path; a part that the second lacks, but no
+    variable. A part of a collection counts where both have as many."""
+    grown = [n.removesuffix("len()") for n in one if n.endswith(".len()") and two.get(n) != one[n]]
+    names = {name.partition(".")[0] for name in two}
+    found = {}
+    for name in one:
+        is_part = name.startswith(tuple(grown)) and not name.endswith(".len()")
+        if one[name] != two.get(name) and name.partition(".")[0] in names and not is_part:
+            found[name] = [one[name], two.get(name)]
+    return found
 
 
 def _carried(base: dict, start: Start, first: int, free: set[str]) -> dict[str, list]:
@@ -251,6 +259,7 @@ class Table:
         self.rows: list[Row] = []
         self.base = stage.start("uninterrupted", command)
         self.limits: dict[int, float] = {}
+        self.free: set[str] = set()  # what differs by itself, such as times
 
     def add(self, name: str, how: str, result: str, good: bool | None, *more: str) -> None:
         self.rows.append(Row(name, how, result, good, more))
@@ -268,10 +277,10 @@ class Table:
         if asked and int(asked[1]) != processes:
             more.append(f"the command asks for {asked[1]} processes, and {processes} began")
         states = [step["state"] for step in steps.values()]
-        still = [n for n, value in states[0].items() if n.startswith("model.")
-                 and all(state.get(n) == value for state in states)]  # fmt: skip
+        names = {name: f"model.{name}" for name in about["trained"]}
+        still = [name for name, key in names.items() if len({str(s.get(key)) for s in states}) == 1]
         if still:
-            more.append(f"no step has changed {some([n.removeprefix('model.') for n in still], 3)}")
+            more.append(f"no step has changed {some(still, 3)}")
         rates = {n for n in states[0] if re.fullmatch(r"group\.\d+\.lr", n)}
         if rates and all(len({state[n] for state in states}) == 1 for n in rates):
             more.append(f"the learning rate is {_show(states[0][min(rates)])} in all these steps")
@@ -281,39 +290,45 @@ class Table:
         """Kills the run in the middle, asks it to stop in the next start, and starts it again."""
         base, command, remedy = self.base.steps, self.command, self.base.about["remedy"]
         save = min(base) - 1 + len(base) // 2
-        asked = [
+        asked: list[tuple[str, str, dict]] = [
             ("the same again", "again", {"save": save, "kill": save + 1}),
             (f"after kill -9 in step {save + 1}", "kill", {"stop": save + 1}),
             (f"after SIGTERM in step {save + 1}", "stop", {}),
         ]
-        free: set[str] = set()  # what differs by itself, such as times
         for name, kind, question in asked:
-            start = self.stage.start("broken", command, **question)
+            start = self.stage.start("broken", command, None, **question)
             if not start.steps:
                 self.failed(name, start)
                 return
-            steps = [*start.steps]
-            found = _first_difference(base, start.steps, steps, None)
+            steps, more = [*start.steps], []
             if kind == "again":
-                free = {*_differing(self.base.before, start.before)}
+                self.free |= {*_differing(self.base.before, start.before)}
                 for step in steps:
-                    free |= {*_differing(base[step]["loop"], start.steps[step]["loop"])}
-            carried = _carried(base, start, steps[0], free)
+                    one, two = base[step], start.steps[step]
+                    self.free |= {*_differing(one["loop"], two["loop"])}
+                    moved = _differing(one["state"], two["state"])
+                    itself = [n for n in moved if n.startswith(_NUMBERS)]
+                    itself = [n for n in itself if not isinstance(one["state"][n], list)]
+                    self.free |= {*itself}
+            found = _first_difference(base, start.steps, steps, None, self.free)
+            carried = _carried(base, start, steps[0], self.free)
             for each in self.stage.args.but:
                 carried = {n: v for n, v in carried.items() if not f"{n}.".startswith(f"{each}.")}
-            lost = [n for n, values in carried.items() if isinstance(values[0], list)]
-            is_cause = found and not re.match("batch|ids|items", found[1])
-            named = lost or ([*carried] if is_cause else [])
-            more = []
-            for path in named[:3]:
-                one, two = map(_show, carried[path])
-                more.append(f"in no checkpoint: {path} is {two}, uninterrupted {one}")
-            if len(named) > 3:
-                more[-1] += f"; and {len(named) - 3} more"
+            lost = [n for n, both in carried.items() if all(isinstance(v, list) for v in both)]
+            causes = lost or [n for n, both in carried.items() if None not in both] or [*carried]
+            if found and re.match("batch|ids|items", found[1]):
+                causes = []
             if found or lost:
-                more.append(_advice(kind, "carried" if named else found[1], remedy))
+                if causes:
+                    now, then = (_show(carried[causes[0]][i]) for i in (1, 0))
+                    text = f"{causes[0]} is {now}, uninterrupted {then}"
+                    also = f"; so {some(causes[1:], 3)}" if causes[1:] else ""
+                    more.append(f"in no checkpoint: {text}{also}")
+                more.append(_advice(kind, "carried" if causes else found[1], remedy))
             elif carried:
                 more.append(f"carried, without effect: {some(sorted(carried), 3)}")
+            if kind == "stop" and self.rows[-1].good is False:
+                more = []  # they stand there
             result = found[2] if found else "the same"
             if lost and not found:
                 result = "the same, but for what the loop carries"
@@ -326,7 +341,10 @@ class Table:
         if about["sizes"] < 2:
             self.add("other micro-batches", "", "not compared: there is no other size", None)
         elif draws:
-            text = "not compared: what the model or the collate draws is others' then"
+            text = "not compared: the model or the collate draws, by the micro-batch"
+            self.add("other micro-batches", "", text, None)
+        elif about["rows_depend"]:
+            text = "not compared: rows_depend, so the result depends on them"
             self.add("other micro-batches", "", text, None)
         else:
             start = self.stage.start("other micro-batches", self.command, cut=1)
@@ -351,11 +369,12 @@ class Table:
         if not start.steps:
             self.failed(name, start)
             return
+        given = base, start.steps, [*base]
         bits = about["exact"] and kind == "processes"
         close = dict.fromkeys(base, 4 * about["eps"])
-        found = _first_difference(base, start.steps, [*base], None if bits else close)
+        found = _first_difference(*given, None if bits else close, self.free)
         if found and not bits:
-            found = _first_difference(base, start.steps, [*base], self.measured(close))
+            found = _first_difference(*given, self.measured(close), self.free)
         how = "bits" if bits else "rounding"
         result = found[2] if found else "the same"
         more = [_advice(kind, found[1], about["remedy"])] if found else []

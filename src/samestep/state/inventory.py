@@ -79,7 +79,9 @@ def _is_plain(value: Any, known: set[int]) -> bool:
 
 
 def list_slots(
-    roots: dict[str, Any], model: torch.nn.Module, others: Iterable[torch.Tensor],
+    roots: dict[str, Any],
+    model: torch.nn.Module,
+    others: Iterable[torch.Tensor],
     is_skipped: Callable[[Any], bool] = lambda value: False,
 ) -> tuple[dict[str, Slot], dict[str, Any]]:
     """List the attributes of these objects and of those inside, by their paths; return the objects

@@ -109,12 +109,15 @@ class Rehearsal:
         run = self.training
         if not self.has_begun:
             self.has_begun = True
-            plan, given = run.plan, (run.plan.samples, run.plan.micro_batch_size, run.exact, self.question)
+            plan = run.plan
+            given = plan.samples, plan.micro_batch_size, run.exact, self.question
             sizes, others = _list_sizes(*given)
             self.write(
                 processes=len(plan.shares), size=plan.largest, sizes=len(sizes), others=others,
                 exact=run.exact, remedy=run.run.loss_remedy, eps=_eps(run),
-                command=[sys.executable, *sys.orig_argv[1:]], loop=_see_loop(run),
+                trained=[n for n, p in run.saver.state.parameters().items() if p.requires_grad],
+                rows_depend=run.rows_depend, command=[sys.executable, *sys.orig_argv[1:]],
+                loop=_see_loop(run),
             )  # fmt: skip
             if self.question["rounds"]:
                 _change_last_bits(run)
@@ -132,8 +135,9 @@ class Rehearsal:
 
             run.run.after_trial = note
             yield from type(run).try_others(run, step)
-            self.start_micro_batch, self.add = run.gradients.start_micro_batch, run.gradients.add
-            run.gradients.start_micro_batch, run.gradients.add = self.start, self.end
+            gradients: Any = run.gradients
+            self.start_micro_batch, self.add = gradients.start_micro_batch, gradients.add
+            gradients.start_micro_batch, gradients.add = self.start, self.end
         self.draws = self.collate_draws
         for each in step.micro_batches:
             about = [int(each.ids_hash), each.num_items, _hash_batch(each.batch)]
@@ -167,7 +171,10 @@ class Rehearsal:
         state: dict[str, Any] = {}
         for name, packed in entries["others"].items():
             state |= {f"{name}{path}": value for path, value in _leaves(packed)}
-        state |= {name: _describe(values) for name, values in sorted(tensors.items())}
+        weights = {f"model.{name}" for name in run.saver.state.parameters()}
+        for name, values in sorted(tensors.items()):
+            is_buffer = name.startswith("model.") and name not in weights
+            state[f"buffer of {name}" if is_buffer else name] = _describe(values)
         losses = dict(zip(self.batches, map(float, step.losses), strict=True))
         self.write(
             step=step.number, batches=self.batches, losses=losses, norm=float(step.norm),
