@@ -1,24 +1,28 @@
 """`samestep rehearse` finds what a kill, a stop or another cut of the steps would change."""
 
+import json
 import os
 import re
 import sys
+from argparse import Namespace
 
 import pytest
 
 from conftest import ROOT, preloaded
 from samestep import ask
 from samestep.ask import rehearse
+from samestep.base.errors import UserError
+from test_core import script, words_of
 
 PROGRAM = ROOT / "tests" / "own_state.py"
 
 
-def rehearsed(monkeypatch, capsys, words, *options):
+def rehearsed(monkeypatch, capsys, words, *options, folder=ROOT):
     """The exit code and the table of a command of one process; its starts are forks."""
 
     def finish(command, envs, log, args):
         envs = [{**env, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} for env in envs]
-        ended = preloaded(ROOT, envs, words, 120)
+        ended = preloaded(folder, envs, words, 120)
         log.write_text("".join(printed + errors for _, printed, errors in ended))
         return max(abs(code) for code, *_ in ended)
 
@@ -72,3 +76,30 @@ def test_a_fault_has_its_row(kind, monkeypatch, capsys, tmp_path):
     assert ended == code and re.search(said, table), table
     assert all(re.search(f"^ok .*{name}", table, re.M) for name in good), table
     assert not (tmp_path / "run").exists() and os.listdir(tmp_path) == []
+
+
+def test_a_rehearsal_begins_at_a_checkpoint_and_is_read_by_programs(monkeypatch, capsys, tmp_path):
+    """Of a copy: the run stays as it is."""
+    words_of(script(1, "notes", tmp_path / "run", 4, program=[PROGRAM]))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    words = [str(PROGRAM), "stream", str(tmp_path / "run"), "20"]
+    options = ["--from", str(tmp_path / "run"), "--but", "this.draw", "--json", "--processes", "1"]
+    code, said = rehearsed(monkeypatch, capsys, words, *options)
+    rows = json.loads(said[said.index("{") : said.rindex("}") + 1])["rows"]
+    assert code == 1 and [row["good"] for row in rows] == [True, True, False, False, True]
+    assert rows[2]["run"] == "after kill -9 in step 8"
+    assert "in no checkpoint" not in str(rows)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_a_project_is_rehearsed(project, monkeypatch, capsys):
+    """train.py, whose own folder is not written."""
+    words = ["train.py", "--config", "configs/train/smoke.yaml"]
+    code, table = rehearsed(monkeypatch, capsys, words, folder=project.path)
+    assert code == 0 and len(re.findall("^ok ", table, re.M)) == 6, table
+    assert not (project.path / "runs" / "smoke").exists()
+
+
+def test_a_command_is_given():
+    with pytest.raises(UserError, match="give your command after --"):
+        rehearse.rehearse(Namespace(command=[]))

@@ -212,21 +212,16 @@ def _first_difference(
 
 def _show(value: Any) -> str:
     if isinstance(value, list):
-        return f"{value[0]} of norm {value[2]:.7g}" if len(value) > 2 else value[1]
+        return f"{value[0]} of norm {value[2]:.7g}" if len(value) > 2 else " ".join(value)
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def _differing(one: dict, two: dict) -> dict[str, list]:
-    """What has other values in two views of the loop, by path; a part that the second lacks, but no
-    variable. A part of a collection counts where both have as many."""
+    """What has other values in two views of the loop, by path. What one of them lacks does not
+    count, and a part of a collection where both have as many."""
     grown = [n.removesuffix("len()") for n in one if n.endswith(".len()") and two.get(n) != one[n]]
-    names = {name.partition(".")[0] for name in two}
-    found = {}
-    for name in one:
-        is_part = name.startswith(tuple(grown)) and not name.endswith(".len()")
-        if one[name] != two.get(name) and name.partition(".")[0] in names and not is_part:
-            found[name] = [one[name], two.get(name)]
-    return found
+    parts = [n for n in one if n.startswith(tuple(grown)) and not n.endswith(".len()")]
+    return {n: [one[n], two[n]] for n in one.keys() & two if one[n] != two[n] and n not in parts}
 
 
 def _carried(base: dict, start: Start, first: int, free: set[str]) -> dict[str, list]:
@@ -314,8 +309,9 @@ class Table:
             carried = _carried(base, start, steps[0], self.free)
             for each in self.stage.args.but:
                 carried = {n: v for n, v in carried.items() if not f"{n}.".startswith(f"{each}.")}
-            lost = [n for n, both in carried.items() if all(isinstance(v, list) for v in both)]
-            causes = lost or [n for n, both in carried.items() if None not in both] or [*carried]
+            carried = dict(sorted(carried.items()))
+            lost = [name for name, both in carried.items() if isinstance(both[0], list)]
+            causes = lost or [*carried]
             if found and re.match("batch|ids|items", found[1]):
                 causes = []
             if found or lost:
@@ -326,7 +322,7 @@ class Table:
                     more.append(f"in no checkpoint: {text}{also}")
                 more.append(_advice(kind, "carried" if causes else found[1], remedy))
             elif carried:
-                more.append(f"carried, without effect: {some(sorted(carried), 3)}")
+                more.append(f"carried, without effect: {some([*carried], 3)}")
             if kind == "stop" and self.rows[-1].good is False:
                 more = []  # they stand there
             result = found[2] if found else "the same"
