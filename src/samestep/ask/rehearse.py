@@ -185,16 +185,15 @@ def _apart(one: Any, two: Any) -> float:
 
 
 def _first_difference(
-    base: dict, other: dict, steps: list[int], limits: dict[int, float] | None, free: set[str]
-) -> tuple[int, str, str] | None:
-    """The first step in which two runs differ, what it is, and a text. limits: of each step; None:
-    to the bit. free: what may differ."""
+    base: dict, other: dict, steps: list[int], limit: float, free: set[str]
+) -> tuple[str, str] | None:
+    """What differs in the first step in which two runs do, and a text. limit: 0: to the bit. free:
+    what may differ."""
     for step in steps:
         if step not in other:
-            return step, "", f"step {step} was not trained"
+            return "", f"DIFFERS: step {step} was not trained"
         same_cut = {*base[step]["batches"]} == {*other[step]["batches"]}
-        one, two = (_facts(each[step], same_cut, limits is None) for each in (base, other))
-        limit = limits[step] if limits else 0.0
+        one, two = (_facts(each[step], same_cut, not limit) for each in (base, other))
         wrong = [n for n in one | two if not _apart(one.get(n), two.get(n)) <= limit]
         wrong = [name for name in wrong if name not in free]
         if not wrong:
@@ -206,7 +205,7 @@ def _first_difference(
         text += f"uninterrupted {_show(one.get(name))}"
         if len(wrong) > 1:
             text += f"; and {len(wrong) - 1} more"
-        return step, name, text
+        return name, text
     return None
 
 
@@ -253,14 +252,16 @@ class Table:
         self.stage, self.command = stage, command
         self.rows: list[Row] = []
         self.base = stage.start("uninterrupted", command)
-        self.limits: dict[int, float] = {}
+        self.measured: float | None = None  # see `rounding`
         self.free: set[str] = set()  # what differs by itself, such as times
 
     def add(self, name: str, how: str, result: str, good: bool | None, *more: str) -> None:
         self.rows.append(Row(name, how, result, good, more))
 
     def failed(self, name: str, start: Start) -> None:
-        self.add(name, "", f"no step was trained; exit code {start.code}: {start.line}", False)
+        first = min(start.steps, default=0)
+        began = f"it begins at step {first}" if first else "no step was trained"
+        self.add(name, "", f"{began}; exit code {start.code}: {start.line}", False)
 
     def describe(self) -> None:
         """The run as it is, and what it tells of more than kills."""
@@ -285,34 +286,35 @@ class Table:
         """Kills the run in the middle, asks it to stop in the next start, and starts it again."""
         base, command, remedy = self.base.steps, self.command, self.base.about["remedy"]
         save = min(base) - 1 + len(base) // 2
-        asked: list[tuple[str, str, dict]] = [
-            ("the same again", "again", {"save": save, "kill": save + 1}),
-            (f"after kill -9 in step {save + 1}", "kill", {"stop": save + 1}),
-            (f"after SIGTERM in step {save + 1}", "stop", {}),
-        ]
-        for name, kind, question in asked:
+        asked: list[tuple[str, str, range, dict]] = [
+            ("the same again", "again", range(min(base), save + 1),
+             {"save": save, "kill": save + 1}),
+            (f"after kill -9 in step {save + 1}", "kill", range(save + 1, save + 2),
+             {"stop": save + 1}),
+            (f"after SIGTERM in step {save + 1}", "stop", range(save + 2, max(base) + 1), {}),
+        ]  # fmt: skip
+        for name, kind, expected, question in asked:
             start = self.stage.start("broken", command, None, **question)
-            if not start.steps:
+            if min(start.steps, default=0) != expected[0]:
                 self.failed(name, start)
                 return
-            steps, more = [*start.steps], []
+            steps, more = [*expected], []
             if kind == "again":
                 self.free |= {*_differing(self.base.before, start.before)}
-                for step in steps:
-                    one, two = base[step], start.steps[step]
+                for step, two in start.steps.items():
+                    one = base[step]
                     self.free |= {*_differing(one["loop"], two["loop"])}
                     moved = _differing(one["state"], two["state"])
-                    itself = [n for n in moved if n.startswith(_NUMBERS)]
-                    itself = [n for n in itself if not isinstance(one["state"][n], list)]
-                    self.free |= {*itself}
-            found = _first_difference(base, start.steps, steps, None, self.free)
+                    numbers = [n for n, both in moved.items() if not isinstance(both[0], list)]
+                    self.free |= {n for n in numbers if n.startswith(_NUMBERS)}
+            found = _first_difference(base, start.steps, steps, 0, self.free)
             carried = _carried(base, start, steps[0], self.free)
             for each in self.stage.args.but:
                 carried = {n: v for n, v in carried.items() if not f"{n}.".startswith(f"{each}.")}
             carried = dict(sorted(carried.items()))
             lost = [name for name, both in carried.items() if isinstance(both[0], list)]
             causes = lost or [*carried]
-            if found and re.match("batch|ids|items", found[1]):
+            if found and re.match("batch|ids|items", found[0]):
                 causes = []
             if found or lost:
                 if causes:
@@ -320,12 +322,12 @@ class Table:
                     text = f"{causes[0]} is {now}, uninterrupted {then}"
                     also = f"; so {some(causes[1:], 3)}" if causes[1:] else ""
                     more.append(f"in no checkpoint: {text}{also}")
-                more.append(_advice(kind, "carried" if causes else found[1], remedy))
+                more.append(_advice(kind, "carried" if causes else found[0], remedy))
             elif carried:
                 more.append(f"carried, without effect: {some([*carried], 3)}")
             if kind == "stop" and self.rows[-1].good is False:
                 more = []  # they stand there
-            result = found[2] if found else "the same"
+            result = found[1] if found else "the same"
             if lost and not found:
                 result = "the same, but for what the loop carries"
             self.add(name, f"{_span(steps)}, bits", result, not (found or lost), *more)
@@ -333,15 +335,14 @@ class Table:
     def cut_otherwise(self) -> None:
         """Starts it with other micro-batches, and on other numbers of processes."""
         about, base = self.base.about, self.base.steps
-        draws = any(step["draws"] for step in base.values())
-        if about["sizes"] < 2:
-            self.add("other micro-batches", "", "not compared: there is no other size", None)
-        elif draws:
-            text = "not compared: the model or the collate draws, by the micro-batch"
-            self.add("other micro-batches", "", text, None)
-        elif about["rows_depend"]:
-            text = "not compared: rows_depend, so the result depends on them"
-            self.add("other micro-batches", "", text, None)
+        reasons = {
+            "there is no other size": about["sizes"] < 2,
+            "the model or the collate draws, by the micro-batch":
+                about["draws"] or any(step["draws"] for step in base.values()),
+            "rows_depend, so the result depends on them": about["rows_depend"],
+        }  # fmt: skip
+        if reason := next((text for text, holds in reasons.items() if holds), ""):
+            self.add("other micro-batches", "", f"not compared: {reason}", None)
         else:
             start = self.stage.start("other micro-batches", self.command, cut=1)
             self.compare("other micro-batches", "micro", start)
@@ -352,9 +353,8 @@ class Table:
             if count not in about["others"]:
                 self.add(name, "", "not compared: so many cannot have these micro-batches", None)
                 continue
-            hardware = yaml.safe_load(
-                (self.stage.folder / "uninterrupted/run/hardware.yaml").read_text()
-            )
+            path = self.stage.folder / "uninterrupted/run/hardware.yaml"
+            hardware = yaml.safe_load(path.read_text())
             variables = hardware.pop("environment")
             envs = start_again.environments(variables, hardware, count)
             self.compare(name, "processes", self.stage.start(name, about["command"], envs))
@@ -367,28 +367,27 @@ class Table:
             return
         given = base, start.steps, [*base]
         bits = about["exact"] and kind == "processes"
-        close = dict.fromkeys(base, 4 * about["eps"])
-        found = _first_difference(*given, None if bits else close, self.free)
+        close = 4 * about["eps"]
+        found = _first_difference(*given, 0 if bits else close, self.free)
         if found and not bits:
-            found = _first_difference(*given, self.measured(close), self.free)
+            found = _first_difference(*given, close + self.rounding(), self.free)
         how = "bits" if bits else "rounding"
-        result = found[2] if found else "the same"
-        more = [_advice(kind, found[1], about["remedy"])] if found else []
+        result = found[1] if found else "the same"
+        more = [_advice(kind, found[0], about["remedy"])] if found else []
         self.add(name, f"{_span([*base])}, {how}", result, not found, *more)
 
-    def measured(self, close: dict[int, float]) -> dict[int, float]:
-        """The limit of each step: a multiple of what differs where the last bit of all weights is
+    def rounding(self) -> float:
+        """What rounding may change: a multiple of what differs where the last bit of all weights is
         another at the start."""
-        if not self.limits:
-            base, largest = self.base.steps, 0.0
+        if self.measured is None:
             start = self.stage.start("rounding", self.command, rounds=True)
-            for step in base:
-                if step in start.steps:
-                    one, two = (_facts(each[step], True, False) for each in (base, start.steps))
-                    apart = [_apart(one[n], two.get(n)) for n in one]
-                    largest = max([largest, *(each for each in apart if each < math.inf)])
-                self.limits[step] = close[step] + _TIMES * largest
-        return self.limits
+            apart = [0.0]
+            for step in self.base.steps.keys() & start.steps:
+                pair = (_facts(each.steps[step], True, False) for each in (self.base, start))
+                one, two = pair
+                apart += [_apart(one[name], two.get(name)) for name in one]
+            self.measured = _TIMES * max(each for each in apart if each < math.inf)
+        return self.measured
 
 
 def _plural(count: int, what: str) -> str:

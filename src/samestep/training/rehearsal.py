@@ -11,19 +11,19 @@ import json
 import os
 import signal
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from samestep.processes.alike import bit_sums
+from samestep.processes.alike import bit_sums, hash_bits
 from samestep.processes.failures import Ended
 from samestep.processes.sharding import full_tensor, local
 from samestep.state import inventory, packing
 from samestep.step import inputs, trial
 from samestep.step.plan import count_micro_batches
+from samestep.step.samples import collate
 from samestep.step.step import Step
 
 _LONGEST = 100  # entries of a collection that are looked at; of a longer one only their number
@@ -89,7 +89,7 @@ class Rehearsal:
     def __init__(self, training: Any, question: dict[str, Any]):
         self.training, self.question = training, question
         self.batches: dict[int, list] = {}  # of the step: ids, items and bytes of each
-        self.draws, self.collate_draws = False, False
+        self.draws = False  # whether the model has drawn in the step
         self.seeded = ""  # the generators when a micro-batch begins
         training.folder, training.begins_from = Path(question["folder"]), "auto"
         training.accelerator.trackers = []
@@ -112,11 +112,14 @@ class Rehearsal:
             plan = run.plan
             given = plan.samples, plan.micro_batch_size, run.exact, self.question
             sizes, others = _list_sizes(*given)
+            before = trial.random_state(run.accelerator.device)
+            collate(run.task, run.run.samples)
+            draws = trial.random_state(run.accelerator.device) != before
             self.write(
                 processes=len(plan.shares), size=plan.largest, sizes=len(sizes), others=others,
                 exact=run.exact, remedy=run.run.loss_remedy, eps=_eps(run),
                 trained=[n for n, p in run.saver.state.parameters().items() if p.requires_grad],
-                rows_depend=run.rows_depend, command=[sys.executable, *sys.orig_argv[1:]],
+                rows_depend=run.rows_depend, draws=draws, command=[sys.executable, *sys.orig_argv[1:]],
                 loop=_see_loop(run),
             )  # fmt: skip
             if self.question["rounds"]:
@@ -124,21 +127,14 @@ class Rehearsal:
         return type(run).next_step(run, number, last)
 
     def try_others(self, step: Step) -> Iterator[Any]:
-        """Note the micro-batches of a step, and before the first one look at each of them."""
+        """Note the micro-batches of a step; from the first one on look at each as it is computed."""
         run = self.training
         if run.gradients is None:
-            after_trial = run.run.after_trial
-
-            def note(training: Any, computed: trial.Computed) -> None:
-                self.collate_draws = computed.collate_draws
-                after_trial(training, computed)
-
-            run.run.after_trial = note
             yield from type(run).try_others(run, step)
             gradients: Any = run.gradients
             self.start_micro_batch, self.add = gradients.start_micro_batch, gradients.add
             gradients.start_micro_batch, gradients.add = self.start, self.end
-        self.draws = self.collate_draws
+        self.draws = False
         for each in step.micro_batches:
             about = [int(each.ids_hash), each.num_items, _hash_batch(each.batch)]
             self.batches[each.number] = about
@@ -276,18 +272,6 @@ def _see_loop(run: Any) -> dict[str, Any]:
     for name in [name for name in sys.modules if _is_own(name) and name != "__mp_main__"]:
         public = {n: v for n, v in vars(sys.modules[name]).items() if not n.startswith("__")}
         roots[f"{len(roots)}"] = public if name == "__main__" else {name: public}
-    for names in [*roots.values()]:  # what objects have no attributes for
-        for name, value in [*names.items()]:
-            inner = None
-            if isinstance(value, types.GeneratorType) and value.gi_frame:
-                inner = dict(value.gi_frame.f_locals)
-            if isinstance(value, types.FunctionType) and _is_own(value.__module__):
-                cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-                inner = {n: cell.cell_contents for n, cell in cells if cell != types.CellType()}
-            if isinstance(value, type) and _is_own(value.__module__):
-                inner = {n: v for n, v in vars(value).items() if not n.startswith("__")}
-            if inner:
-                roots.setdefault(f"{len(roots)}", {name: inner})
     state = run.saver.state
     known = state.pack_registered()[1].values()
     slots, _ = inventory.list_slots(roots, state.model(), known, _is_skipped)
@@ -301,19 +285,22 @@ def _see_loop(run: Any) -> dict[str, Any]:
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Give the numbers, texts, tensors and generators in a value by their paths: of a tensor or a
     generator a list, of others a text."""
-    if isinstance(value, packing.GENERATORS):
-        state = repr(inventory.copy_of(value)).encode()
-        if isinstance(value, torch.Generator):
-            state = value.get_state().numpy().tobytes()
-        yield path, ["generator", hashlib.sha256(state).hexdigest()[:12]]
-    elif torch.is_tensor(value) or hasattr(value, "dtype"):
-        tensors = packing.pack(value, path)[1].values()
-        for tensor in tensors if getattr(value, "nbytes", 0) <= _LARGEST else ():
-            yield path, _describe(tensor)
-    elif isinstance(value, dict | list | tuple | set | frozenset) or hasattr(value, "popleft"):
+    if (
+        hasattr(value, "__len__")
+        and not isinstance(value, str | bytes)
+        and not hasattr(value, "dtype")
+    ):
         yield f"{path}.len()", repr(len(value))
-        if len(value) <= _LONGEST and not isinstance(value, set | frozenset):
-            for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from _parts(f"{path}.{name}", each)
-    else:
-        yield path, repr(value)[:100]
+        if len(value) > _LONGEST:
+            return
+    if getattr(value, "nbytes", 0) > _LARGEST:
+        return
+    packed, tensors = packing.pack(value, path)
+    if isinstance(value, packing.GENERATORS):
+        text = f"{packed} {hash_bits([*tensors.values()])}"
+        yield path, ["generator", hashlib.sha256(text.encode()).hexdigest()[:12]]
+        return
+    for name, each in _leaves(packed):
+        yield f"{path}{name}", repr(each)[:100]
+    for name, tensor in tensors.items():
+        yield name, _describe(tensor)
