@@ -4,6 +4,7 @@ Each kind is a class: what differs from the plain loop. See test_changes.py.
 """
 
 import hashlib
+import os
 import random
 import sys
 import time
@@ -549,6 +550,112 @@ class average(Kind):  # noqa: N801
 
     def after(self, step):
         self.mean = step.losses[-1] * 0.5
+
+
+# ---- What `samestep rehearse` finds, and what it leaves alone ------------------------------------
+
+
+class Average:
+    def __init__(self, model):
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+
+class ema(Kind):  # noqa: N801
+    """An average of the weights that nobody saves, and no loss depends on."""
+
+    def prepared(self):
+        self.ema = Average(bare)
+
+    def after(self, step):
+        for average, p in zip(self.ema.shadow, bare.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+
+class late_mean(Kind):  # noqa: N801
+    """A running mean that changes after the batches, of the loop's own."""
+
+    def prepared(self):
+        self.mean = 0.0
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * (1 + self.mean)
+
+    def after(self, step):
+        self.mean = 0.9 * self.mean + 0.1 * step.loss
+
+
+class stream(Kind):  # noqa: N801
+    """Numbers of a generator of the loop's own, drawn before the batches."""
+
+    def prepared(self):
+        self.draw = random.Random(3)
+
+    def before(self, step):
+        self.scale = 1 + self.draw.random()
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * self.scale
+
+
+class by_rank(Kind):  # noqa: N801
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * (1 + 0.1 * accelerator.process_index)
+
+
+class by_world(Kind):  # noqa: N801
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) / accelerator.num_processes
+
+
+class by_batch(Kind):  # noqa: N801
+    """A loss that depends on the size of its batch where the loop is not tried."""
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * (1 + 0.01 * len(x) * (training.current.number > 1))
+
+
+class new_rows(Kind):  # noqa: N801
+    """Other rows at each start, none of the 64 that are read first."""
+
+    def prepared(self):
+        rows.tensors[0][1::7] += int.from_bytes(os.urandom(2), "big") / 65536
+
+
+class curriculum(Kind):  # noqa: N801
+    """Rows that become harder, by an attribute of the dataset."""
+
+    def prepared(self):
+        rows.__class__ = Harder
+        rows.level = 1.0
+
+    def after(self, step):
+        rows.level += 0.1
+
+
+class Harder(TensorDataset):
+    def __getitem__(self, i):
+        return tuple(each * self.level for each in super().__getitem__(i))
+
+
+class still_weight(Kind):  # noqa: N801
+    """Harmless, and worth a line: a weight whose learning rate is 0."""
+
+    def optimizer(self, model):
+        first, *others = model.parameters()
+        groups = [{"params": others}, {"params": [first], "lr": 0.0, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+class notes(Kind):  # noqa: N801
+    """A list of losses, a cache of rows, times: harmless."""
+
+    def prepared(self):
+        self.losses, self.cache, self.began = [], {}, time.time()
+
+    def after(self, step):
+        self.losses.append(step.loss)
+        self.cache[step.number] = torch.full((2,), float(step.number))
+        self.seconds = torch.tensor(time.time() - self.began)
 
 
 kind, folder, steps, *options = sys.argv[1:]

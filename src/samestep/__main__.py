@@ -7,6 +7,7 @@ predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
 rows       the rows that a step of a run has trained on
 when       the steps that have trained on a row
+rehearse   kills, stops and cuts a command in other ways: is each step the same?
 replay     computes a step of a run again: its rows, its layers, it without some rows
 diff       the first step in which two runs differ, and the cause
 receipt    writes the receipt of a run, by which anybody can audit it

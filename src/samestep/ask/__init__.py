@@ -47,6 +47,21 @@ VERBS: dict[str, dict[str, Any]] = {
         "run": RUN,
         "--output": {"type": Path, "metavar": "FILE", "help": "default: RUN/receipt.json"},
     },
+    "rehearse": {
+        "--steps": {"type": positive, "default": 6, "metavar": "N", "help": "of each start: 6"},
+        "--processes": {
+            "type": positive,
+            "nargs": "+",
+            "default": [1, 2],
+            "metavar": "P",
+            "help": "numbers of processes to compare: 1 2",
+        },
+        "--from": {"dest": "run", "metavar": "RUN", "help": "begins at its newest checkpoint"},
+        "--but": {"nargs": "+", "default": [], "metavar": "NAME", "help": "the loop may carry it"},
+        "--timeout": {"type": positive, "default": 600, "metavar": "S", "help": "of a start: 600"},
+        "--json": {"action": "store_true", "help": "prints the table as JSON"},
+        "--keep": {"metavar": "FOLDER", "help": "for all records and logs"},
+    },
     "replay": {
         "run": RUN,
         "--step": {"type": positive, "metavar": "N", "help": "default: names steps to look at"},
@@ -82,7 +97,7 @@ def main(verb: str) -> int:
     end = words.index("--") if "--" in words else len(words)
     args, args.flags = parser.parse_known_args(words[:end])
     args.command = words[end + 1 :]
-    others = [] if verb in ("audit", "replay") else args.command
+    others = [] if verb in ("audit", "rehearse", "replay") else args.command
     if verb == "receipt" or (verb != "audit" and not " ".join(args.flags).startswith("--task.")):
         others = args.flags + others
     if others:

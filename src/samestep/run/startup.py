@@ -40,6 +40,7 @@ from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
 from samestep.step.plan import StepPlan, plan_step
 from samestep.step.samples import FINGERPRINT_ROWS
+from samestep.training import rehearsal
 from samestep.training.replay import read_question
 from samestep.training.resume import ResumePoint
 
@@ -226,6 +227,8 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
     if "://" in cfg.output_dir:
         shown = one_line(cfg.output_dir, 100)
         raise ValueError(f"output_dir is {shown}, a URL; give a folder, and copy it when it ends")
+    if question := rehearsal.read_question():
+        rehearsal.change(cfg, question)
     every = cfg.save_every
     if cfg.keep_every and (every in ("epoch", 0) or cfg.keep_every % every):
         raise ValueError(

@@ -80,13 +80,16 @@ def _is_plain(value: Any, known: set[int]) -> bool:
 
 
 def list_slots(
-    roots: dict[str, Any], model: torch.nn.Module, others: Iterable[torch.Tensor]
+    roots: dict[str, Any],
+    model: torch.nn.Module,
+    others: Iterable[torch.Tensor],
+    is_skipped: Callable[[Any], bool] = lambda value: False,
 ) -> tuple[dict[str, Slot], dict[str, Any]]:
     """List the attributes of these objects and of those inside, by their paths; return the objects
     by theirs, too.
 
     model: whose weights and buffers checkpoints have. Those of other modules are slots, but for
-    `others`, which checkpoints have, too.
+    `others`, which checkpoints have, too. is_skipped: of an object, whether it is left out.
     """
     known = {_memory(t) for t in (*model.parameters(), *model.buffers(), *others)} - {0}
     inside, names = {*model.modules()}, _own_names()
@@ -98,6 +101,8 @@ def list_slots(
         foreign = f"{type(value).__module__}.".startswith(_FOREIGN)
         is_module = isinstance(value, torch.nn.Module)  # FSDP2's are of classes of its own
         if id(value) in seen or isinstance(value, _NO_STATE) or (foreign and not is_module):
+            return
+        if is_skipped(value):
             return
         seen.add(id(value))
         objects[path] = value

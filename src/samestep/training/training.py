@@ -42,7 +42,7 @@ from samestep.step.model import bare_model
 from samestep.step.samples import SampleDataset
 from samestep.step.seeds import BEFORE, seed_micro_batch
 from samestep.step.step import Step, watch_optimizer
-from samestep.training import replay, script
+from samestep.training import rehearsal, replay, script
 from samestep.training.log import RunLog
 from samestep.training.resume import ResumePoint
 from samestep.training.trial import try_loop
@@ -88,6 +88,11 @@ class Training:
         self.trials: list[Callable[[Any, Step], Iterator[Any]]] = [try_loop]  # see step.Loop
         if question := replay.read_question():
             replay.Replay(self, question)  # takes the place of some methods
+        if question := rehearsal.read_question():
+            rehearsal.Rehearsal(self, question)
+            if run is None:
+                given = global_batch_size, micro_batch_size, exact, question
+                micro_batch_size, settings = rehearsal.replace(*given, settings)
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
         if run is None:
             run = script.Script(
