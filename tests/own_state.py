@@ -621,22 +621,6 @@ class new_rows(Kind):  # noqa: N801
         rows.tensors[0][1::7] += int.from_bytes(os.urandom(2), "big") / 65536
 
 
-class curriculum(Kind):  # noqa: N801
-    """Rows that become harder, by an attribute of the dataset."""
-
-    def prepared(self):
-        rows.__class__ = Harder
-        rows.level = 1.0
-
-    def after(self, step):
-        rows.level += 0.1
-
-
-class Harder(TensorDataset):
-    def __getitem__(self, i):
-        return tuple(each * self.level for each in super().__getitem__(i))
-
-
 class still_weight(Kind):  # noqa: N801
     """Harmless, and worth a line: a weight whose learning rate is 0."""
 

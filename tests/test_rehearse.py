@@ -60,7 +60,6 @@ FAULTS = {
         "2 processes",
     ),
     "new_rows": (1, r"NO the same again .* batch \d \(process 0\)", "as it is"),
-    "curriculum": (1, r"NO after kill .* batch 0 \(process 0\) is ", "2 processes"),
     "still_weight": (0, "no step has changed 0.weight", "kill"),
     "experiment": (0, "after kill -9", "same again", "kill", "SIGTERM", "2 processes"),
     "rotary": (0, "after kill -9", "kill", "other micro-batches", "2 processes"),
