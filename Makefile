@@ -108,7 +108,7 @@ audit: $(TESTS)  ## train 20 steps of docs/receipt.json again, and compare the s
 figure: $(TESTS)  ## draw the figure of README.md from runs on 1, 2 and 4 processes and five kills: minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py
 
-docs: $(TESTS)  ## build the site into .cache/site, with warnings as errors: a minute
+docs: $(TESTS)  ## build the site into .cache/site, with warnings as errors: a minute (the first time ten)
 	@test -d .venv/docs || $(call add,.venv/docs,-r docs/requirements.txt)
 	@$(SOURCES) $(VENV)/bin/python docs/render.py
 	@PYTHONPATH='$(CURDIR)/.venv/docs' $(VENV)/bin/python -m sphinx -q -W --keep-going docs .cache/site
