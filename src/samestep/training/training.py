@@ -228,10 +228,7 @@ class Training:
                 log.start_step(number)
                 if self.ranks.group:
                     self.ranks.places.start_step(number)
-                micro_batches, facts = self.loader.next_step()
-                self.meter.add(facts.num_items, facts.ids_hash, self.loader.tokens)
-                is_last = number == max_steps
-                self.current = Step(self, number, micro_batches, facts.num_items, is_last)
+                self.current = self.next_step(number, last=number == max_steps)
                 seed_micro_batch(self.seed, number, BEFORE)
                 yield self.current
                 self.complete()
@@ -250,6 +247,13 @@ class Training:
             raise
         finally:
             self.run.end_stopping()
+
+    def next_step(self, number: int, last: bool) -> Step:
+        """Return the next step, whose micro-batches are there."""
+        assert self.loader
+        micro_batches, facts = self.loader.next_step()
+        self.meter.add(facts.num_items, facts.ids_hash, self.loader.tokens)
+        return Step(self, number, micro_batches, facts.num_items, last)
 
     def look(self) -> None:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
