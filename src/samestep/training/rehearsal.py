@@ -119,15 +119,15 @@ class Rehearsal:
                 processes=len(plan.shares), size=plan.largest, sizes=len(sizes), others=others,
                 exact=run.exact, remedy=run.run.loss_remedy, eps=_eps(run),
                 trained=[n for n, p in run.saver.state.parameters().items() if p.requires_grad],
-                rows_depend=run.rows_depend, draws=draws, command=[sys.executable, *sys.orig_argv[1:]],
-                loop=_see_loop(run),
+                command=[sys.executable, *sys.orig_argv[1:]], rows_depend=run.rows_depend,
+                draws=draws, loop=_see_loop(run),
             )  # fmt: skip
             if self.question["rounds"]:
                 _change_last_bits(run)
         return type(run).next_step(run, number, last)
 
     def try_others(self, step: Step) -> Iterator[Any]:
-        """Note the micro-batches of a step; from the first one on look at each as it is computed."""
+        """Note the micro-batches of a step; from the first one on look at each in turn."""
         run = self.training
         if run.gradients is None:
             yield from type(run).try_others(run, step)
