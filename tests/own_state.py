@@ -323,6 +323,18 @@ class Own(torch.optim.Optimizer):
                     p.sub_(scale * p.grad)
 
 
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class super_step(Kind):  # noqa: N801
+    def optimizer(self, model):
+        return Twice(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 class own_optimizer(Kind):  # noqa: N801
     def optimizer(self, model):
         return Own(model.parameters())

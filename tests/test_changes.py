@@ -12,7 +12,17 @@ COME_BACK = [
     *("count", "queue", "noisy", "rotary", "observer", "codebook"),  # changed by forward
     *("teacher", "hidden_teacher", "rate", "history", "experiment", "outside_draws"),
     "curriculum",
-    *("unfreeze", "freeze", "turns", "joins", "own_optimizer", "plateau", "cosine", "lambdas"),
+    *(
+        "unfreeze",
+        "freeze",
+        "turns",
+        "joins",
+        "own_optimizer",
+        "super_step",
+        "plateau",
+        "cosine",
+        "lambdas",
+    ),
     *("kept", "penalty", "nan_setting"),
 ]
 # Of these the result depends on which process computes what.

@@ -48,6 +48,7 @@ _CAUSES = [
     ("processes", "batch|ids|items", "no row, collate or count may depend on the process"),
     ("processes", "loss", "the loss depends on the process: leave out rank and num_processes; "
      "rows of other processes need rows_depend=True"),
+    ("processes", "norm of all buffer", "buffers follow the batches of one process: SyncBatchNorm"),
     ("processes", "", "change weights after step.clip only by what all processes have"),
 ]  # fmt: skip
 

@@ -184,10 +184,18 @@ def watch_optimizer(run: Loop) -> None:
     if run.ranks.layout.deepspeed:
         return
 
+    depth = 0  # a step() that calls super().step() has the hooks of both
+
     def use(*_: Any) -> None:
-        if run.current:
+        nonlocal depth
+        if run.current and not depth:
             run.current.check_order("clipped", "optimizer.step()")
             run.current.gradient = "used"
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
 
     def clear(*args: Any, **named: Any) -> None:
         if run.current and run.current.gradient == "not added up":
@@ -198,4 +206,5 @@ def watch_optimizer(run: Loop) -> None:
         zero_grad(*args, **named)
 
     inner.register_step_pre_hook(use)
+    inner.register_step_post_hook(leave)
     zero_grad, inner.zero_grad = inner.zero_grad, clear

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from samestep.state import inventory, packing
 from samestep.step import inputs, trial
 from samestep.step.plan import count_micro_batches
 from samestep.step.samples import collate
+from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step
 
 _LONGEST = 100  # entries of a collection that are looked at; of a longer one only their number
@@ -90,12 +91,13 @@ class Rehearsal:
         self.training, self.question = training, question
         self.batches: dict[int, list] = {}  # of the step: ids, items and bytes of each
         self.draws = False  # whether the model has drawn in the step
-        self.seeded = ""  # the generators when a micro-batch begins
+        self.add: Callable | None = None  # of the gradients, once there are any
         training.folder, training.begins_from = Path(question["folder"]), "auto"
         training.accelerator.trackers = []
         training.accelerator.init_trackers = lambda *_, **__: None
-        training.save, training.look, training.next_step = self.save, self.look, self.next_step
-        training.try_others, training.end_stopped = self.try_others, self.end_stopped
+        training._save, training.look, training.next_step = self.save, self.look, self.next_step
+        training.trials = [*training.trials, self.note_batches]
+        training.end_stopped = self.end_stopped
         self.is_stopping = self.has_begun = False
 
     def write(self, **line: Any) -> None:
@@ -126,30 +128,28 @@ class Rehearsal:
                 _change_last_bits(run)
         return type(run).next_step(run, number, last)
 
-    def try_others(self, step: Step) -> Iterator[Any]:
-        """Note the micro-batches of a step; from the first one on look at each that is computed."""
-        run = self.training
-        if run.gradients is None:
-            yield from type(run).try_others(run, step)
-            gradients: Any = run.gradients
-            self.start_micro_batch, self.add = gradients.start_micro_batch, gradients.add
-            gradients.start_micro_batch, gradients.add = self.start, self.end
+    def note_batches(self, run: Any, step: Step) -> Iterator[Any]:
+        """Note the micro-batches of a step; from the first one on look at each that is computed.
+        Gives no batches."""
+        if self.add is None:
+            self.add, run.gradients.add = run.gradients.add, self.end
         self.draws = False
         for each in step.micro_batches:
             about = [int(each.ids_hash), each.num_items, _hash_batch(each.batch)]
             self.batches[each.number] = about
+        yield from ()
 
-    def start(self, number: int) -> None:
-        """Note where the generators stand."""
-        self.seeded = trial.random_state(self.training.accelerator.device)
-        self.start_micro_batch(number)
-
-    def end(self, number: int) -> None:
+    def end(self, loss: torch.Tensor, num_items: int, number: int) -> None:
         """Note what was drawn; after the first micro-batch of a step comes the kill, or a signal to
         the last process alone."""
         run, asked = self.training, self.question
-        self.add(number)
-        self.draws |= trial.random_state(run.accelerator.device) != self.seeded
+        assert self.add
+        self.add(loss, num_items, number)
+        device = run.accelerator.device
+        drawn, states = trial.random_state(device), trial.random_states(device)
+        seed_micro_batch(run.seed, run.current.number, number)
+        self.draws |= trial.random_state(device) != drawn
+        trial.set_random_states(device, states)
         if len(run.current.losses) > 1:
             return
         layout = run.ranks.layout
@@ -186,7 +186,7 @@ class Rehearsal:
     def save(self) -> None:
         """Save only what the question wants, and what a stop saves."""
         if self.is_stopping or self.training.complete() == self.question["save"]:
-            type(self.training).save(self.training)
+            type(self.training)._save(self.training)
 
     def end_stopped(self) -> None:
         self.is_stopping = True
