@@ -173,7 +173,7 @@ def losses_of_steps(values, shares):
             step = Step(None, number, [], items=4, last=False)
             own = values[first : first + share]
             step.losses, step.norm = [torch.tensor(number * each) for each in own], torch.ones(())
-            watch.add(step)
+            watch.steps.append(step)
         found = watch.read()[0]["loss"]
     return found
 

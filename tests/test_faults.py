@@ -88,7 +88,7 @@ def feed(losses, norm=1.0, scales=None):
         step = Step(None, number, [], items=2, last=False)
         step.losses = [torch.tensor(0.5 * loss), torch.tensor(1.5 * loss)]
         step.norm = torch.tensor(norm)
-        watch.add(step)
+        watch.steps.append(step)
     return watch.read()
 
 

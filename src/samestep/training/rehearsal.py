@@ -163,7 +163,7 @@ class Rehearsal:
         run, step = self.training, self.training.current
         type(run).look(run)
         run.has_looked = False
-        tensors, entries, _ = run.saver.state.collect()
+        tensors, entries = run.saver.state.collect(step.number)
         state: dict[str, Any] = {}
         for name, packed in entries["others"].items():
             state |= {f"{name}{path}": value for path, value in _leaves(packed)}
@@ -263,18 +263,25 @@ def _see_loop(run: Any) -> dict[str, Any]:
     """Describe what the functions that call the loop can see, and the modules of the user, by its
     path."""
     roots: dict[str, Any] = {}
+    scopes: list[dict] = []  # which may have any number of names
     frame: Any = sys._getframe(1)
     while frame:
         if _is_own(frame.f_globals.get("__name__")):
             seen = {n: v for n, v in frame.f_locals.items() if not n.startswith("__")}
             roots[f"{len(roots)}"] = seen
+            scopes.append(seen)
         frame = frame.f_back
     for name in [name for name in sys.modules if _is_own(name) and name != "__mp_main__"]:
         public = {n: v for n, v in vars(sys.modules[name]).items() if not n.startswith("__")}
         roots[f"{len(roots)}"] = public if name == "__main__" else {name: public}
+        scopes.append(public)
     state = run.saver.state
     known = state.pack_registered()[1].values()
-    slots, _ = inventory.list_slots(roots, state.model(), known, _is_skipped)
+
+    def is_skipped(value: Any) -> bool:
+        return _is_skipped(value) and not any(value is scope for scope in scopes)
+
+    slots, _ = inventory.list_slots(roots, state.model(), known, is_skipped)
     found: dict[str, Any] = {}
     for path, slot in slots.items():
         for name, value in _parts(path.partition(".")[2], slot.get()):
