@@ -41,7 +41,7 @@ class Tracker:
     """The trackers of an accelerator."""
 
     # In the file, not in the tracker.
-    untracked = ("batch_hash", "sample_ids", "in_background", "state", "worst")
+    untracked = ("batch_hash", "sample_ids", "in_background", "state", "state_version", "worst")
 
     def __init__(self, accelerator: "Accelerator"):
         self.accelerator = accelerator
