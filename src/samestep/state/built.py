@@ -24,7 +24,7 @@ _DEPTH = 4  # of objects in objects, such as in the closure of a function
 def describe(state: TrainingState) -> dict[str, Any]:
     """Return entries of all manifests: the settings of what was built, before the first step."""
     entries: dict[str, Any] = {"optimizer": settings_as_text(state.settings)}
-    if state.layout.deepspeed:
+    if state.layout.deepspeed or state.layout.stages > 1:  # each process has weights of its own
         return entries
     groups = {f"group {i}": names for i, names in enumerate(state.groups)}
     groups["those that train"] = state.trains

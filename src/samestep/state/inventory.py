@@ -63,6 +63,12 @@ def _own_names() -> frozenset[str]:
     return frozenset([*vars(torch.nn.Module()), *vars(optimizer), *ours])
 
 
+def _is_own(name: Any, value: Any, names: frozenset[str]) -> bool:
+    """Return whether an attribute is of a library's inner workings: private flags say what was
+    installed in this process, such as the hooks of transformers' output_hidden_states."""
+    return name in names or (f"{name}"[:1] == "_" and isinstance(value, bool))
+
+
 def _memory(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory, 0 if it has none."""
     return local(tensor).untyped_storage().data_ptr()
@@ -113,7 +119,7 @@ def list_slots(
             for place, entry in enumerate(value):
                 visit(f"{path}.{place}", entry)
         elif hasattr(value, "__dict__"):
-            held = [(value, {n: v for n, v in vars(value).items() if n not in names})]
+            held = [(value, {n: v for n, v in vars(value).items() if not _is_own(n, v, names)})]
         if is_module:
             held += [(each, each) for each in (value._parameters, value._buffers)
                      if value not in inside]  # fmt: skip

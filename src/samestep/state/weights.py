@@ -267,7 +267,8 @@ class TrainingState:
             return {}, {}
         with self.ranks.fail_together():
             self.check()
-            self.inventory.look()
+            if self.layout.stages == 1:  # a stage of a pipeline has attributes of its own
+                self.inventory.look()
             tensors = {f"model.{name}": v for name, v in self.tensors_of_model().items()}
             weights = {n for n, v in tensors.items() if isinstance(v, torch.nn.Parameter)}
             others, of_others = self.pack_others()
@@ -286,7 +287,8 @@ class TrainingState:
             }
             if trains != self.trains:
                 entries["trains"] = trains
-        alike.check_equal(self.ranks, digests, when)
+        if self.layout.stages == 1:
+            alike.check_equal(self.ranks, digests, when)
         for line in self.remarks():
             print_on_main(line)
         if not self.accelerator.is_main_process:

@@ -162,11 +162,10 @@ def _check_leaves(run: Any, first: list[torch.Tensor], second: list[torch.Tensor
     if run.ranks.layout.sharded:  # autograd sees gathered weights
         return
     again = {id(leaf) for leaf in second}
-    known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    known |= {id(p) for p in run.model.parameters()}
+    weights = [p for group in run.optimizer.param_groups for p in group["params"]]
+    known = {p.data_ptr() for p in (*weights, *run.model.parameters(), *run.model.buffers())}
     for leaf in first:
-        kept = isinstance(leaf, torch.nn.Parameter) or id(leaf) in again
-        if kept and id(leaf) not in known:
+        if id(leaf) in again and leaf.data_ptr() not in known:
             raise UserError(
                 f"{run.run.loss_name} depends on a weight of shape {(*leaf.shape,)} outside of the "
                 "model, which no optimizer has and no checkpoint holds: make it a part of the "
