@@ -100,6 +100,8 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
         options |= {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
         model = SegformerForSemanticSegmentation(SegformerConfig(**options))
     replace_batch_norm(model)
+    for buffer in model.buffers():
+        buffer.detach_()  # they were computed from weights that are gone
     return model
 
 
