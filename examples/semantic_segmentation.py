@@ -99,9 +99,8 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
         options |= {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 64}
         options |= {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
         model = SegformerForSemanticSegmentation(SegformerConfig(**options))
-    replace_batch_norm(model)
-    for buffer in model.buffers():
-        buffer.detach_()  # they were computed from weights that are gone
+    with torch.no_grad():  # its buffers would keep the graph of weights that are gone
+        replace_batch_norm(model)
     return model
 
 

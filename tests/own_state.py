@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,6 +77,14 @@ class Count(Net):  # a warm-up inside the model
         return self.inner(x) * min(1, 0.05 * self.calls)
 
 
+class Hooked(Net):  # a library's way: hooks of the first pass, of which a private flag tells
+    def forward(self, x):
+        if not self._hooked:
+            self.inner[0].register_forward_hook(lambda module, given, y: 1.1 * y)
+            self._hooked = True
+        return self.inner(x)
+
+
 class Queue(Net):  # keys of before, in an attribute
     def forward(self, x):
         y = self.inner(x) + self.queue.mean()
@@ -139,6 +148,7 @@ def wrapped(net, **values):
 
 
 count, queue = wrapped(Count, calls=int), wrapped(Queue, queue=lambda: torch.zeros(6))
+hooked = wrapped(Hooked, _hooked=bool)
 kept, rotary, observer = wrapped(Kept, hidden=type(None)), wrapped(Rotary), wrapped(Observer)
 noisy = wrapped(Noisy, noise=lambda: torch.Generator().manual_seed(3))
 codebook = wrapped(Codebook, code=lambda: torch.nn.Parameter(torch.zeros(4), requires_grad=False))
@@ -189,6 +199,28 @@ class rate(Kind):  # noqa: N801
     def after(self, step):
         if step.number == 2:
             bare.inner[0].p = 0.1
+
+
+@dataclass(frozen=True)
+class Scales:
+    first: float
+    others: tuple
+
+
+class flag(Kind):  # noqa: N801
+    """A private flag, which is set at a step, beside settings that are read-only."""
+
+    def model(self):
+        return Net(self.inner, _warm=False, scales=Scales(2.0, (3.0, torch.ones(1))))
+
+    def loss(self, model, x, y):
+        scale = bare.scales.first
+        if bare._warm:
+            scale = bare.scales.others[0]
+        return super().loss(model, x, y) * scale
+
+    def after(self, step):
+        bare._warm = step.number >= 2
 
 
 class history(Kind):  # noqa: N801

@@ -97,6 +97,15 @@ def test_a_stopped_run_continues_to_the_same_bytes(tiny, tmp_path):
     check_same(unbroken, output)
 
 
+def test_processes_that_lose_their_launcher_save_together(tiny, tmp_path):
+    """torch's store dies with it: who is where cannot be said, and nobody needs it."""
+    run, processes = begin(tiny, "accelerate", "cpu_multi", tmp_path)
+    run.kill()
+    end(run, processes)
+    assert status(tmp_path)["exit_code"] == 75
+    assert int(newest(tmp_path).name[5:]) == lines(tmp_path, "loss")[-1]["step"]
+
+
 CHAIN = ["--max_steps", 80, "--save_every", 7, "--eval_every", 20, "--keep_checkpoints", 2]
 CHAIN += ["--task.dropout", 0.2, "--num_workers", 1, "--task.row_seconds", 0.003]
 

@@ -392,7 +392,9 @@ class Table:
 
 
 def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'es' * (count > 1)}"
+    if count > 1:
+        what += "es"
+    return f"{count} {what}"
 
 
 def _span(steps: list[int]) -> str:

@@ -19,12 +19,15 @@ _BEAT = 5  # seconds between two writes of a place that has changed
 
 
 class Places:
-    """The places of the processes of a run: the step that each computes, or what it waits for."""
+    """The places of the processes of a run: the step that each computes, or what it waits for.
 
-    def __init__(self, rank: int, processes: int):
+    name: of this start of the run, the same on all processes. A launcher may keep torch's store
+    when it starts them again, and each launcher counts its own restarts.
+    """
+
+    def __init__(self, rank: int, processes: int, name: str):
         self.rank, self.processes = rank, processes
-        # torchelastic may keep its store when it starts the processes again.
-        self.prefix = f"samestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.prefix = f"samestep/{name}"
         # The process that ends all, and how many others know it.
         self.ended_by, self.known = f"{self.prefix}/ended", f"{self.prefix}/known"
         self.place = self.written = "0 step 0"
@@ -47,7 +50,14 @@ class Places:
         """
         if self.processes == 1 or not dist.is_initialized():  # a run that ends has left its group
             return
-        store = dist.distributed_c10d._get_default_store()
+        try:
+            self._meet(dist.distributed_c10d._get_default_store(), what, number)
+        except dist.DistError:  # the store has died: if a process has, too, the next exchange fails
+            pass
+        self.place = f"{number} after {what}"
+
+    def _meet(self, store: dist.Store, what: str, number: int) -> None:
+        """Count the processes that are here until all are."""
         self.times[what] += 1
         key = f"{self.prefix}/{what}/{number}/{self.times[what]}"
         self.place = f"{number} {what}"
@@ -58,7 +68,6 @@ class Places:
             pause = min(2 * pause, 0.1)
         if store.add(key, 0) < self.processes:
             self._check_others(store, what, number)
-        self.place = f"{number} after {what}"
 
     def _check_others(self, store: dist.Store, what: str, number: int) -> None:
         """Raise UserError if another process is in a later step, or waits for something else; tell

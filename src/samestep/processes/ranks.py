@@ -9,6 +9,7 @@ import contextlib
 import copy
 import datetime
 import socket
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ class Ranks:
     def __init__(self, layout: Layout, timeout: int = 1800):
         self.layout, self.timeout = layout, timeout
         self.limit, self.group = datetime.timedelta(seconds=timeout), None
-        self.places = Places(layout.rank, layout.processes)
         if layout.processes > 1:
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
+        name = self.from_main(uuid.uuid4().hex)
+        self.places = Places(layout.rank, layout.processes, name)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.

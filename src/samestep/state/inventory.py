@@ -10,6 +10,7 @@ saved if the loss of the first batch is another with its old value; see training
 
 import enum
 import functools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, some
 from samestep.processes.alike import hash_bits
 from samestep.processes.sharding import local
 from samestep.state import packing
@@ -45,14 +46,19 @@ class Slot(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def set(self, value: Any) -> None:
+        """Set the value; one that is there is left, since an attribute may be read-only."""
+        if self._values().get(self.name, NOTHING) is value:
+            return
         if isinstance(self.owner, dict):
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
 
     def remove(self) -> None:
-        values = self.owner if isinstance(self.owner, dict) else vars(self.owner)
-        values.pop(self.name, None)
+        self._values().pop(self.name, None)
+
+    def _values(self) -> dict[Any, Any]:
+        return self.owner if isinstance(self.owner, dict) else vars(self.owner)
 
 
 @functools.cache
@@ -63,10 +69,8 @@ def _own_names() -> frozenset[str]:
     return frozenset([*vars(torch.nn.Module()), *vars(optimizer), *ours])
 
 
-def _is_own(name: Any, value: Any, names: frozenset[str]) -> bool:
-    """Return whether an attribute is of a library's inner workings: private flags say what was
-    installed in this process, such as the hooks of transformers' output_hidden_states."""
-    return name in names or (f"{name}"[:1] == "_" and isinstance(value, bool))
+def _is_private_flag(slot: Slot) -> bool:
+    return f"{slot.name}"[:1] == "_" and isinstance(slot.get(), bool)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -119,7 +123,7 @@ def list_slots(
             for place, entry in enumerate(value):
                 visit(f"{path}.{place}", entry)
         elif hasattr(value, "__dict__"):
-            held = [(value, {n: v for n, v in vars(value).items() if not _is_own(n, v, names)})]
+            held = [(value, {n: v for n, v in vars(value).items() if n not in names})]
         if is_module:
             held += [(each, each) for each in (value._parameters, value._buffers)
                      if value not in inside]  # fmt: skip
@@ -167,9 +171,16 @@ def fill(old: Any, value: Any) -> Any:
         old.clear()
         old.update(entries)
         return old
+    if isinstance(old, set) and isinstance(value, set | frozenset):
+        old.clear()
+        old.update(value)
+        return old
     if isinstance(old, list | tuple | deque) and isinstance(value, list | tuple | deque):
-        parts = [*map(fill, [*old, *[None] * (len(value) - len(old))], value)]
-        if isinstance(old, tuple):  # one with names takes its entries as arguments
+        parts = [fill(old[i] if i < len(old) else None, each) for i, each in enumerate(value)]
+        if isinstance(old, tuple):
+            if len(parts) == len(old) and all(map(operator.is_, parts, old)):
+                return old
+            # One with names takes its entries as arguments.
             return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)
         old.clear()
         old.extend(parts)
@@ -188,18 +199,21 @@ class Inventory:
         others: Callable[[], Iterable[torch.Tensor]],
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
-        self.rows: Any = None
+        self.rows, self.num_workers = None, 0  # see watch_rows
+        # Whether the first batch installed hooks: private flags say so, such as those of
+        # transformers' output_hidden_states, and are no state of the run.
+        self.installs = False
         self.first = self.texts()
         self.saved: set[str] = set()  # paths that checkpoints have
         self.hashed: set[str] = set()  # those of them that are state: the loss depends on them
         self.results: set[str] = set()  # tensors that a forward pass sets, and nothing reads
 
-    def watch_rows(self, rows: Any) -> None:
+    def watch_rows(self, rows: Any, num_workers: int) -> None:
         """Look at the numbers, texts and flags of the rows, too, such as the level of a curriculum.
 
-        The rows themselves are compared at a resume.
+        The rows themselves are compared at a resume. Workers have rows of their own.
         """
-        self.rows = rows
+        self.rows, self.num_workers = rows, num_workers
         self.first |= {n: text for n, text in self.texts().items() if n.startswith("rows.")}
 
     def list_now(self) -> dict[str, Slot]:
@@ -208,6 +222,8 @@ class Inventory:
         for name, value in getattr(self.rows, "__dict__", {}).items():
             if isinstance(value, _PLAIN):
                 self.slots[f"rows.{name}"] = Slot(self.rows, name)
+        if self.installs:
+            self.slots = {p: slot for p, slot in self.slots.items() if not _is_private_flag(slot)}
         return self.slots
 
     def keep(self) -> Callable[[], None]:
@@ -220,7 +236,8 @@ class Inventory:
                 if path not in paths:
                     slot.remove()
             for slot, value, copy in kept:
-                slot.set(fill(value, copy))
+                if not (self.installs and _is_private_flag(slot)):
+                    slot.set(fill(value, copy))
 
         return put_back
 
@@ -231,13 +248,20 @@ class Inventory:
 
     def look(self) -> None:
         """Add what moved since the start of the run to what is saved. Raises UserError for an
-        optimizer inside of another one, whose state would be lost."""
+        optimizer inside of another one, whose state would be lost, and for rows that moved and of
+        which workers have copies."""
         for path, text in self.texts().items():
             if text == self.first.get(path, NOTHING) or path in self.saved | self.results:
                 continue
             self.saved.add(path)
             if has_tensors(self.slots[path].get()):
                 self.hashed.add(path)
+        moved = [path for path in self.saved if path.startswith("rows.")]
+        if moved and self.num_workers:
+            raise UserError(
+                f"the loop changes {some(sorted(moved), 3)}, and each of the {self.num_workers} "
+                "workers has rows of its own: give num_workers=0"
+            )
         outer = self.roots["optimizer"]
         for path, inner in self.objects.items():
             is_other = isinstance(inner, torch.optim.Optimizer) and inner is not outer

@@ -193,14 +193,20 @@ def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np
 
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """Hash the number of rows, and types, shapes and bytes of the task's batch: 16 hex digits."""
-    digest = hashlib.sha256(str(len(dataset)).encode())
     seed_host(0)  # collate may draw
-    for values in inputs.entries_of(collate(task, samples)[0]):
+    return hash_entries(collate(task, samples)[0], str(len(dataset)))
+
+
+def hash_entries(batch: Any, first: str = "") -> str:
+    """Hash a text, then types, shapes and bytes of a batch: 16 hex digits."""
+    digest = hashlib.sha256(first.encode())
+    for values in inputs.entries_of(batch):
         if isinstance(values, str):
             digest.update(values.encode())
             continue
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
+        flat = values.cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy())  # type: ignore
     return digest.hexdigest()[:16]
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from samestep.processes.alike import bit_sums, hash_bits
+from samestep.processes.alike import hash_bits
 from samestep.processes.failures import Ended
 from samestep.processes.sharding import full_tensor, local
 from samestep.state import inventory, packing
-from samestep.step import inputs, trial
+from samestep.step import trial
 from samestep.step.plan import count_micro_batches
-from samestep.step.samples import collate
+from samestep.step.samples import collate, hash_entries
 from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step
 
@@ -135,7 +135,7 @@ class Rehearsal:
             self.add, run.gradients.add = run.gradients.add, self.end
         self.draws = False
         for each in step.micro_batches:
-            about = [int(each.ids_hash), each.num_items, _hash_batch(each.batch)]
+            about = [int(each.ids_hash), each.num_items, hash_entries(each.batch)]
             self.batches[each.number] = about
         yield from ()
 
@@ -161,11 +161,9 @@ class Rehearsal:
     def look(self) -> None:
         """Record a step at the end of the loop's body; after the last one end the process."""
         run, step = self.training, self.training.current
-        type(run).look(run)
-        run.has_looked = False
         tensors, entries = run.saver.state.collect(step.number)
         state: dict[str, Any] = {}
-        for name, packed in entries["others"].items():
+        for name, packed in entries.get("others", {}).items():  # DeepSpeed writes what it holds
             state |= {f"{name}{path}": value for path, value in _leaves(packed)}
         weights = {f"model.{name}" for name in run.saver.state.parameters()}
         for name, values in sorted(tensors.items()):
@@ -213,23 +211,13 @@ def _change_last_bits(run: Any) -> None:
             values.mul_(1 + size * signs.to(values))
 
 
-def _hash_batch(batch: Any) -> str:
-    """Hash types and values of a batch: 16 hex digits."""
-    digest = hashlib.sha256()
-    for values in inputs.entries_of(batch):
-        text = values if isinstance(values, str) else f"{values.dtype} {values.tolist()}"
-        digest.update(text.encode())
-    return digest.hexdigest()[:16]
-
-
 def _describe(values: torch.Tensor) -> list:
     """Return what tells whether a tensor is the same: its type, a hash, its norm. Processes that
     share it call it together."""
-    values = values.detach()
+    values = full_tensor(values.detach())
     kind = f"{values.dtype}{[*values.shape]}".removeprefix("torch.")
-    sums = repr(bit_sums(values).tolist()) if values.numel() else ""
-    size = full_tensor(torch.linalg.vector_norm(values.abs().float()))
-    return [kind, hashlib.sha256(sums.encode()).hexdigest()[:12], float(size)]
+    size = torch.linalg.vector_norm(values.abs().float())
+    return [kind, hash_bits([values])[:12], float(size)]
 
 
 def _leaves(packed: Any, path: str = "") -> Iterator[tuple[str, Any]]:

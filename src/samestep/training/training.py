@@ -28,7 +28,6 @@ from torch.utils.data import default_collate
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
-from samestep.base.errors import UserError, some
 from samestep.base.launching import STOPPED
 from samestep.processes import alike
 from samestep.processes.failures import Ended
@@ -138,7 +137,7 @@ class Training:
             options = run.optimizer_settings, run.sets_lr, self.exact
             state = TrainingState(*prepared, self.ranks, *options)
             if run.watches_rows:
-                state.inventory.watch_rows(self.rows.dataset)
+                state.inventory.watch_rows(self.rows.dataset, self.num_workers)
         self.manifest |= built.describe(state)
         saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.lock, keep=self.keep_checkpoints,
@@ -265,12 +264,6 @@ class Training:
             self.has_looked = True
             assert self.saver
             self.saver.state.collect(self.step)
-            moved = [n for n in self.saver.state.inventory.saved if n.startswith("rows.")]
-            if moved and self.num_workers:
-                raise UserError(
-                    f"the loop changes {some(moved, 3)}, and each of the {self.num_workers} "
-                    "workers has rows of its own: give num_workers=0"
-                )
 
     def read_loss(self, step: Step) -> None:
         """Read the loss of a step that is logged, when its last batch is computed."""
