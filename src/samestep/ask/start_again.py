@@ -94,7 +94,7 @@ def environments(variables: dict, hardware: dict, processes: int) -> list[dict[s
     env["OMP_NUM_THREADS"] = str(hardware["threads"])
     if "gpu" not in hardware:
         env["ACCELERATE_USE_CPU"] = "true"
-    if processes == 1:
+    if processes == 1 and "ACCELERATE_USE_FSDP" not in env:  # which needs a place to shard at all
         return [env]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

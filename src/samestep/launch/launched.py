@@ -58,6 +58,11 @@ def check_started() -> None:
                 f"{name} is {one_line(text, 60)}, and no launcher has set RANK: start train.py by "
                 f"{_STARTS}; or, to train in one process, unset {name}"
             )
+    if kinds := this_layout().kinds:
+        raise ValueError(
+            f"ACCELERATE_USE_{kinds[0]} is set, and accelerate shards nothing in a process that no "
+            f"launcher has started: start train.py by {_STARTS}, or unset it"
+        )
 
 
 def most_processes() -> int:
