@@ -41,12 +41,18 @@ class StopRequest(SignalFlags):
 
     def __init__(self, program: str = "train.py"):
         super().__init__(_LAUNCHER_PID)
-        self.program, self.training, self.leaving = program, False, False
+        self.program, self.leaving = program, False
         self.others: rendezvous.Rendezvous | None = None
-        self.__enter__()
+        self.listen()
         if sys.platform == "linux":  # signals_blocked; Python 3.14 defaults to a fork server
             multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(after_in_child=self.obey)
+
+    def start(self) -> None:
+        self.training = True
+
+    def end(self) -> None:
+        """Leaves signals flags until the process ends."""
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal: before training it ends the process."""

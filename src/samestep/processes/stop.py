@@ -14,25 +14,34 @@ from samestep.base.signals import SIGNALS
 
 
 class StopRequest:
-    """Records in its body that this process was asked to stop: by a signal, or by the death of its
-    launcher, the process `launcher`. A second Ctrl-C, more than a second after the first,
-    interrupts it."""
+    """Records from `start` to `end` that this process was asked to stop: by a signal, or by the
+    death of its launcher, the process `launcher`. A second Ctrl-C, more than a second after the
+    first, interrupts it."""
 
     def __init__(self, launcher: int | None = None):
-        self.launcher = launcher
+        self.launcher, self.training = launcher, False  # between `start` and `end`
         self.received: dict[int, float] = {}  # when each signal came first
         self.before: dict[int, Any] = {}  # the handlers of others
 
-    def __enter__(self) -> "StopRequest":
+    def start(self) -> None:
+        """Turn signals into flags from here on."""
+        if not self.training:
+            self.received = {}
+            self.listen()
+        self.training = True
+
+    def listen(self) -> None:
+        """Handle signals."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                     self.before[number] = signal.signal(number, self.handle)
         # At exit, before multiprocessing waits for them.
         multiprocessing.util.Finalize(None, _kill_workers, exitpriority=1)
-        return self
 
-    def __exit__(self, *_: Any) -> None:
+    def end(self) -> None:
+        """Give signals back to the script."""
+        self.training = False
         for number, handler in self.before.items():
             # None: of a handler that was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -46,13 +55,13 @@ class StopRequest:
 
     def interrupt(self) -> None:
         """Ends what this process does."""
-        self.__exit__()
+        self.end()
         raise KeyboardInterrupt
 
     def requested(self) -> int:
-        """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
+        """1 if this process was asked to stop while it trains, else 0: for Ranks.sum_over_ranks."""
         orphaned = self.launcher is not None and os.getppid() != self.launcher
-        return int(orphaned or bool(self.received))
+        return int(self.training and (orphaned or bool(self.received)))
 
 
 def _kill_workers() -> None:

@@ -220,17 +220,6 @@ class Run:
             training.meter.count_flops(*given)
         probes.probe_task(self, training, draws=computed.draws)
 
-    def requested(self) -> int:
-        """Return 1 if this process was asked to stop since signals are flags, else 0."""
-        return self.stop.requested() if self.stop.training else 0
-
-    def start_stopping(self) -> None:
-        """Turn signals into flags from here on."""
-        self.stop.training = True
-
-    def end_stopping(self) -> None:
-        """Leave signals flags until the process ends."""
-
     def end_loop(self, training: Any, state: str) -> None:
         """Leave the end after the last step, or a break, to the export."""
 

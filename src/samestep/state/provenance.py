@@ -20,7 +20,7 @@ from samestep.base.console import one_line, without_credentials
 from samestep.base.errors import some
 from samestep.processes.mesh import AXES, Layout
 from samestep.processes.ranks import Ranks
-from samestep.state.checkpoints import as_lines, check_settings, differences
+from samestep.state.checkpoints import as_lines, differences
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 # Variables that decide where and how a run computes; none of them holds a secret.
@@ -186,9 +186,10 @@ def hash_functions(path: Path, file: str) -> dict[str, str]:
     return {name: short_hash(text.encode()) for name, text in texts.items()}
 
 
-def _changed_code(saved: dict, manifest: dict, project: Path | None) -> dict[str, list]:
+def changed_code(saved: dict, manifest: dict, project: Path | None) -> dict[str, list]:
     """Return digests before and now of the names whose code differs between two manifests: `code
-    NAME` of the files that both have, also of those that are imported later, and `library`."""
+    NAME` of the files that both have, also of those that are imported later, and `library`.
+    project: the folder of the program and its modules."""
     changed = {}
     before, now = saved.get("code", {}), {**manifest["code"]}
     for file in before.keys() - now.keys() if project else ():
@@ -201,18 +202,6 @@ def _changed_code(saved: dict, manifest: dict, project: Path | None) -> dict[str
 
 
 # ---- Since the checkpoint ------------------------------------------------------------------------
-
-
-def compare(
-    path: Path, saved: dict, manifest: dict, accept: bool, effects: dict, defaults: dict,
-    project: Path | None,
-) -> tuple[dict[str, list], list[str]]:  # fmt: skip
-    """Return the settings and code that have changed since a checkpoint, and a line for each kind;
-    for the arguments, and what is refused, see checkpoints.check_settings. project: the folder of
-    the program and its modules."""
-    changed = check_settings(path, saved, manifest, effects, accept, defaults)
-    changed |= _changed_code(saved, manifest, project)
-    return changed, [f"changed since the checkpoint: {line}" for line in describe_changes(changed)]
 
 
 def describe_changes(changes: dict[str, list]) -> list[str]:

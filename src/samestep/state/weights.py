@@ -18,19 +18,8 @@ from samestep.processes.alike import bit_sums, hash_bits
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_groups, is_dtensor
-from samestep.state import deepspeed, packing
+from samestep.state import deepspeed, optimizers, packing
 from samestep.state.inventory import Inventory
-from samestep.state.optimizers import (
-    NOT_SETTINGS,
-    check_all_in_optimizer,
-    check_schedulers,
-    check_weights,
-    fast_forward,
-    numbers_of_holders,
-    optimizer_settings,
-    restore,
-    settings_as_text,
-)
 from samestep.state.tensor_files import TensorReader, check_dtype
 from samestep.step.model import bare_model, bare_name
 
@@ -48,22 +37,22 @@ from samestep.step.model import bare_model, bare_name
 # Random numbers are functions of the step.
 
 
-def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return weights and buffers, tied weights once, by their first name."""
-    state, seen = {}, set()
+def _list_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Return weights and buffers, tied weights once, by their first name; with each whether it
+    comes with the model, frozen or in no state_dict: a checkpoint has it once it has changed."""
+    tensors, seen = {}, set()
     for name, values in model.state_dict(keep_vars=True).items():
         if not torch.is_tensor(values):
             raise ValueError(
                 f"the model's state has {name}, which is no tensor, so it is not saved"
             )
         if id(values) not in seen:
-            state[bare_name(name)] = values
+            is_frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
+            tensors[bare_name(name)] = values, is_frozen
         seen.add(id(values))
-    return state
-
-
-def _is_frozen(values: torch.Tensor) -> bool:
-    return isinstance(values, torch.nn.Parameter) and not values.requires_grad
+    for name, (module, own) in _owners_left_out(model).items():
+        tensors[name] = module._buffers[own], True
+    return tensors
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
@@ -92,22 +81,21 @@ class TrainingState:
 
     def __post_init__(self):
         inner, self.layout = self.bare_optimizer(), self.ranks.layout
-        self.settings = self.settings or optimizer_settings(inner)
+        self.settings = self.settings or optimizers.optimizer_settings(inner)
         if self.layout.deepspeed:
             return
         model, parameters = self.model(), self.parameters()
-        check_weights(inner, {parameter: name for name, parameter in parameters.items()})
-        check_all_in_optimizer(inner, parameters)
+        optimizers.check_weights(inner, {parameter: name for name, parameter in parameters.items()})
+        optimizers.check_all_in_optimizer(inner, parameters)
         self.groups = [self.names_of(group) for group in full_groups(inner.param_groups)]
         self.trains = [name for name, p in parameters.items() if p.requires_grad]
         self.form = _form_of(model)
-        # What comes with the model: saved as soon as it changes.
-        given = {name: values for name, values in _state_of(model).items() if _is_frozen(values)}
-        given |= _buffers_left_out(model)
-        self.given = {name: hash_bits([values]) for name, values in given.items()}
-        roots = {f"registered.{i}": each for i, each in enumerate(self.accelerator._custom_objects)}
-        roots = {name: each for name, each in roots.items() if not hasattr(each, "get_last_lr")}
-        roots = {"model": model, "optimizer": inner, **roots}
+        listed = _list_tensors(model).items()
+        self.given = {name: hash_bits([values]) for name, (values, comes) in listed if comes}
+        roots = {"model": model, "optimizer": inner}
+        for name, each in self.others().items():
+            if name.startswith("registered.") and not hasattr(each, "get_last_lr"):
+                roots[name] = each
         self.looks, self.held, self.rates = 0, [], []  # see `remarks`
         self.inventory = Inventory(roots, model, lambda: self.pack_registered()[1].values())
 
@@ -141,7 +129,8 @@ class TrainingState:
         """Pack what has a state beside weights and moments: JSON, and its tensors."""
         states: dict[str, Any] = {}
         for i, (group, *_) in enumerate(full_groups(self.optimizer.param_groups)):
-            states[f"group.{i}"] = {n: v for n, v in group.items() if n not in NOT_SETTINGS}
+            left_out = optimizers.NOT_SETTINGS
+            states[f"group.{i}"] = {n: v for n, v in group.items() if n not in left_out}
         state = self.bare_optimizer().state
         states["optimizer"] = {key: v for key, v in state.items() if not torch.is_tensor(key)}
         packed, tensors = packing.pack_all(states)
@@ -173,9 +162,9 @@ class TrainingState:
                 f"{some(sorted({*names}), 3)}; no run could load them: change the model before "
                 "accelerator.prepare, and no more"
             )
-        check_all_in_optimizer(inner, self.parameters())
+        optimizers.check_all_in_optimizer(inner, self.parameters())
         if self.looks < 2:  # it searches all objects of the process
-            check_schedulers(self.accelerator, self.optimizer)
+            optimizers.check_schedulers(self.accelerator, self.optimizer)
 
     def remarks(self) -> list[str]:
         """Return lines about what is left out: at the first look tensors that are results, at the
@@ -183,7 +172,8 @@ class TrainingState:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.looks += 1
         if self.looks == 1:
-            self.held, self.rates = numbers_of_holders(self.accelerator, self.optimizer), rates
+            self.held = optimizers.numbers_of_holders(self.accelerator, self.optimizer)
+            self.rates = rates
             results = sorted(self.inventory.results)
             return results and [
                 f"left out of checkpoints, since no loss depends on what they held before: "
@@ -221,13 +211,10 @@ class TrainingState:
         return put_all_back
 
     def tensors_of_model(self) -> packing.Tensors:
-        """Return what training has changed, or may change, by its name in the model. Frozen weights
-        and buffers that no state_dict has come with it: they are left out while they are as at the
-        start."""
-        model, tensors = self.model(), {}
-        left_out = _buffers_left_out(model)
-        for name, values in (_state_of(model) | left_out).items():
-            comes_with_model = _is_frozen(values) or name in left_out
+        """Return what training has changed, or may change, by its name in the model. What comes
+        with it is left out while it is as at the start."""
+        tensors = {}
+        for name, (values, comes_with_model) in _list_tensors(self.model()).items():
             if not (comes_with_model and self.given.get(name) == hash_bits([values])):
                 tensors[name] = values
         return tensors
@@ -344,14 +331,14 @@ class TrainingState:
         code has changed since then are those of the code. The others are restored, since some
         optimizers keep state among them.
         """
-        before, now = saved["optimizer"], settings_as_text(self.settings)
+        before, now = saved["optimizer"], optimizers.settings_as_text(self.settings)
         kinds = [" and ".join(group["class"] for group in groups) for groups in (before, now)]
         if {group["class"] for group in before} != {group["class"] for group in now}:
             raise ValueError(
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
             )
-        self.load_weights(path, saved, manifest)
+        others = self.load_weights(path, saved, manifest)
         if self.layout.deepspeed:  # it has restored all settings
             for group in self.optimizer.param_groups:
                 i = group["number"]
@@ -359,9 +346,8 @@ class TrainingState:
                 group.update({name: self.settings[i][name] for name in changed})
             return
         reader = TensorReader(path)
-        others = self.read_others(reader, saved)
         for name in self.changed:  # new settings count
-            fast_forward(self.others()[name], others[name])
+            optimizers.fast_forward(self.others()[name], others[name])
         for names in saved.get("added_groups", ()):  # by the loop, at a step before
             weights = [self.parameters()[name] for name in names]
             self.bare_optimizer().add_param_group({"params": weights})
@@ -382,11 +368,13 @@ class TrainingState:
         if changed or (key == "lr" and (self.sets_lr or self.changed)):
             return True
         part, *_ = full_groups(self.optimizer.param_groups)[group]
-        settings = settings_as_text([{key: part.get(key)}, {key: self.settings[group].get(key)}])
+        values = part.get(key), self.settings[group].get(key)
+        settings = optimizers.settings_as_text([{key: value} for value in values])
         return bool(self.changed) and settings[0] != settings[1]
 
-    def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
+    def load_weights(self, path: Path, saved: dict, manifest: dict) -> dict[str, Any]:
         """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
+        Return all that `pack_others` has saved, by its names.
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
@@ -394,7 +382,7 @@ class TrainingState:
         if self.layout.deepspeed:
             _check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
-            return
+            return {}
         reader, bare = TensorReader(path), self.model()
         objects = self.others()
         if "scaler" in objects and "scaler" not in saved["others"]:
@@ -418,9 +406,8 @@ class TrainingState:
             if shape is not None and buffer is not None and shape != buffer.shape:  # a cache grows
                 module._buffers[own] = buffer.new_empty(shape)
         tensors = {}
-        for name, values in (_state_of(bare) | (left_out := _buffers_left_out(bare))).items():
-            # What came with the model is in no checkpoint, unless a step has changed it.
-            if f"model.{name}" in reader.shapes or not (name in left_out or _is_frozen(values)):
+        for name, (values, comes_with_model) in _list_tensors(bare).items():
+            if f"model.{name}" in reader.shapes or not comes_with_model:
                 tensors[f"model.{name}"] = values
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
         _check_shapes(tensors | elsewhere, reader, path)
@@ -437,6 +424,7 @@ class TrainingState:
         prefix = "attribute."
         attributes = {n[len(prefix) :]: v for n, v in states.items() if n.startswith(prefix)}
         self.inventory.restore(attributes, saved.get("hashed_attributes", []))
+        return states
 
     def load_moments(self, reader: TensorReader) -> None:
         """Give the optimizer the state that was saved for each weight, and no other."""
@@ -456,7 +444,7 @@ class TrainingState:
             for key, saved in names.items():
                 value = tensors[saved]
                 names[key] = value.item() if saved.startswith("number.") else value
-        restore(self.bare_optimizer(), states)
+        optimizers.restore(self.bare_optimizer(), states)
 
 
 def _check_kind(path: Path, saved: dict, accelerator: Accelerator, layout: Layout) -> None:
@@ -494,12 +482,6 @@ def _owners_left_out(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module,
             if own in module._non_persistent_buffers_set:
                 owners[bare_name(name)] = module, own
     return owners
-
-
-def _buffers_left_out(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a model leaves out of its state_dict, by name."""
-    owners = _owners_left_out(model).items()
-    return {name: module._buffers[own] for name, (module, own) in owners}  # type: ignore[misc]
 
 
 def _form_of(model: torch.nn.Module) -> list[tuple]:

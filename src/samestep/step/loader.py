@@ -67,7 +67,7 @@ class StepLoader:
         counted = self.micro_batches if counts else []
         num_items = sum(micro_batch.num_items for micro_batch in counted)
         ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
-        facts = StepFacts(num_items, ids_hash, self.run.run.requested())
+        facts = StepFacts(num_items, ids_hash, self.run.run.stop.requested())
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:

@@ -50,9 +50,11 @@ class ResumePoint:
         the program.
         """
         if self.checkpoint:
-            given = self.checkpoint, self.saved, manifest, accept, effects, defaults, project
-            self.changed, lines = provenance.compare(*given)
-            self.remarks += lines
+            given = self.checkpoint, self.saved, manifest, effects, accept, defaults
+            self.changed = checkpoints.check_settings(*given)
+            self.changed |= provenance.changed_code(self.saved, manifest, project)
+            lines = provenance.describe_changes(self.changed)
+            self.remarks += [f"changed since the checkpoint: {line}" for line in lines]
 
     def say(self, hardware: dict) -> None:
         """Print the remarks, and what differs in the hardware of now."""

@@ -71,7 +71,7 @@ class Script:
         self.label = f"{self.folder}: "  # before lines of the library, among those of the script
         self.lock: run_folder.RunLock | None = None
         self.has_ended = False  # by an error, or since it was asked to stop
-        self.stop: StopRequest | None = None
+        self.stop = StopRequest(launcher_process())
         _end_in_one_line(self)  # first: it tells errors in status.json, too
         accelerator, is_exact, seed = training.accelerator, training.exact, training.seed
         check_whole(
@@ -196,22 +196,6 @@ class Script:
 
     def after_trial(self, training: Any, batch: Any) -> None:
         """Check more after the loop was tried: nothing in a script."""
-
-    def requested(self) -> int:
-        """Return 1 if this process was asked to stop while signals are flags, else 0."""
-        return self.stop.requested() if self.stop else 0
-
-    def start_stopping(self) -> None:
-        """Turn signals into flags from here on."""
-        if not self.stop:
-            self.stop = StopRequest(launcher_process())
-            self.stop.__enter__()
-
-    def end_stopping(self) -> None:
-        """Give signals back to the script."""
-        if self.stop:
-            self.stop.__exit__()
-        self.stop = None
 
     def end_loop(self, training: Any, state: str) -> None:
         """End the run: "finished" after its last step, "stopped" after a break out of the steps."""

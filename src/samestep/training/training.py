@@ -191,7 +191,7 @@ class Training:
         step = Step(self, number, [], 0, last=number >= max_steps)
         lacks = number > 0 and self.scores is None and step.due(every)
         if lacks:
-            self.run.start_stopping()
+            self.run.stop.start()
             self.open_log(max_steps)
         return lacks
 
@@ -209,7 +209,7 @@ class Training:
         begin = self.complete()
         left = max(max_steps - begin, 0)
         log = self.open_log(max_steps)
-        self.run.start_stopping()  # from here on signals are flags
+        self.run.stop.start()  # from here on signals are flags
         try:
             event = self.run.prepare_steps(self)  # may assign micro-batches anew: self.plan
             log.monitor.plan = self.plan
@@ -237,7 +237,7 @@ class Training:
                     self.end_stopped()
                 if self.current.is_last or (save_every and number % save_every == 0):
                     self.save()
-            if any(self.ranks.sum_over_ranks(self.run.requested())):  # in the last step
+            if any(self.ranks.sum_over_ranks(self.run.stop.requested())):  # in the last step
                 self.end_stopped()
             self.run.end_loop(self, "finished")
             self.current = None  # the optimizer is the script's again
@@ -245,7 +245,7 @@ class Training:
             self.run.end_loop(self, "stopped")
             raise
         finally:
-            self.run.end_stopping()
+            self.run.stop.end()
 
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step, whose micro-batches are there."""
@@ -364,7 +364,7 @@ class Training:
         step = self.complete()
         self.ranks.places.meet("an evaluation", step)
         self.write_line()
-        requested = self.run.requested
+        requested = self.run.stop.requested
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
             requested = lambda: 0  # noqa: E731
         task = SimpleNamespace(collate=collate) if collate else self.task
