@@ -16,7 +16,7 @@ from refusals import cases, refused
 from samestep.contract import contract
 from samestep.prepared import preview
 from samestep.processes import mesh
-from samestep.step import inputs, monitor
+from samestep.step import inputs, monitor, samples
 from samestep.step.plan import StepPlan
 from samestep.step.step import Step
 from small_models import word_tokenizer
@@ -49,7 +49,7 @@ GIVEN = [  # a check, what the function of task.py gives, and what is said
 ]
 CHECKS = {name: getattr(inputs, f"check_{name}") for name in "sums loss count".split()}
 CHECKS |= {"metrics": contract.check_metrics, "model": contract.check_model}
-CHECKS["batch"] = inputs.plain_batch
+CHECKS["batch"] = samples.plain_batch
 CHECKS["views"] = lambda value: contract.read_views(SimpleNamespace(views=lambda: value), None)
 
 

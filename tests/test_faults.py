@@ -32,7 +32,7 @@ from samestep.processes import alike, mesh
 from samestep.processes.mesh import Layout
 from samestep.step import monitor, order
 from samestep.step.plan import StepPlan
-from samestep.step.step import Step
+from samestep.step.step import Step, skip_unless_finite
 from test_exact import SOON
 
 # ---- Not finite ----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_step_whose_gradients_are_finite_and_whose_norm_is_not_is_skipped(kind
             weight.grad *= scaler.get_scale()
             scaler.unscale_(inner)
         norm = torch.nn.utils.clip_grad_norm_([weight], limit)
-        monitor.skip_unless_finite(optimizer, norm)
+        skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
         state = [v.clone() for v in optimizer.state.get(weight, {}).values() if torch.is_tensor(v)]

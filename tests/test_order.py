@@ -18,7 +18,8 @@ import torch
 from refusals import cases, table
 from samestep.base.errors import UserError
 from samestep.contract import contract
-from samestep.step import inputs, order, seeds, shares
+from samestep.run import run
+from samestep.step import inputs, order, seeds
 from samestep.step.loader import make_loader
 from samestep.step.plan import StepPlan, assign_micro_batches, plan_step
 from samestep.step.samples import (
@@ -259,13 +260,13 @@ def test_each_micro_batch_of_each_step_draws_other_numbers():
 def test_a_micro_batch_is_measured_without_a_trace(monkeypatch):
     """The first of four warms up; the median of the others counts."""
     clock = iter([0.0, 9.0, 10.0, 12.0, 20.0, 23.0, 30.0, 37.0])
-    monkeypatch.setattr(shares.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = {name: values.clone() for name, values in model.state_dict().items()}
     rows = torch.randn(5, 3)
     put_back = functools.partial(model.load_state_dict, before)
     given = model, lambda: model(rows).square().sum(), put_back
-    assert shares.measure_micro_batch(*given) == 3.0
+    assert run.measure_micro_batch(*given) == 3.0
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
     assert assign_micro_batches(12, [1 / 20, 1 / 10], least=1) == (4, 8)

@@ -20,13 +20,13 @@ PROGRAM = ROOT / "tests" / "own_state.py"
 def rehearsed(monkeypatch, capsys, words, *options, folder=ROOT):
     """The exit code and the table of a command of one process; its starts are forks."""
 
-    def finish(command, envs, log, args):
+    def finished(command, envs, log, seconds):
         envs = [{**env, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} for env in envs]
         ended = preloaded(folder, envs, words, 120)
         log.write_text("".join(printed + errors for _, printed, errors in ended))
         return max(abs(code) for code, *_ in ended)
 
-    monkeypatch.setattr(rehearse, "finish", finish)
+    monkeypatch.setattr(rehearse.start_again, "finished", finished)
     monkeypatch.setattr(ask, "protect_output", lambda: None)
     monkeypatch.setattr(sys, "argv", ["samestep rehearse", *options, "--", "python", *words])
     try:

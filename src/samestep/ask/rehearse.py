@@ -13,15 +13,16 @@ difference, and what to write. The script uses samestep.Training, or is a projec
 Exit codes: 0 all is the same; 1 something differs; 2 the command cannot be rehearsed.
 """
 
+import functools
 import json
 import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,47 +72,6 @@ class Row(NamedTuple):
     result: str
     good: bool | None
     more: tuple[str, ...] = ()
-
-
-class Stage:
-    """Starts a command in folders of its own."""
-
-    def __init__(self, folder: Path, args: Namespace):
-        self.folder, self.args, self.starts = folder, args, 0
-        self.first, self.source = 0, None
-        if args.run:
-            record = RecordedRun(args.run)
-            self.first = max(record.manifests, default=0)
-            if not self.first:
-                raise UserError(f"--from {args.run} has no checkpoint; give a run that has one")
-            self.source = record.folder / "checkpoints" / f"step-{self.first:08d}"
-
-    def start(
-        self, name: str, command: list[str], envs: list[dict] | None = None, **asked: Any
-    ) -> Start:
-        """Starts the command in the folder of this name. asked: see training.rehearsal."""
-        self.starts += 1
-        run, record = self.folder / name / "run", self.folder / name / str(self.starts)
-        record.mkdir(parents=True)
-        if self.source and not run.exists():
-            shutil.copytree(self.source, run / "checkpoints" / self.source.name)
-        question = {"folder": str(run), "record": str(record), "processes": self.args.processes}
-        question |= {"last": self.first + self.args.steps, "cut": 0, "save": 0, "kill": 0}
-        question |= {"stop": 0, "rounds": False, **asked}
-        more = {VARIABLE: json.dumps(question), "WANDB_MODE": "disabled"}
-        print(f"... {name}", file=sys.stderr, flush=True)
-        log = record / "log"
-        code = finish(command, [env | more for env in envs or [{**os.environ}]], log, self.args)
-        return _read(code, record)
-
-
-def finish(command: list[str], envs: list[dict], log: Path, args: Namespace) -> int:
-    """Waits for a command in each of these environments; the exit code, or 124."""
-    with start_again.started(command, envs, log) as processes:
-        try:
-            return max(abs(each.wait(args.timeout)) for each in processes)
-        except subprocess.TimeoutExpired:
-            return 124
 
 
 def _read(code: int, record: Path) -> Start:
@@ -185,31 +145,6 @@ def _apart(one: Any, two: Any) -> float:
     return abs(one - two) / max(abs(one), abs(two))
 
 
-def _first_difference(
-    base: dict, other: dict, steps: list[int], limit: float, free: set[str]
-) -> tuple[str, str] | None:
-    """What differs in the first step in which two runs do, and a text. limit: 0: to the bit. free:
-    what may differ."""
-    for step in steps:
-        if step not in other:
-            return "", f"DIFFERS: step {step} was not trained"
-        same_cut = {*base[step]["batches"]} == {*other[step]["batches"]}
-        one, two = (_facts(each[step], same_cut, not limit) for each in (base, other))
-        wrong = [n for n in one | two if not _apart(one.get(n), two.get(n)) <= limit]
-        wrong = [name for name in wrong if name not in free]
-        if not wrong:
-            continue
-        name, place = wrong[0], ""
-        if number := re.match(r"(?:loss of )?batch (\d+)$", name):
-            place = f" (process {other[step]['rank'][int(number[1])]})"
-        text = f"DIFFERS in step {step}: {name}{place} is {_show(two.get(name))}, "
-        text += f"uninterrupted {_show(one.get(name))}"
-        if len(wrong) > 1:
-            text += f"; and {len(wrong) - 1} more"
-        return name, text
-    return None
-
-
 def _show(value: Any) -> str:
     if isinstance(value, list):
         return f"{value[0]} of norm {value[2]:.7g}" if len(value) > 2 else " ".join(value)
@@ -224,37 +159,42 @@ def _differing(one: dict, two: dict) -> dict[str, list]:
     return {n: [one[n], two[n]] for n in one.keys() & two if one[n] != two[n] and n not in parts}
 
 
-def _carried(base: dict, start: Start, first: int, free: set[str]) -> dict[str, list]:
-    """What the loop carries over a kill and no checkpoint holds: it differs before the first step
-    of a start, and after it."""
-    if first - 1 not in base:
-        return {}
-    found = _differing(base[first - 1]["loop"], start.before)
-    after = _differing(base[first]["loop"], start.steps[first]["loop"])
-    return {name: each for name, each in found.items() if name in after and name not in free}
-
-
-def _advice(kind: str, what: str, remedy: str) -> str:
-    """What to write, by the row and by what differs."""
-    if kind == "micro":
-        return remedy
-    fits = (text for rows, things, text in _CAUSES
-            if re.fullmatch(rows, kind) and re.match(things, what))  # fmt: skip
-    return next(fits)
-
-
 # ---- The rehearsal -------------------------------------------------------------------------------
 
 
 class Table:
-    """The rows of a rehearsal, as they become known."""
+    """Starts a command in folders of its own; the rows of a rehearsal, as they become known."""
 
-    def __init__(self, stage: Stage, command: list[str]):
-        self.stage, self.command = stage, command
+    def __init__(self, folder: Path, args: Namespace):
+        self.folder, self.args, self.starts = folder, args, 0
+        self.first, self.source = 0, None
+        if args.run:
+            record = RecordedRun(args.run)
+            self.first = max(record.manifests, default=0)
+            if not self.first:
+                raise UserError(f"--from {args.run} has no checkpoint; give a run that has one")
+            self.source = record.folder / "checkpoints" / f"step-{self.first:08d}"
         self.rows: list[Row] = []
-        self.base = stage.start("uninterrupted", command)
-        self.measured: float | None = None  # see `rounding`
         self.free: set[str] = set()  # what differs by itself, such as times
+        self.base = self.start("uninterrupted")
+
+    def start(
+        self, name: str, command: Sequence[str] = (), envs: Sequence[dict] = (), **asked: Any
+    ) -> Start:
+        """Starts a command, or that which is rehearsed, in the folder of this name. asked: see
+        training.rehearsal."""
+        self.starts += 1
+        run, record = self.folder / name / "run", self.folder / name / str(self.starts)
+        record.mkdir(parents=True)
+        if self.source and not run.exists():
+            shutil.copytree(self.source, run / "checkpoints" / self.source.name)
+        question = {"folder": str(run), "record": str(record), "processes": self.args.processes}
+        question |= {"last": self.first + self.args.steps, "cut": 0, "save": 0, "kill": 0}
+        question |= {"stop": 0, "rounds": False, **asked}
+        more = {VARIABLE: json.dumps(question), "WANDB_MODE": "disabled"}
+        print(f"... {name}", file=sys.stderr, flush=True)
+        given = [*(command or self.args.command)], [env | more for env in envs or [{**os.environ}]]
+        return _read(start_again.finished(*given, record / "log", self.args.timeout), record)
 
     def add(self, name: str, how: str, result: str, good: bool | None, *more: str) -> None:
         self.rows.append(Row(name, how, result, good, more))
@@ -270,12 +210,12 @@ class Table:
         processes, first, last = about["processes"], *(f(steps) for f in (min, max))
         text = f"{_plural(processes, 'process')}, batches of at most {about['size']} rows"
         more = []
-        asked = _ASKED.search(" ".join(self.command))
+        asked = _ASKED.search(" ".join(self.args.command))
         if asked and int(asked[1]) != processes:
             more.append(f"the command asks for {asked[1]} processes, and {processes} began")
         states = [step["state"] for step in steps.values()]
-        names = {name: f"model.{name}" for name in about["trained"]}
-        still = [name for name, key in names.items() if len({str(s.get(key)) for s in states}) == 1]
+        values = {n: {str(state.get(f"model.{n}")) for state in states} for n in about["trained"]}
+        still = [name for name, different in values.items() if len(different) == 1]
         if still:
             more.append(f"no step has changed {some(still, 3)}")
         rates = {n for n in states[0] if re.fullmatch(r"group\.\d+\.lr", n)}
@@ -285,7 +225,7 @@ class Table:
 
     def break_run(self) -> None:
         """Kills the run in the middle, asks it to stop in the next start, and starts it again."""
-        base, command, remedy = self.base.steps, self.command, self.base.about["remedy"]
+        base = self.base.steps
         save = min(base) - 1 + len(base) // 2
         asked: list[tuple[str, str, range, dict]] = [
             ("the same again", "again", range(min(base), save + 1),
@@ -295,7 +235,7 @@ class Table:
             (f"after SIGTERM in step {save + 1}", "stop", range(save + 2, max(base) + 1), {}),
         ]  # fmt: skip
         for name, kind, expected, question in asked:
-            start = self.stage.start("broken", command, None, **question)
+            start = self.start("broken", **question)
             if min(start.steps, default=0) != expected[0]:
                 self.failed(name, start)
                 return
@@ -308,11 +248,7 @@ class Table:
                     moved = _differing(one["state"], two["state"])
                     numbers = [n for n, both in moved.items() if not isinstance(both[0], list)]
                     self.free |= {n for n in numbers if n.startswith(_NUMBERS)}
-            found = _first_difference(base, start.steps, steps, 0, self.free)
-            carried = _carried(base, start, steps[0], self.free)
-            for each in self.stage.args.but:
-                carried = {n: v for n, v in carried.items() if not f"{n}.".startswith(f"{each}.")}
-            carried = dict(sorted(carried.items()))
+            found, carried = self.first_difference(start, steps, 0), self.carried(start, steps[0])
             lost = [name for name, both in carried.items() if isinstance(both[0], list)]
             causes = lost or [*carried]
             if found and re.match("batch|ids|items", found[0]):
@@ -323,7 +259,7 @@ class Table:
                     text = f"{causes[0]} is {now}, uninterrupted {then}"
                     also = f"; so {some(causes[1:], 3)}" if causes[1:] else ""
                     more.append(f"in no checkpoint: {text}{also}")
-                more.append(_advice(kind, "carried" if causes else found[0], remedy))
+                more.append(self.advice(kind, "carried" if causes else found[0]))
             elif carried:
                 more.append(f"carried, without effect: {some([*carried], 3)}")
             if kind == "stop" and self.rows[-1].good is False:
@@ -345,20 +281,20 @@ class Table:
         if reason := next((text for text, holds in reasons.items() if holds), ""):
             self.add("other micro-batches", "", f"not compared: {reason}", None)
         else:
-            start = self.stage.start("other micro-batches", self.command, cut=1)
+            start = self.start("other micro-batches", cut=1)
             self.compare("other micro-batches", "micro", start)
-        for count in self.stage.args.processes:
+        for count in self.args.processes:
             name = _plural(count, "process")
             if count == about["processes"]:
                 continue
             if count not in about["others"]:
                 self.add(name, "", "not compared: so many cannot have these micro-batches", None)
                 continue
-            path = self.stage.folder / "uninterrupted/run/hardware.yaml"
+            path = self.folder / "uninterrupted/run/hardware.yaml"
             hardware = yaml.safe_load(path.read_text())
             variables = hardware.pop("environment")
             envs = start_again.environments(variables, hardware, count)
-            self.compare(name, "processes", self.stage.start(name, about["command"], envs))
+            self.compare(name, "processes", self.start(name, about["command"], envs))
 
     def compare(self, name: str, kind: str, start: Start) -> None:
         """Compares another cut of the steps."""
@@ -366,29 +302,67 @@ class Table:
         if not start.steps:
             self.failed(name, start)
             return
-        given = base, start.steps, [*base]
         bits = about["exact"] and kind == "processes"
-        close = 4 * about["eps"]
-        found = _first_difference(*given, 0 if bits else close, self.free)
+        close = 0 if bits else 4 * about["eps"]
+        found = self.first_difference(start, [*base], close)
         if found and not bits:
-            found = _first_difference(*given, close + self.rounding(), self.free)
+            found = self.first_difference(start, [*base], close + self.rounding)
         how = "bits" if bits else "rounding"
         result = found[1] if found else "the same"
-        more = [_advice(kind, found[0], about["remedy"])] if found else []
+        more = [self.advice(kind, found[0])] if found else []
         self.add(name, f"{_span([*base])}, {how}", result, not found, *more)
 
+    def first_difference(
+        self, start: Start, steps: list[int], limit: float
+    ) -> tuple[str, str] | None:
+        """What differs in the first step in which two runs do, and a text. limit: 0: to the bit."""
+        base, other = self.base.steps, start.steps
+        for step in steps:
+            if step not in other:
+                return "", f"DIFFERS: step {step} was not trained"
+            same_cut = {*base[step]["batches"]} == {*other[step]["batches"]}
+            one, two = (_facts(each[step], same_cut, not limit) for each in (base, other))
+            wrong = [n for n in one | two if not _apart(one.get(n), two.get(n)) <= limit]
+            wrong = [name for name in wrong if name not in self.free]
+            if not wrong:
+                continue
+            name, place = wrong[0], ""
+            if number := re.match(r"(?:loss of )?batch (\d+)$", name):
+                place = f" (process {other[step]['rank'][int(number[1])]})"
+            text = f"DIFFERS in step {step}: {name}{place} is {_show(two.get(name))}, "
+            text += f"uninterrupted {_show(one.get(name))}"
+            if len(wrong) > 1:
+                text += f"; and {len(wrong) - 1} more"
+            return name, text
+        return None
+
+    def carried(self, start: Start, first: int) -> dict[str, list]:
+        """What the loop carries over a kill and no checkpoint holds: it differs before the first
+        step of a start, and after it."""
+        base, but = self.base.steps, tuple(f"{name}." for name in self.args.but)
+        if first - 1 not in base:
+            return {}
+        found = _differing(base[first - 1]["loop"], start.before)
+        after = _differing(base[first]["loop"], start.steps[first]["loop"])
+        names = sorted(found.keys() & after.keys() - self.free)
+        return {name: found[name] for name in names if not f"{name}.".startswith(but)}
+
+    def advice(self, kind: str, what: str) -> str:
+        """What to write, by the row and by what differs."""
+        for rows, things, text in _CAUSES if kind != "micro" else ():
+            if re.fullmatch(rows, kind) and re.match(things, what):
+                return text
+        return self.base.about["remedy"]
+
+    @functools.cached_property
     def rounding(self) -> float:
         """What rounding may change: a multiple of what differs where the last bit of all weights is
         another at the start."""
-        if self.measured is None:
-            start = self.stage.start("rounding", self.command, rounds=True)
-            apart = [0.0]
-            for step in self.base.steps.keys() & start.steps:
-                pair = (_facts(each.steps[step], True, False) for each in (self.base, start))
-                one, two = pair
-                apart += [_apart(one[name], two.get(name)) for name in one]
-            self.measured = _TIMES * max(each for each in apart if each < math.inf)
-        return self.measured
+        start, apart = self.start("rounding", rounds=True), [0.0]
+        for step in self.base.steps.keys() & start.steps:
+            one, two = (_facts(each.steps[step], True, False) for each in (self.base, start))
+            apart += [_apart(one[name], two.get(name)) for name in one]
+        return _TIMES * max(each for each in apart if each < math.inf)
 
 
 def _plural(count: int, what: str) -> str:
@@ -409,7 +383,7 @@ def rehearse(args: Namespace) -> int:
         folder = Path(args.keep or temporary).resolve()
         if args.keep and folder.exists() and any(folder.iterdir()):
             raise UserError(f"--keep {args.keep} is not empty; give another folder")
-        table = Table(Stage(folder, args), args.command)
+        table = Table(folder, args)
         if len(table.base.steps) < 3:
             reason = f"exit code {table.base.code}: {table.base.line}"
             if table.base.steps:

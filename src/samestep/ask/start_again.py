@@ -123,11 +123,13 @@ def started(
             each.wait()
 
 
-def finished(command: list[str], envs: list[dict], log: Path) -> None:
-    """Waits for the end of a command in each of these environments."""
+def finished(command: list[str], envs: list[dict], log: Path, seconds: float | None = None) -> int:
+    """Waits for a command in each of these environments; the exit code, or 124: no end in time."""
     with started(command, envs, log) as processes:
-        for each in processes:
-            each.wait()
+        try:
+            return max(abs(each.wait(seconds)) for each in processes)
+        except subprocess.TimeoutExpired:
+            return 124
 
 
 def last_line(log: Path) -> str:

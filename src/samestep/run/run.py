@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from samestep.run import probes
 from samestep.run.startup import RunStart, agree_on_start
 from samestep.state import checkpoints, deepspeed, provenance, weights
 from samestep.state.optimizers import optimizer_settings, settings_as_text
-from samestep.step import context_parallel, exact, seeds, shares
+from samestep.step import context_parallel, exact, seeds, trial
 from samestep.step.evaluation import Evaluation
 from samestep.step.model import (
     TaskModule,
@@ -206,7 +208,7 @@ class Run:
             seeds.seed_everything(self.cfg.seed)
             put_back = training.saver.state.keep()
             loss_of = lambda: model(self.task.loss_sum, batch)  # noqa: E731
-            seconds = shares.measure_micro_batch(model, loss_of, put_back)
+            seconds = measure_micro_batch(model, loss_of, put_back)
         speeds = [1 / duration for duration in self.ranks.gather(seconds)]
         assigned = assign_micro_batches(plan.count, speeds, least=1)
         training.plan = self.plan = dataclasses.replace(plan, shares=assigned)
@@ -255,3 +257,20 @@ class Run:
                 result = contract.score(task, sums, sources, outputs)
         scores, self.sums = ranks.from_main(result)
         return scores
+
+
+def measure_micro_batch(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], put_back: Callable[[], None]
+) -> float:
+    """Measure the seconds that this device takes for loss and gradient of a micro-batch: the median
+    of three, after one to warm up. No process waits for another. put_back: see nothing_changes."""
+    seconds = []
+    with trial.nothing_changes(model, put_back):
+        for _ in range(4):
+            began = time.perf_counter()
+            loss_of().backward()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            seconds.append(time.perf_counter() - began)
+            model.zero_grad(set_to_none=True)
+    return median(seconds[1:])

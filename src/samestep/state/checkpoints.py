@@ -418,14 +418,12 @@ def result_settings(manifest: dict, effects: dict) -> dict:
 
 
 def differences(before: dict, after: dict) -> dict[str, list]:
-    """Return the values before and now of each entry that differs."""
+    """Return the values before and now of each entry that differs, in JSON, too: NaN is no other
+    than NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in {**before, **after}}
-    return {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and not _same_text(*pair)}
-
-
-def _same_text(before: object, after: object) -> bool:
-    """Return whether both are the same in JSON: NaN is no other than NaN."""
-    return json.dumps(before, default=repr) == json.dumps(after, default=repr)
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    texts = {n: [json.dumps(value, default=repr) for value in pair] for n, pair in pairs.items()}
+    return {name: pair for name, pair in pairs.items() if texts[name][0] != texts[name][1]}
 
 
 def as_lines(changes: dict[str, list]) -> list[str]:

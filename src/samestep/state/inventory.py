@@ -31,6 +31,7 @@ _FOREIGN = ("accelerate.", "samestep.", "torch.distributed.", "threading", "logg
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOLDERS = (*_PLAIN, enum.Enum, np.ndarray, np.generic, *packing.GENERATORS)
 _LISTS = (list, tuple, deque, set, frozenset)
+COLLECTIONS = (dict, *_LISTS)
 NOTHING = "NoneType None"  # the text of what is not there
 
 
@@ -83,23 +84,21 @@ def _is_plain(value: Any, known: set[int]) -> bool:
     checkpoints have by other names."""
     if torch.is_tensor(value):
         return _memory(value) not in known
-    if isinstance(value, (dict, *_LISTS)):
+    if isinstance(value, COLLECTIONS):
         entries = value.values() if isinstance(value, dict) else value
         return all(_is_plain(entry, known) for entry in entries)
     return isinstance(value, _HOLDERS)
 
 
 def list_slots(
-    roots: dict[str, Any],
-    model: torch.nn.Module,
-    others: Iterable[torch.Tensor],
+    roots: dict[str, Any], model: torch.nn.Module, others: Iterable[torch.Tensor],
     is_skipped: Callable[[Any], bool] = lambda value: False,
-) -> tuple[dict[str, Slot], dict[str, Any]]:
+) -> tuple[dict[str, Slot], dict[str, Any]]:  # fmt: skip
     """List the attributes of these objects and of those inside, by their paths; return the objects
     by theirs, too.
 
     model: whose weights and buffers checkpoints have. Those of other modules are slots, but for
-    `others`, which checkpoints have, too. is_skipped: of an object, whether it is left out.
+    `others`, which checkpoints have, too. is_skipped: of an object inside, whether it is left out.
     """
     known = {_memory(t) for t in (*model.parameters(), *model.buffers(), *others)} - {0}
     inside, names = {*model.modules()}, _own_names()
@@ -112,7 +111,7 @@ def list_slots(
         is_module = isinstance(value, torch.nn.Module)  # FSDP2's are of classes of its own
         if id(value) in seen or isinstance(value, _NO_STATE) or (foreign and not is_module):
             return
-        if is_skipped(value):
+        if path not in roots and is_skipped(value):
             return
         seen.add(id(value))
         objects[path] = value
@@ -295,7 +294,7 @@ class Inventory:
 
 def has_tensors(value: Any) -> bool:
     """Return whether tensors are in a value."""
-    if isinstance(value, (dict, *_LISTS)):
+    if isinstance(value, COLLECTIONS):
         return any(map(has_tensors, value.values() if isinstance(value, dict) else value))
     return torch.is_tensor(value) or isinstance(value, np.ndarray)
 

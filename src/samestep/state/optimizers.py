@@ -89,26 +89,24 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
-    """Write settings for a manifest, since JSON has neither tensors nor tuples."""
-    return [{name: _exact_repr(value) for name, value in group.items()} for group in settings]
-
-
-def _exact_repr(value: Any) -> str:
-    """Write a setting with all digits; torch would print four digits of a tensor."""
-    return repr(value.tolist() if torch.is_tensor(value) else value)
+    """Write settings for a manifest with all digits: JSON has neither tensors nor tuples, and torch
+    would print four digits."""
+    groups = [
+        {n: value.tolist() if torch.is_tensor(value) else value for n, value in group.items()}
+        for group in settings
+    ]
+    return [{name: repr(value) for name, value in group.items()} for group in groups]
 
 
 # ---- Schedulers of the learning rate -------------------------------------------------------------
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether it is a scheduler of torch, or a prepared one."""
     return isinstance(bare_scheduler(value), torch.optim.lr_scheduler.LRScheduler)
 
 
 def bare_scheduler(value: Any) -> Any:
-    """Return the scheduler inside a prepared one."""
-    return getattr(value, "scheduler", value)
+    return getattr(value, "scheduler", value)  # inside a prepared one
 
 
 def fast_forward(scheduler: Any, state: dict) -> None:

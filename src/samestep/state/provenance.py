@@ -114,18 +114,13 @@ def describe_start(manifest: dict) -> dict[str, Any]:
 
 def write_hardware(output: Path, manifest: dict) -> None:
     """Write hardware.yaml into the folder of a run: the main process calls it."""
-    hardware = manifest["hardware"] | {"environment": _launch_variables()}
-    text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
-    files.replace_text(output / "hardware.yaml", text)
-
-
-def _launch_variables() -> dict[str, str]:
-    """Return the variables that hardware.yaml lists beside these entries."""
     chosen = {}
     for name, value in sorted(os.environ.items()):
         if name.startswith(_PREFIXES) or name in _NAMES:
             chosen[name] = without_credentials(value)
-    return chosen
+    hardware = manifest["hardware"] | {"environment": chosen}
+    text = yaml.safe_dump(hardware, sort_keys=False, allow_unicode=True)
+    files.replace_text(output / "hardware.yaml", text)
 
 
 # ---- Code ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes import sharding
 from samestep.processes.sharding import Tensors, is_dtensor, local
-from samestep.step.gradient import TrainedWeights, scaled_loss
+from samestep.step.gradient import TrainedWeights
 from samestep.step.plan import StepPlan
 
 _PIECE = 25 << 20  # bytes of gradients that are exchanged at once
@@ -166,7 +166,7 @@ class ExactGradients:
         """Compute the gradient of the loss of micro-batch `number`, of a step with so many items;
         take it out of the weights, and add it to the tree."""
         self.number = number
-        self.accelerator.backward(scaled_loss(self.weights, loss, 1 / max(num_items, 1)))
+        self.accelerator.backward(loss * (1 / max(num_items, 1)))
         if self.sharded:  # FSDP has taken it: see _TreeReduceScatter
             return
         grads = []

@@ -12,7 +12,7 @@ from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_tensor
-from samestep.step import inputs, trial
+from samestep.step import trial
 from samestep.step.plan import StepPlan
 
 _trains, _is_training = attrgetter("requires_grad"), attrgetter("training")
@@ -35,7 +35,6 @@ class TrainedWeights:
         self.modes: list[torch.nn.Module] = []  # the modules in train mode in the first step
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.steps = 0  # that were started
-        self.is_checked = False  # whether a loss was: see scaled_loss
         if ranks.layout.fsdp:
             sharding.check_none_ignored(dict(zip(self.names, self.parameters, strict=True)))
         alike.say_kinds(ranks, model)
@@ -106,17 +105,6 @@ class TrainedWeights:
             )
 
 
-def scaled_loss(weights: TrainedWeights, loss: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the loss times `scale`, or NaN if it is not finite, so that all processes skip the
-    step. The first loss of a run is checked."""
-    if not weights.is_checked:
-        weights.is_checked = True
-        with weights.ranks.fail_together():
-            inputs.check_loss(loss)
-    # inf * 0 is NaN, and its gradient makes the sums of all processes NaN.
-    return loss * (1 + 0 * loss.detach()) * scale
-
-
 class StepGradients:
     """The gradient of a step's summed losses, divided by the step's items in the loss.
 
@@ -148,8 +136,7 @@ class StepGradients:
 
     def add(self, loss: torch.Tensor, num_items: int, number: int) -> None:
         """Add the gradient of the loss of micro-batch `number`, of a step with so many items."""
-        scale = self.divisor / max(num_items, 1)
-        self.accelerator.backward(scaled_loss(self.weights, loss, scale))
+        self.accelerator.backward(loss * (self.divisor / max(num_items, 1)))
 
     def reduce(self) -> None:
         """Bring the gradient of the whole step to the weights of each process."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils.operations import honor_type
 
 Batch = dict[str, Any]  # of tensors
 IGNORE_INDEX = -100  # the label that cross entropy leaves out
@@ -100,24 +99,6 @@ def expect(right: object, place: str, value: Any, wanted: str) -> None:
     if torch.is_tensor(value):
         shown = f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
     raise ValueError(f"{place} {shown}; give {wanted}")
-
-
-def plain_batch(batch: Any, name: str = "") -> Any:
-    """Return a batch with mappings as plain dicts: FSDP's casts and compile look into no other.
-
-    Raises ValueError unless it has CPU tensors and texts, in mappings, lists and tuples.
-    """
-    if torch.is_tensor(batch) and batch.device.type == "cpu":
-        return batch
-    if isinstance(batch, Mapping) and batch:
-        place = f"{name}." if name else ""
-        return {str(key): plain_batch(value, f"{place}{key}") for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and batch:
-        entries = (plain_batch(value, f"{name}[{i}]") for i, value in enumerate(batch))
-        return honor_type(batch, entries)
-    expect(name or torch.is_tensor(batch), "collate returns", batch, "a dict of tensors")
-    expect(isinstance(batch, str), f"collate: {name!r} is", batch, "a tensor on the CPU")
-    return batch
 
 
 def entries_of(batch: Any) -> Iterator[torch.Tensor | str]:

@@ -120,12 +120,9 @@ class StepLoader:
 
 
 def make_loader(
-    rows: SampleDataset,
-    sampler: StepBatchSampler | EvaluationSampler,
-    task: Any,
-    num_workers: int | None,
-    device: torch.device,
-) -> DataLoader:
+    rows: SampleDataset, sampler: StepBatchSampler | EvaluationSampler, task: Any,
+    num_workers: int | None, device: torch.device,
+) -> DataLoader:  # fmt: skip
     """Make a DataLoader of the task's batches; for what comes with a batch see `collate`."""
     workers = count_workers(num_workers, task, device)
     if rows.is_stream and isinstance(sampler, StepBatchSampler):

@@ -200,11 +200,9 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
 
 
 def sync_batch_norms(
-    model: torch.nn.Module,
-    accelerator: Accelerator,
-    plan: StepPlan,
+    model: torch.nn.Module, accelerator: Accelerator, plan: StepPlan,
     device_shares: str | list[float],
-) -> torch.nn.Module:
+) -> torch.nn.Module:  # fmt: skip
     """Warn about BatchNorm, and convert it to SyncBatchNorm on several GPUs.
 
     BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.

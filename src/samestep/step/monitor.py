@@ -1,4 +1,4 @@
-"""Skips steps whose loss or gradient is not finite, and those without items in the loss.
+"""Reads the losses and norms of steps, and counts those that were skipped.
 
 Numbers stay on the device until a line of metrics is due, so that other steps do not wait for it.
 """
@@ -10,44 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from samestep.processes.ranks import Ranks
 from samestep.step.plan import StepPlan
-
-
-def skip_unless_finite(
-    optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
-) -> None:
-    """Make the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
-    item was in the loss: weights would decay.
-
-    PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
-    norm and removes the gradients, without which an optimizer changes neither weights nor moments.
-    """
-    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it has skipped the step in `backward`
-        return
-    inner = optimizer.optimizer
-    if not num_items:
-        norm = norm * math.nan
-    if not getattr(inner, "_step_supports_amp_scaling", False):
-        if not norm.isfinite():
-            inner.zero_grad(set_to_none=True)
-    elif optimizer.scaler is None:
-        inner.found_inf = (~norm.isfinite()).float()
-    else:
-        if not hasattr(inner, "_samestep_norm"):
-            inner.register_step_pre_hook(_add_overflow)
-        inner._samestep_norm = norm
-
-
-def _add_overflow(inner: Any, *_: Any) -> None:
-    """Add the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
-
-    The norm of finite gradients may overflow; clipping makes them 0 then: pytorch/pytorch#46849.
-    """
-    inner.found_inf = torch.maximum(inner.found_inf, (~inner._samestep_norm.isfinite()).float())
 
 
 class StepMonitor:

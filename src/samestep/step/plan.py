@@ -105,14 +105,9 @@ def count_micro_batches(
 
 
 def plan_step(
-    global_batch_size: int,
-    micro_batch_size: int,
-    ranks: int,
-    exact: bool = False,
-    device_shares: str | list[float] = "equal",
-    rank: int = 0,
-    in_step: int = 0,
-) -> StepPlan:
+    global_batch_size: int, micro_batch_size: int, ranks: int, exact: bool = False,
+    device_shares: str | list[float] = "equal", rank: int = 0, in_step: int = 0,
+) -> StepPlan:  # fmt: skip
     """Cut a step into micro-batches, and assign them to the ranks.
 
     micro_batch_size: maximum of samples in a micro-batch; with exact their number.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils.operations import honor_type
 
 from samestep.base.errors import as_user_error
 from samestep.step import inputs
@@ -177,6 +178,24 @@ def _has_transform(dataset: Any) -> bool:
     return isinstance(form, dict) and form.get("type") == "custom"
 
 
+def plain_batch(batch: Any, name: str = "") -> Any:
+    """Return a batch with mappings as plain dicts: FSDP's casts and compile look into no other.
+
+    Raises ValueError unless it has CPU tensors and texts, in mappings, lists and tuples.
+    """
+    if torch.is_tensor(batch) and batch.device.type == "cpu":
+        return batch
+    if isinstance(batch, Mapping) and batch:
+        place = f"{name}." if name else ""
+        return {str(key): plain_batch(value, f"{place}{key}") for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and batch:
+        entries = (plain_batch(value, f"{name}[{i}]") for i, value in enumerate(batch))
+        return honor_type(batch, entries)
+    inputs.expect(name or torch.is_tensor(batch), "collate returns", batch, "a dict of tensors")
+    inputs.expect(isinstance(batch, str), f"collate: {name!r} is", batch, "a tensor on the CPU")
+    return batch
+
+
 def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
     """Make the task's batch of these (id, row) pairs: the batch, (the number of its items in the
     loss, the hash of the ids), and the ids, int64 (B,)."""
@@ -184,7 +203,7 @@ def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np
     if hasattr(task, "loss_sum"):  # the functions of a task.py get a dict
         is_dict = isinstance(batch, Mapping)
         inputs.expect(is_dict, "task.collate returns", batch, "a dict of tensors")
-    batch = inputs.plain_batch(batch)
+    batch = plain_batch(batch)
     ids = np.array([i for i, _ in samples])
     count = task.count(batch) if hasattr(task, "count") else len(samples)
     numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))

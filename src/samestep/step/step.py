@@ -1,45 +1,24 @@
 """One step of the optimizer, as the loop of a script sees it: batches, gradient, update."""
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from samestep.base.errors import UserError, as_user_error
-from samestep.processes.ranks import Ranks
-from samestep.step import context_parallel, inputs, monitor, trial
+from samestep.step import context_parallel, inputs, trial
 from samestep.step.loader import MicroBatch
-from samestep.step.plan import StepPlan
 from samestep.step.seeds import seed_micro_batch
-
-
-class Loop(Protocol):
-    """What the steps of a run share: see training.Training."""
-
-    accelerator: Accelerator
-    model: Any  # prepared
-    optimizer: Any  # prepared
-    ranks: Ranks
-    plan: StepPlan
-    seed: int
-    # StepGradients or ExactGradients, once the loop was tried; a pipeline brings its own.
-    gradients: Any
-    loader: Any  # StepLoader
-    current: "Step | None"
-
-    # Functions of the run and of a step, which give other batches before those of the step.
-    trials: list[Callable[[Any, "Step"], Iterator[Any]]]
-
-    def read_loss(self, step: "Step") -> None: ...
-
-    def epochs(self, step: int) -> int: ...
 
 
 class Step:
     """`for batch in step` gives the batches of this process; then comes `clip`, then the optimizer.
 
+    run: the Training.
     number: of the step, from 1.
     items: in its loss, over all processes.
     loss: the mean loss of these, after the last batch of every `log_every`-th step; else None.
@@ -48,7 +27,7 @@ class Step:
     """
 
     def __init__(
-        self, run: Loop, number: int, micro_batches: list[MicroBatch], items: int, last: bool
+        self, run: Any, number: int, micro_batches: list[MicroBatch], items: int, last: bool
     ):
         self.run, self.number, self.micro_batches = run, number, micro_batches
         self.items, self.is_last = items, last
@@ -113,7 +92,7 @@ class Step:
         mean: whether it is a mean. One of your own divides by 0 where no item is in the loss, and
             its gradient is NaN: give the sum. F.cross_entropy's mean may be given.
         """
-        batch, gradients = self.batch, self.run.gradients
+        run, batch = self.run, self.batch
         assert batch
         if callable(loss):
             loss = loss()
@@ -122,16 +101,19 @@ class Step:
             loss = loss * batch.num_items if batch.num_items else loss.nan_to_num() * 0
         if not batch.counts:
             loss = loss * 0
-        if gradients is not None:
-            self.losses.append(loss.detach())
-            gradients.add(loss, self.items, batch.number)
-            return
-        with as_user_error():  # the loop is tried; without gradients it computes losses alone
-            inputs.check_loss(loss, torch.is_grad_enabled())
-        self.leaves = trial.leaves_of(loss)
+        if run.gradients is None:  # the loop is tried
+            with as_user_error():
+                inputs.check_loss(loss, torch.is_grad_enabled())
+            self.leaves = trial.leaves_of(loss)
+        elif run.gradients.weights.steps == 1 and not self.losses:
+            with run.ranks.fail_together():
+                inputs.check_loss(loss)
         self.losses.append(loss.detach())
-        if torch.is_grad_enabled():
-            self.run.accelerator.backward(loss)
+        if run.gradients is not None:
+            loss = loss * (1 + 0 * loss.detach())  # NaN unless it is finite: all skip the step
+            run.gradients.add(loss, self.items, batch.number)
+        elif torch.is_grad_enabled():  # else it computes losses alone
+            run.accelerator.backward(loss)
 
     def reduce(self) -> None:
         """Bring the gradient of the whole step to all processes, after its last batch."""
@@ -155,7 +137,7 @@ class Step:
         self.check_order("added up", "step.clip")
         run = self.run
         self.norm = run.gradients.clip(max_norm)
-        monitor.skip_unless_finite(run.optimizer, self.norm, self.items)
+        skip_unless_finite(run.optimizer, self.norm, self.items)
         self.learning_rate = run.optimizer.param_groups[0]["lr"]
         self.gradient = "clipped"
         return self.norm
@@ -178,7 +160,7 @@ class Step:
             self.check_order("used", "the end of the loop's body")
 
 
-def watch_optimizer(run: Loop) -> None:
+def watch_optimizer(run: Any) -> None:
     """Let the optimizer make one step where it is due, and no other, and clear no part of it."""
     inner = run.optimizer.optimizer
     if run.ranks.layout.deepspeed:
@@ -208,3 +190,36 @@ def watch_optimizer(run: Loop) -> None:
     inner.register_step_pre_hook(use)
     inner.register_step_post_hook(leave)
     zero_grad, inner.zero_grad = inner.zero_grad, clear
+
+
+def skip_unless_finite(
+    optimizer: AcceleratedOptimizer, norm: torch.Tensor, num_items: int = 1
+) -> None:
+    """Make the next optimizer.step() change nothing if the gradient's norm is not finite, or if no
+    item was in the loss: weights would decay.
+
+    PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
+    norm and removes the gradients, without which an optimizer changes neither weights nor moments.
+    """
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it has skipped the step in `backward`
+        return
+    inner = optimizer.optimizer
+    if not num_items:
+        norm = norm * math.nan
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        if not norm.isfinite():
+            inner.zero_grad(set_to_none=True)
+    elif optimizer.scaler is None:
+        inner.found_inf = (~norm.isfinite()).float()
+    else:
+        if not hasattr(inner, "_samestep_norm"):
+            inner.register_step_pre_hook(_add_overflow)
+        inner._samestep_norm = norm
+
+
+def _add_overflow(inner: Any, *_: Any) -> None:
+    """Add the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
+
+    The norm of finite gradients may overflow; clipping makes them 0 then: pytorch/pytorch#46849.
+    """
+    inner.found_inf = torch.maximum(inner.found_inf, (~inner._samestep_norm.isfinite()).float())

@@ -43,16 +43,10 @@ def read_question() -> dict[str, Any]:
     return json.loads(os.environ.get("SAMESTEP_REHEARSAL", "{}"))
 
 
-def replace(
-    samples: int, size: int, exact: bool, question: dict[str, Any], settings: dict | None = None
-) -> tuple[int, dict | None]:
-    """Return the micro_batch_size of the question, at most that of the run, and the settings of a
-    script, which must have the same with `exact`."""
-    sizes = _list_sizes(samples, size, exact, question)[0]
-    size = sizes[min(question["cut"], len(sizes) - 1)]
-    if exact and settings and "micro_batch_size" in settings:
-        settings = {**settings, "micro_batch_size": size}
-    return size, settings
+def choose_size(samples: int, size: int, exact: bool, question: dict[str, Any]) -> int:
+    """Return the micro_batch_size of the question, at most that of the run."""
+    sizes, _ = _list_sizes(samples, size, exact, question)
+    return sizes[min(question["cut"], len(sizes) - 1)]
 
 
 def _list_sizes(
@@ -80,7 +74,7 @@ def _list_sizes(
 def change(cfg: Any, question: dict[str, Any]) -> None:
     """Let a run of train.py be one of a rehearsal, which leaves nothing of it elsewhere."""
     given = cfg.global_batch_size, cfg.micro_batch_size, cfg.exact, question
-    cfg.output_dir, cfg.micro_batch_size = question["folder"], replace(*given)[0]
+    cfg.output_dir, cfg.micro_batch_size = question["folder"], choose_size(*given)
     cfg.resume, cfg.tracker, cfg.profile_steps = "auto", "none", None
 
 
@@ -98,7 +92,7 @@ class Rehearsal:
         training._save, training.look, training.next_step = self.save, self.look, self.next_step
         training.trials = [*training.trials, self.note_batches]
         training.end_stopped = self.end_stopped
-        self.is_stopping = self.has_begun = False
+        self.is_stopping = False
 
     def write(self, **line: Any) -> None:
         """Write a line of this process's record."""
@@ -109,8 +103,7 @@ class Rehearsal:
     def next_step(self, number: int, last: bool) -> Step:
         """Return the next step; before the first one note how the run begins."""
         run = self.training
-        if not self.has_begun:
-            self.has_begun = True
+        if self.add is None:
             plan = run.plan
             given = plan.samples, plan.micro_batch_size, run.exact, self.question
             sizes, others = _list_sizes(*given)
@@ -242,7 +235,7 @@ def _is_own(module: str | None) -> bool:
 def _is_skipped(value: Any) -> bool:
     """Return whether the walk leaves out what a value holds: long collections, and objects of
     installed packages that have no state."""
-    if isinstance(value, dict | list | tuple | set | frozenset):
+    if isinstance(value, inventory.COLLECTIONS):
         return len(value) > _LONGEST
     return not _is_own(type(value).__module__) and not hasattr(value, "state_dict")
 
@@ -250,26 +243,20 @@ def _is_skipped(value: Any) -> bool:
 def _see_loop(run: Any) -> dict[str, Any]:
     """Describe what the functions that call the loop can see, and the modules of the user, by its
     path."""
-    roots: dict[str, Any] = {}
-    scopes: list[dict] = []  # which may have any number of names
+    scopes: list[tuple[str, dict]] = []  # each with the beginning of its paths
     frame: Any = sys._getframe(1)
     while frame:
         if _is_own(frame.f_globals.get("__name__")):
-            seen = {n: v for n, v in frame.f_locals.items() if not n.startswith("__")}
-            roots[f"{len(roots)}"] = seen
-            scopes.append(seen)
+            scopes.append(("", frame.f_locals))
         frame = frame.f_back
     for name in [name for name in sys.modules if _is_own(name) and name != "__mp_main__"]:
-        public = {n: v for n, v in vars(sys.modules[name]).items() if not n.startswith("__")}
-        roots[f"{len(roots)}"] = public if name == "__main__" else {name: public}
-        scopes.append(public)
+        scopes.append(("" if name == "__main__" else f".{name}", vars(sys.modules[name])))
+    roots = {}
+    for i, (name, scope) in enumerate(scopes):
+        roots[f"{i}{name}"] = {n: v for n, v in scope.items() if not n.startswith("__")}
     state = run.saver.state
     known = state.pack_registered()[1].values()
-
-    def is_skipped(value: Any) -> bool:
-        return _is_skipped(value) and not any(value is scope for scope in scopes)
-
-    slots, _ = inventory.list_slots(roots, state.model(), known, is_skipped)
+    slots, _ = inventory.list_slots(roots, state.model(), known, _is_skipped)
     found: dict[str, Any] = {}
     for path, slot in slots.items():
         for name, value in _parts(path.partition(".")[2], slot.get()):
@@ -280,11 +267,7 @@ def _see_loop(run: Any) -> dict[str, Any]:
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Give the numbers, texts, tensors and generators in a value by their paths: of a tensor or a
     generator a list, of others a text."""
-    if (
-        hasattr(value, "__len__")
-        and not isinstance(value, str | bytes)
-        and not hasattr(value, "dtype")
-    ):
+    if isinstance(value, inventory.COLLECTIONS):
         yield f"{path}.len()", repr(len(value))
         if len(value) > _LONGEST:
             return

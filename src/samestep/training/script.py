@@ -360,15 +360,14 @@ def _plain_setting(name: str, value: Any) -> Any:
 def plain_values(values: dict[str, Any], reserved: tuple[str, ...]) -> dict[str, Any]:
     """Return values for a line of metrics as numbers and texts; raise UserError for anything else,
     and for names that a line has of itself."""
-    return {name: _plain_value(name, value, reserved) for name, value in values.items()}
-
-
-def _plain_value(name: str, value: Any, reserved: tuple[str, ...]) -> Any:
-    if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
-        value = value.item()
-    if name in reserved or not isinstance(value, float | int | str):
-        raise UserError(
-            f"{name} is {value!r:.60}; log a number or a text, under another name than those of a "
-            "line of metrics.jsonl"
-        )
-    return value
+    plain = {}
+    for name, value in values.items():
+        if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
+            value = value.item()
+        if name in reserved or not isinstance(value, float | int | str):
+            raise UserError(
+                f"{name} is {value!r:.60}; log a number or a text, under another name than those "
+                "of a line of metrics.jsonl"
+            )
+        plain[name] = value
+    return plain

@@ -84,14 +84,17 @@ class Training:
         self.async_save, self.num_workers, self.log_every = async_save, num_workers, log_every
         self.max_skipped_steps, self.rows_depend = max_skipped_steps, rows_depend
         self.accept_changes, self.begins_from = accept_changes, "auto"
-        self.trials: list[Callable[[Any, Step], Iterator[Any]]] = [try_loop]  # see step.Loop
+        # Functions of the run and of a step, which give other batches before those of the step.
+        self.trials: list[Callable[[Any, Step], Iterator[Any]]] = [try_loop]
         if question := replay.read_question():
             replay.Replay(self, question)  # takes the place of some methods
         if question := rehearsal.read_question():
             rehearsal.Rehearsal(self, question)
             if run is None:
                 given = global_batch_size, micro_batch_size, exact, question
-                micro_batch_size, settings = rehearsal.replace(*given, settings)
+                micro_batch_size = rehearsal.choose_size(*given)
+                if exact and isinstance(settings, dict):  # which must have the same
+                    settings = {**settings, "micro_batch_size": micro_batch_size}
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
         if run is None:
             run = script.Script(

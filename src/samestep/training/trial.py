@@ -69,7 +69,9 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
         )
     put_back()
     if alone:
-        _compare(run, together, alone)
+        limit, ends = tolerance(run)
+        if problem := trial.differ(run.run.loss_name, together, alone, limit):
+            complain(f"{problem}; {run.run.loss_remedy}", ends)
     _say(run, first, len(choose(samples, run.plan)))
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
@@ -279,13 +281,6 @@ def complain(problem: str, ends: bool) -> None:
     if ends:
         raise UserError(problem)
     print_on_main(f"warning: {problem}")
-
-
-def _compare(run: Any, together: trial.Computed, alone: list[trial.Computed]) -> None:
-    """Complain of a loss that is no sum over independent rows."""
-    limit, ends = tolerance(run)
-    if problem := trial.differ(run.run.loss_name, together, alone, limit):
-        complain(f"{problem}; {run.run.loss_remedy}", ends)
 
 
 def _say(run: Any, computed: trial.Computed, rows: int) -> None:
