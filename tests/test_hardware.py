@@ -18,7 +18,7 @@ from conftest import ROOT, SOURCE, checkpoint, edit, manifest
 from refusals import cases, refused, table
 from samestep.hardware import bench, devices, recommend
 from samestep.hardware.recommend import Sizes
-from samestep.launch import combinations, launched, launcher
+from samestep.launch import device, launched, launcher
 from samestep.processes import mesh as layout
 from samestep.run import startup
 
@@ -114,7 +114,7 @@ def start(machine, path, *options):
     launcher.check_machines(arguments)
     set_up(machine, arguments.num_processes, env)
     launched.check_launched(launched.this_layout())
-    combinations.check_combinations(SimpleNamespace(**DEFAULTS), launched.this_layout())
+    device.check_combinations(SimpleNamespace(**DEFAULTS), launched.this_layout())
     return launched.this_layout()
 
 
@@ -134,7 +134,7 @@ def test_fields_that_do_not_go_with_a_layout(given, said):
     fields = {name: given[name] for name in DEFAULTS.keys() & given.keys()}
     shared = layout.layout_of(4, 0, given.get("shards", ()), given.get("axes", {}))
     with contextlib.nullcontext() if "allowed" in said else refused(begin=said):
-        combinations.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
+        device.check_combinations(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
 def test_rows_that_context_parallelism_cannot_cut():

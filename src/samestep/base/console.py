@@ -104,8 +104,7 @@ def one_line(text: object, longest: int = 300) -> str:
     """Text from outside (a label, a path, an error of a library) as one printable line.
 
     Line breaks become spaces, control characters are escaped, and credentials of URLs are cut out.
-    A text of more than `longest` characters loses its middle. An error without a text is shown by
-    its type.
+    A text above `longest` characters loses its middle. An error without text is shown by its type.
     """
     # The text may have megabytes.
     line = escaped(without_credentials(" ".join(str(text)[: 100 * longest].split())))

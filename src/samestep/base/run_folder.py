@@ -97,8 +97,7 @@ def _describe_process() -> dict:
 def write_status(output: Path, state: str | None = None, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries.
 
-    The state, and `saved`, the step of the newest checkpoint, stay what they are unless they are
-    given.
+    The state and `saved`, the step of the newest checkpoint, stay unless they are given.
     """
     path = output / "status.json"
     before = read_json_object(path)

@@ -192,8 +192,7 @@ def bind(task: Any, cfg: Any, data: Any) -> SimpleNamespace:
 
 
 def read_views(task: Any, data: Any) -> tuple[Any, Any]:
-    """The rows to train and to evaluate on, of a bound task; raises ValueError unless there are
-    both."""
+    """The rows to train and to evaluate on, of a bound task; ValueError unless there are both."""
     if hasattr(task, "views"):
         views = task.views()
     else:

@@ -16,7 +16,6 @@ import torch
 from samestep.base.console import one_line, print_on_main
 from samestep.base.errors import attempt, catch
 from samestep.base.files import replace_text
-from samestep.base.workers import count_cores
 from samestep.contract import dtypes
 from samestep.end import export_check
 from samestep.report import model_card, tracking
@@ -55,8 +54,7 @@ def _export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.
 
 
 def write_evaluation(training: Training, scores: dict) -> int:
-    """End `eval_only`: write the scores of a checkpoint, and what the task reports of it; return
-    the exit code."""
+    """End `eval_only`: write a checkpoint's scores and the task's report; return the exit code."""
     run: Run = training.run
     print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
     full_model = gather_model(run.accelerator, run.ranks, training.exported, run.new_model)
@@ -66,17 +64,9 @@ def write_evaluation(training: Training, scores: dict) -> int:
             line = {"step": training.step, "checkpoint": str(run.point.checkpoint), **scores}
             folder.mkdir(exist_ok=True)
             replace_text(folder / "metrics.json", json.dumps(tracking.nan_to_null(line)) + "\n")
-    if _leave_others(training):
+    if run.leave():
         attempt("no report", report, training, full_model, folder)
     return 0
-
-
-def _leave_others(training: Training) -> bool:
-    """End the communication of the processes; return whether this is the main one, which works on:
-    what it does may take longer than the timeout."""
-    training.run.leave(training)
-    torch.set_num_threads(count_cores())  # the other processes have left their cores
-    return training.accelerator.is_main_process
 
 
 def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
@@ -91,7 +81,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     assert scores is not None
     training.close()
     full_model = _export(run, training.exported, exported, scores)
-    if not _leave_others(training):
+    if not run.leave():
         return 0
     assert full_model is not None
     training.write_status("finished", exit_code=0, exported=exported)
@@ -107,7 +97,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
     picture = picture or f"no picture: {one_line(problem)}"
     print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
-    run.end_tracking(training)
+    run.end_tracking()
     return 0
 
 
@@ -180,10 +170,7 @@ def check_export(run: Run, model: torch.nn.Module) -> str:
 
 
 def _verify_export(run: Run, model: torch.nn.Module, folder: Path) -> str:
-    """Say what is the same in the exported model, for a line; empty: nothing to compare.
-
-    Raises what is wrong with it.
-    """
+    """Say what is the same in the exported model; empty: nothing to compare. Raise what is not."""
     expected, problem = run.tested
     if problem:
         raise problem

@@ -14,6 +14,8 @@ from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, p
 from samestep.base.console import print_on_main, read_place
 from samestep.base.workers import cores_per_process
 from samestep.launch.launched import this_layout, without_gpu
+from samestep.processes import exclusions
+from samestep.processes.mesh import Layout
 from samestep.step import exact
 
 
@@ -98,6 +100,31 @@ def check_devices() -> None:
             faster = "single_gpu_fp16.yaml" if read_place()[1] == 1 else "multi_gpu_fp16.yaml"
             name = torch.cuda.get_device_name()
             print_on_main(f"{name} only emulates bf16, slowly; faster is {faster}")
+
+
+def check_combinations(cfg: Any, layout: Layout) -> None:
+    """Raises UserError for two things of recipe, YAML and device that cannot be combined: see
+    processes/exclusions.py."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    on_cpu = use_cpu() or not torch.accelerator.is_available()
+    trains = not cfg.check  # a check may run on another machine
+    there = {
+        "exact": cfg.exact,
+        "compile": cfg.compile,
+        "async_save": cfg.async_save,
+        "device_shares": cfg.device_shares != "equal",
+        "fp16": precision == "fp16",
+        "fp8": precision == "fp8",
+        "offload": parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),
+        "sharded weights": layout.sharded,
+        "DeepSpeed": layout.deepspeed,
+        "tensor parallelism": layout.tp > 1,
+        "context parallelism": layout.cp > 1,
+        "stages": layout.stages > 1,
+        "a CPU": trains and on_cpu,
+        "an Apple GPU": trains and not on_cpu and torch.backends.mps.is_available(),
+    }
+    exclusions.check(there)
 
 
 def _wants_gpu() -> bool:

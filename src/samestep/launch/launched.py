@@ -97,7 +97,7 @@ def without_gpu() -> str:
 def check_launched(layout: Layout) -> None:
     """Raises ValueError for what the launcher has set up, and train.py or a library cannot do.
 
-    What it cannot be combined with is elsewhere: see launch/combinations.py.
+    What it cannot be combined with is elsewhere: see device.check_combinations.
     """
     for name, decides in _DECIDED.items():
         if (text := os.environ.get(name, "")).lower() not in _UNSET:

@@ -158,8 +158,7 @@ def _reraise_full_disk(error: BaseException, cache: Path) -> None:
 
 
 def _remove_partial(cache: Path, key: str) -> None:
-    """Removes what processes that were killed have left: of this key, whose lock is held, and of
-    others that nobody prepares now."""
+    """Removes what a kill has left of this key, whose lock is held, and of others without one."""
     for left in cache.glob("*.partial"):
         other = left.name.removesuffix(".partial")
         held = filelock.FileLock(cache / f"{other}.lock", timeout=0)
@@ -244,8 +243,7 @@ def _only_named_files(task: Any, cfg: Any) -> Iterator[None]:
 def _working_in(work: Path) -> Iterator[None]:
     """Caches of `datasets` lie in this folder: its caches, which know functions by their names,
     take an edited one for the old one. Those of rows that load_from_disk has read would lie beside
-    these rows. (TMPDIR stays: sockets of its processes are there, whose
-    paths have at most 107 bytes.)"""
+    these rows. (TMPDIR stays: paths of sockets, which are there, have at most 107 bytes.)"""
     names = {"TOKENIZERS_PARALLELISM": "false"}
     caches: dict[str, Any] = {
         "HF_DATASETS_CACHE": work,
@@ -319,8 +317,7 @@ def is_intact(folder: Path, verify: bool = False) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files that prepare_data wrote in a folder, besides rows; no hidden ones, which file
-    managers write."""
+    """The files that prepare_data wrote, besides rows; no hidden ones, as file managers write."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     own = (INDEX, f"{ROWS}/", f"{_WORK}/")
     return sorted(name for name in names if not name.startswith(own) and "/." not in f"/{name}")

@@ -23,15 +23,13 @@ class Samples(NamedTuple):
 def read_data(
     cfg: Any, task: Any, run: Path | None = None, stored: str = ""
 ) -> tuple[Any, Any, tuple, Samples]:
-    """The prepared data, the functions of task.py with it, the views of its rows, and samples of
-    them.
+    """The prepared data, the functions of task.py with it, its views, and samples of these.
 
     `run`: the folder of the run that resumes. It keeps its identity, such as its tokenizer: grown
     data would give another one, which the weights do not know. `stored`: the name of prepared data
     that is taken, if it is there, although files may have changed since.
 
-    The way from task.views to a batch is built twice; raises ValueError unless the same 64 samples
-    are the same bytes.
+    The way from task.views to a batch is built twice; ValueError unless 64 samples are the same.
     """
     contract.check_functions(task)
     if hasattr(task, "check_config"):

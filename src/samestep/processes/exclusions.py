@@ -21,8 +21,7 @@ _EXCLUDED = {
 
 
 def check(there: dict[str, bool]) -> None:
-    """Raises UserError for two things that cannot be combined. `there`: what a run has, by the
-    names of the table."""
+    """Raises UserError for two things that cannot be combined. `there`: by names of the table."""
     for name, others in _EXCLUDED.items():
         for other in others:
             if there.get(name) and there.get(other):

@@ -66,8 +66,7 @@ class Ranks:
         return values
 
     def gather_on_main(self, value: Any) -> list:
-        """The value of each process on the main one, in the order of their ranks; elsewhere an
-        empty list."""
+        """What `gather` gives, on the main process alone; elsewhere an empty list."""
         values: list | None = [value]
         if self.group:
             values = [None] * self.layout.processes if self.layout.rank == 0 else None

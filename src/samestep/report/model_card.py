@@ -29,8 +29,7 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 def pipeline_task(folder: Path) -> str | None:
     """The transformers pipeline for the model in a folder, such as "text-generation".
 
-    None if it is not a model of transformers. A folder with only a LoRA adapter counts as
-    text generation.
+    None: it is no model of transformers. A LoRA adapter alone counts as text generation.
     """
     if (folder / "adapter_config.json").is_file():
         return "text-generation"

@@ -197,7 +197,6 @@ class Profiler:
             atexit.register(catch, lambda: self.profile and self.profile.stop())
 
     def start_step(self, step: int) -> None:
-        """Before a step."""
         while self.every and not self.profile and step > self.first:
             self.first, self.last = self.first + self.every, self.last + self.every
         if step == self.first:
@@ -214,7 +213,6 @@ class Profiler:
         self.profile = None
 
     def write(self) -> None:
-        """Writes the trace of this process."""
         self.profile.stop()
         folder = self.output / f"steps-{self.first}-{self.last}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,6 @@ class Log(Tracker):
         print_on_main("  ".join(words))
 
     def close(self) -> None:
-        """Closes the file and the bar."""
         self.bar.close()
         if is_main():
             os.fsync(self.file.fileno())

@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from samestep.base import files
 from samestep.base.console import print_on_main
 from samestep.base.errors import as_user_error, attempt
+from samestep.base.workers import count_cores
 from samestep.contract import contract, dtypes
 from samestep.launch import device
 from samestep.prepared.run_data import IDENTITY
@@ -188,7 +189,6 @@ class Run:
     # ---- What Training asks: see training/script.py
 
     def find_start(self, training: Any) -> Any:
-        """Return where the run starts: the processes have met."""
         return self.point
 
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
@@ -227,24 +227,25 @@ class Run:
 
     def end_stopped(self, training: Any) -> None:
         """Leave the processes, and close the tracker, of a run that was asked to stop."""
-        attempt("the processes were not left", self.leave, training)
-        self.end_tracking(training)
+        attempt("the processes were not left", self.leave)
+        self.end_tracking()
 
-    def leave(self, training: Any) -> None:
-        """End the communication of the processes: what follows may take longer than a timeout."""
+    def leave(self) -> bool:
+        """End the communication of the processes; return whether this is the main one, which works
+        on: what it does may take longer than the timeout."""
         self.accelerator.wait_for_everyone()
         self.accelerator.state.destroy_process_group()
+        torch.set_num_threads(count_cores())  # the other processes leave their cores
+        return self.accelerator.is_main_process
 
-    def end_tracking(self, training: Any) -> None:
-        """Close the tracker of a run that ends."""
+    def end_tracking(self) -> None:
         if self.accelerator.is_main_process:
             attempt("the tracker was not closed", self.accelerator.end_training)
 
     # ---- Evaluation
 
     def score(self, evaluation: Evaluation) -> dict[str, float]:
-        """Compute the scores of an evaluation: on the main process alone if there are outputs,
-        which no other has."""
+        """Compute the scores of an evaluation: of outputs, on the main process, which has them."""
         task, ranks, sums = self.task, self.ranks, evaluation.sums()
         sources = evaluation.rows.sources
         if not hasattr(task, "eval_outputs"):

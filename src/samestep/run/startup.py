@@ -26,8 +26,7 @@ from samestep.base.errors import UserError
 from samestep.base.files import read_json_object, read_text
 from samestep.contract import contract
 from samestep.launch import launched, shutdown
-from samestep.launch.combinations import check_combinations
-from samestep.launch.device import check_devices, use_cpu
+from samestep.launch.device import check_combinations, check_devices, use_cpu
 from samestep.prepared import preview
 from samestep.prepared.run_data import digest_view, read_data, run_of
 from samestep.processes import alike

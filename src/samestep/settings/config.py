@@ -80,8 +80,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _number_in(text: Any) -> Any:
-    """The number, true or false that JSON reads in a text; any other text as it is. Those of lists
-    and dicts likewise."""
+    """The number, true or false that JSON reads in a text, also in lists; any other as it is."""
     if isinstance(text, dict):
         return {name: _number_in(each) for name, each in text.items()}
     if isinstance(text, list):
@@ -271,8 +270,7 @@ def _choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
 
 
 def remarks_on_rate(cfg: Any) -> list[str]:
-    """A line if pretrained weights train at a learning rate that is meant for new ones: one above
-    1e-3, with LoRA above 5e-3."""
+    """A line if pretrained weights train at a rate for new ones: above 1e-3, with LoRA 5e-3."""
     name, rate = getattr(cfg.task, "model_name_or_path", ""), getattr(cfg, "learning_rate", 0.0)
     limit = 5e-3 if getattr(cfg.task, "lora_rank", 0) else 1e-3
     if not name or cfg.eval_only or rate <= limit:

@@ -46,8 +46,7 @@ def _settings_of(scheduler: Any) -> dict[str, str]:
 
 
 def _as_text(value: Any, depth: int = 0) -> str:
-    """Write a value so that another text means another value: functions by their source, defaults,
-    closures and given arguments."""
+    """Write a value so that another text means another value: functions by source and closures."""
     if torch.is_tensor(value):
         return repr(value.tolist())
     if isinstance(value, list | tuple):

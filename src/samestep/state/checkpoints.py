@@ -292,8 +292,7 @@ def verify(path: Path, hashed: bool = True) -> dict:
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, valid or not, newest first.
 
-    Raises ValueError if the folder cannot be read: it may hold checkpoints, so a run must not start
-    from the beginning.
+    Raises ValueError if it cannot be read: checkpoints may be there, so no run must begin anew.
     """
     try:
         paths = [folder / name for name in os.listdir(folder) if _FOLDER_NAME.fullmatch(name)]

@@ -80,8 +80,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _is_plain(value: Any, known: set[int]) -> bool:
-    """Return whether a value is of the kinds that are compared. known: addresses of tensors that
-    checkpoints have by other names."""
+    """Return whether a value is compared. known: addresses of tensors that checkpoints have."""
     if torch.is_tensor(value):
         return _memory(value) not in known
     if isinstance(value, COLLECTIONS):
@@ -153,8 +152,7 @@ def copy_of(value: Any) -> Any:
 
 
 def fill(old: Any, value: Any) -> Any:
-    """Put a copy of a value into what was copied; return that, or the value if it has another
-    form."""
+    """Put a copy of a value into what was copied; return that, or the value of another form."""
     if isinstance(old, packing.GENERATORS):
         return packing.set_generator(old, value)
     if isinstance(old, enum.Enum) and isinstance(value, str):
@@ -271,8 +269,7 @@ class Inventory:
                 )
 
     def pack(self) -> tuple[dict[str, Any], packing.Tensors]:
-        """Pack what is saved as JSON, by path, and its tensors. Raises ValueError for what no
-        checkpoint can hold."""
+        """Pack what is saved: JSON, by path, and tensors. ValueError for what cannot be saved."""
         paths = sorted(self.saved & self.slots.keys())
         return packing.pack_all({f"attribute.{path}": self.slots[path].get() for path in paths})
 
@@ -293,7 +290,6 @@ class Inventory:
 
 
 def has_tensors(value: Any) -> bool:
-    """Return whether tensors are in a value."""
     if isinstance(value, COLLECTIONS):
         return any(map(has_tensors, value.values() if isinstance(value, dict) else value))
     return torch.is_tensor(value) or isinstance(value, np.ndarray)

@@ -110,8 +110,7 @@ def bare_scheduler(value: Any) -> Any:
 
 
 def fast_forward(scheduler: Any, state: dict) -> None:
-    """Bring a scheduler with new settings to where the run is. Raises UserError where that depends
-    on more than the number of steps."""
+    """Bring a scheduler with new settings to where the run is; UserError if no step tells."""
     scheduler = bare_scheduler(scheduler)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UserError(

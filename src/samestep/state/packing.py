@@ -16,7 +16,6 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator of torch, NumPy or Python."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -25,7 +24,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, state: Any) -> Any:
-    """Set the state of a generator, which is returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -131,8 +131,7 @@ def short_hash(content: bytes) -> str:
 
 
 def library_digest() -> str:
-    """Hash all .py files of this library, 16 hex digits, as it lies there: one that was ejected and
-    edited has another."""
+    """Hash all .py files of this library as they are, edited or not: 16 hex digits."""
     digest = hashlib.sha256()
     for path in sorted([*LIBRARY.rglob("*.py"), *LIBRARY.rglob("*.jinja")]):
         content = path.read_bytes()
@@ -144,8 +143,7 @@ def statements_of(path: Path) -> list[tuple[str, ast.stmt]]:
     """List the statements of a file, each with the name that it binds: a function, a class or a
     constant; empty for others.
 
-    Comments and the docstring of the file are left out, and the fields of TaskConfig, whose values
-    count.
+    Left out are comments, the file's docstring, and the fields of TaskConfig, whose values count.
     """
     statements = []
     for number, node in enumerate(ast.parse(path.read_bytes()).body):

@@ -26,8 +26,7 @@ class Saver:
     output: the folder of the run. lock: that of the folder, on the main process.
     state: what a checkpoint holds. manifest: the entries that all checkpoints have.
     keep, keep_every: which checkpoints stay, see checkpoints.prune.
-    in_background: whether a save copies this process's share to host memory, and a thread writes,
-        hashes and commits it.
+    in_background: whether a thread writes, hashes and commits a copy in host memory.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class Saver:
             self.committed.append(line)
 
     def join(self) -> None:
-        """Wait for a save in the background."""
         if self.thread:
             self.thread.join()
         self.thread = None

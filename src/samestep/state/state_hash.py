@@ -121,8 +121,7 @@ def rest_of(manifest: dict) -> dict[str, Any]:
 
 
 def without_numbers(packed: Any) -> Any:
-    """Return a packed state with None in place of its numbers, unless a torch scheduler has them:
-    these have `last_epoch`."""
+    """Return a packed state with None for its numbers, but those of schedulers: `last_epoch`."""
     if isinstance(packed, dict):
         ((kind, value),) = packed.items()
         if kind == "dict" and any(key == "last_epoch" for key, _ in value):

@@ -33,8 +33,7 @@ class Share:
 def take_share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> Share:
     """Take this process's share of tensors that may be DTensors. All processes must call it.
 
-    If several processes hold the same part, one of them writes it. DCP deals the parts by size. A
-    process need not have all tensors.
+    Of several processes that hold the same part one writes it. A process need not have all tensors.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 

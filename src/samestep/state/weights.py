@@ -242,8 +242,7 @@ class TrainingState:
         this step, by name, and entries of its manifest. All processes must call it.
 
         DTensors are sharded; other tensors are whole. Only the main process has the buffers and the
-        tensors of other objects, which may differ between processes: DDP sends its buffers to the
-        others. With exact all have the same.
+        tensors of other objects, which may differ between processes; with exact all have the same.
 
         Raises UserError for what no checkpoint could hold, and for what must be the same on all
         processes and is not.
@@ -286,8 +285,7 @@ class TrainingState:
         """Hash what must be the same on all processes, by name: what `pack_others` gives, moments
         that are whole where weights are sharded, and with exact buffers.
 
-        Local parts may differ, numbers of registered objects, such as times, and attributes that no
-        loss depends on.
+        Local parts may differ, numbers of registered objects, and attributes without effect.
         """
         hashed, digests = {f"attribute.{path}" for path in self.inventory.hashed}, {}
         for name, value in packed.items():
@@ -310,8 +308,7 @@ class TrainingState:
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raise ValueError if a weight or a moment is not finite, or a buffer has a NaN.
 
-        `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
-        may hold infinities on purpose.
+        `tensors`: this process's parts of a checkpoint. Buffers, such as masks, may be infinite.
         """
         buffers = {f"model.{bare_name(name)}" for name, _ in self.model().named_buffers()}
         for name, values in tensors.items():
@@ -327,9 +324,8 @@ class TrainingState:
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restore a checkpoint; raise ValueError if it does not fit.
 
-        `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
-        code has changed since then are those of the code. The others are restored, since some
-        optimizers keep state among them.
+        `saved` is its manifest, `manifest` that of this run. Settings of the optimizer come back,
+        since some keep state among them, but for those that the code has changed since then.
         """
         before, now = saved["optimizer"], optimizers.settings_as_text(self.settings)
         kinds = [" and ".join(group["class"] for group in groups) for groups in (before, now)]
@@ -527,14 +523,12 @@ def _empty_moment(
 
 def _check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raise UserError unless the checkpoint has the tensors of `built` with the same shapes."""
-    dtypes = {n: v.dtype for n, v in built.items()}
-    shapes = reader.shapes.items()
-    saved = {n: str(tuple(shape)) for n, shape in shapes if n.startswith("model.")}
-    built = {n: str(tuple(v.shape)) for n, v in built.items()}
-    for name in sorted({*saved, *built}):
-        before, now = (named.get(name, "missing") for named in (saved, built))
+    saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items() if n.startswith("model.")}
+    shapes = {name: str(tuple(values.shape)) for name, values in built.items()}
+    for name in sorted({*saved, *shapes}):
+        before, now = (named.get(name, "missing") for named in (saved, shapes))
         if before == now:  # moments would keep the dtype of the checkpoint
-            before, now = (str(named[name]) for named in (reader.dtypes, dtypes))
+            before, now = str(reader.dtypes[name]), str(built[name].dtype)
         if before != now:
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "

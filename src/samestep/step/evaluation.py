@@ -36,10 +36,6 @@ class Evaluation:
         device = self.accelerator.device
         self.loader = make_loader(self.rows, self.sampler, task, run.num_workers, device)
 
-    def is_of(self, rows: Any, task: Any) -> bool:
-        """Return whether it is one of these rows, in the batches of this task."""
-        return self.rows.dataset is rows and self.task.collate == task.collate
-
     def start(self, requested: Callable[[], int]) -> "Evaluation":
         """Start to count anew, with the model of the run that is exported.
 

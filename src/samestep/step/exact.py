@@ -139,8 +139,7 @@ class ExactGradients:
     """The same bytes on any number of processes: the gradients of the micro-batches are added in
     the order of a tree, which takes several times their memory; under FSDP, that of shards.
 
-    DDP exchanges nothing: the sums are exchanged after the last micro-batch. It has the methods of
-    StepGradients.
+    DDP exchanges nothing: the sums are exchanged at the end. Its methods are StepGradients's.
     """
 
     def __init__(self, accelerator: Accelerator, weights: TrainedWeights):

@@ -25,8 +25,7 @@ class TrainedWeights:
         self, accelerator: Accelerator, ranks: Ranks, model: torch.nn.Module,
         prepared: list[bool] | None = None,
     ):  # fmt: skip
-        """prepared: for each weight of the model whether it trained when it was prepared, if that
-        is known."""
+        """prepared: whether each weight of the model trained when it was prepared, if known."""
         self.ranks, self.model = ranks, model
         self.all = {trial.own_name(name): p for name, p in model.named_parameters()}
         self.prepared = prepared or [*map(_trains, self.all.values())]
@@ -44,7 +43,6 @@ class TrainedWeights:
         accelerator.gradient_state.plugin_kwargs.update(more)
 
     def choose_trained(self) -> None:
-        """Note which weights train."""
         trained = {name: p for name, p in self.all.items() if p.requires_grad}
         self.parameters, self.names = [*trained.values()], [*trained]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
@@ -80,8 +78,7 @@ class TrainedWeights:
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
 
     def drop_unused(self, used: list[int]) -> None:
-        """Remove the zeros that are gradients of unused weights: these would decay,
-        pytorch/pytorch#28294."""
+        """Remove zero gradients of unused weights, which would decay: pytorch/pytorch#28294."""
         for parameter, count in zip(self.parameters, used, strict=True):
             if not count:
                 parameter.grad = None
@@ -121,7 +118,6 @@ class StepGradients:
             self.model.broadcast_buffers = False  # nothing that training changes: a message less
 
     def start_step(self, plan: StepPlan) -> None:
-        """Start a step with this plan."""
         weights = self.weights
         weights.start_step()
         by_hand = weights.pattern != weights.prepared  # DDP would wait

@@ -71,8 +71,7 @@ class StepLoader:
         self.pending = PendingSum(self.ranks, facts, problem)
 
     def read(self) -> list[MicroBatch]:
-        """Read this process's micro-batches of the next step. Raise an error of a save in the
-        background."""
+        """Read this process's micro-batches of the next step; raise the error of a save."""
         if self.run.saver.problem:
             raise self.run.saver.problem
         micro_batches = []

@@ -28,8 +28,7 @@ class StepMonitor:
         self.scale = self.loss_scale()  # at the last line
 
     def read_losses(self, *more: Any) -> None:
-        """Read the summed loss of each step, and of more. Waits for the device; all processes call
-        it."""
+        """Read the summed loss of these steps, and of more; all processes wait for the device."""
         steps = [step for step in (*self.steps, *more) if step.total is None]
         if not steps:
             return
@@ -48,8 +47,7 @@ class StepMonitor:
         The numbers are the mean `loss` over the `items` in the loss of steps with a finite loss,
         NaN without any; `grad_norm` of the last step; and of several steps the `worst`: the number,
         loss and norm of that with the largest loss. A note holds a skipped step and its numbers.
-        The reason is empty unless the run should stop. All processes call it and get the same; it
-        waits for the device.
+        The reason is empty unless the run should stop. All processes wait, and get the same.
         """
         self.read_losses()
         steps, self.steps = self.steps, []

@@ -40,10 +40,7 @@ class EvaluationOutputs:
             self.parts.append(part)
 
     def gather(self, rows: int) -> Batch | None:
-        """Return all rows' outputs in their order, (rows, ...), on the main process; else None.
-
-        All processes must call it.
-        """
+        """Return all rows' outputs in their order, (rows, ...), on the main process; else None."""
         self.ranks.raise_everywhere(self.problem)
         parts = [part for parts in self.ranks.gather_on_main(self.parts) for part in parts]
         self.parts, merged = [], None
@@ -72,7 +69,8 @@ def merge(parts: list[Part], rows: int) -> Batch:
 
     Raises ValueError if batches differ in the names, types or dimensions of their outputs.
     """
-    first, *rest = (describe(part) for part in parts)
+    kinds = [{n: f"{v.dtype}, {v.ndim}D" for n, v in part.arrays.items()} for part in parts]
+    first, *rest = kinds
     for other in rest:
         if other != first:
             raise ValueError(
@@ -93,8 +91,3 @@ def merge(parts: list[Part], rows: int) -> Batch:
             whole[(part.ids, *map(slice, array.shape[1:]))] = array
         merged[name] = torch.from_numpy(whole)
     return merged
-
-
-def describe(part: Part) -> dict[str, str]:
-    """Describe what must be the same for all batches: type and number of dimensions."""
-    return {name: f"{array.dtype}, {array.ndim}D" for name, array in part.arrays.items()}

@@ -129,8 +129,7 @@ class Step:
     def clip(self, max_norm: float = 0) -> torch.Tensor:
         """Scale the gradient down to this norm, 0: never; return its norm before that, float32 ().
 
-        The next step of the optimizer changes nothing if the norm is not finite, or no item is in
-        the loss.
+        If it is not finite, or no item is in the loss, the optimizer's next step changes nothing.
         """
         if not max_norm >= 0:
             raise UserError(f"step.clip({max_norm}) would turn the gradient; give a norm, or 0")

@@ -64,8 +64,7 @@ def random_states(device: torch.device) -> list:
 
 
 def check_all_used(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Raise UserError for weights without a gradient on a process, for which DDP would wait; a
-    process alone remarks them."""
+    """Raise UserError for weights without a gradient, for which DDP would wait; a line of one."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     used = ranks.sum_over_ranks(*(int(p.grad is not None) for _, p in trained))
     pairs = zip(trained, used, strict=True)

@@ -10,8 +10,7 @@ from samestep.step.step import Step
 
 
 class RunLog:
-    """Counts the steps of a Training, and writes lines of metrics; see tracking.Log for where they
-    go."""
+    """Counts the steps of a Training, and writes lines of metrics, where tracking.Log says."""
 
     def __init__(self, run: Any, max_steps: int):
         self.rows, self.meter, self.samples = run.rows, run.meter, run.samples
@@ -29,7 +28,6 @@ class RunLog:
         self.lines.write({"step": self.step, **entries})
 
     def start_step(self, number: int) -> None:
-        """Note that the computation of a step begins."""
         self.step = number
         self.profiler.start_step(number)
 

@@ -122,8 +122,7 @@ class Rehearsal:
         return type(run).next_step(run, number, last)
 
     def note_batches(self, run: Any, step: Step) -> Iterator[Any]:
-        """Note the micro-batches of a step; from the first one on look at each that is computed.
-        Gives no batches."""
+        """Note the micro-batches of a step, and let `end` look at each. Gives no batches."""
         if self.add is None:
             self.add, run.gradients.add = run.gradients.add, self.end
         self.draws = False
@@ -133,8 +132,7 @@ class Rehearsal:
         yield from ()
 
     def end(self, loss: torch.Tensor, num_items: int, number: int) -> None:
-        """Note what was drawn; after the first micro-batch of a step comes the kill, or a signal to
-        the last process alone."""
+        """Note what was drawn; after a first micro-batch kill all, or ask the last to stop."""
         run, asked = self.training, self.question
         assert self.add
         self.add(loss, num_items, number)
@@ -205,8 +203,7 @@ def _change_last_bits(run: Any) -> None:
 
 
 def _describe(values: torch.Tensor) -> list:
-    """Return what tells whether a tensor is the same: its type, a hash, its norm. Processes that
-    share it call it together."""
+    """Return type, hash and norm of a tensor. Processes that share it call it together."""
     values = full_tensor(values.detach())
     kind = f"{values.dtype}{[*values.shape]}".removeprefix("torch.")
     size = torch.linalg.vector_norm(values.abs().float())
@@ -241,8 +238,7 @@ def _is_skipped(value: Any) -> bool:
 
 
 def _see_loop(run: Any) -> dict[str, Any]:
-    """Describe what the functions that call the loop can see, and the modules of the user, by its
-    path."""
+    """Describe what functions that call the loop, and the user's modules, can see, by its path."""
     scopes: list[tuple[str, dict]] = []  # each with the beginning of its paths
     frame: Any = sys._getframe(1)
     while frame:

@@ -147,7 +147,12 @@ class Training:
             keep_every=self.keep_every, in_background=self.async_save,
         )  # fmt: skip
         if point.checkpoint:
-            self.compare_built(state)
+            with self.ranks.fail_together():
+                given = point.checkpoint, point.saved, self.manifest, self.accept_changes
+                changed = built.compare(state, *given)
+            point.changed |= changed
+            for line in provenance.describe_changes(changed):
+                print_on_main(f"changed since the checkpoint: {line}")
             saver.restore(point.checkpoint, point.saved)
             print_on_main(f"{run.label}{run.verb} {point.checkpoint}")
         else:
@@ -168,18 +173,7 @@ class Training:
         self.saver = saver  # not before: what fails half restored is restored again
         return self.step
 
-    def compare_built(self, state: TrainingState) -> None:
-        """Compare what this program has built with what the run of the checkpoint had."""
-        point = self.point
-        with self.ranks.fail_together():
-            given = point.checkpoint, point.saved, self.manifest, self.accept_changes
-            changed = built.compare(state, *given)
-        point.changed |= changed
-        for line in provenance.describe_changes(changed):
-            print_on_main(f"changed since the checkpoint: {line}")
-
     def open_log(self, max_steps: int) -> RunLog:
-        """Open metrics.jsonl, unless it is open."""
         if not self.metrics:
             self.metrics = RunLog(self, max_steps)
             self.metrics.note(started=provenance.describe_start(self.manifest))
@@ -203,8 +197,7 @@ class Training:
     def steps(self, max_steps: int, save_every: int = 0) -> Iterator[Step]:
         """Yield the steps that are left. Save every so many (0: none) and the last.
 
-        Where a signal asks the run to stop, it saves the step and exits with code 75: the same
-        command continues.
+        After a signal it saves the step and exits with code 75: the same command continues.
         """
         script.check_whole(0, max_steps=max_steps, save_every=save_every)
         self.resume()
@@ -371,7 +364,8 @@ class Training:
         if not self.run.evaluates_last and self.saver and self.saver.step != step:
             requested = lambda: 0  # noqa: E731
         task = SimpleNamespace(collate=collate) if collate else self.task
-        if self.evaluated is None or not self.evaluated.is_of(rows, task):
+        before = self.evaluated
+        if not before or before.rows.dataset is not rows or before.task.collate != task.collate:
             self.evaluated = Evaluation(self, rows, task)
         return self.evaluated.start(requested)
 
@@ -391,8 +385,7 @@ class Training:
         return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
 
     def load_best(self) -> int:
-        """Load the weights of the best step, if there is one: see `score`. Return the step of the
-        weights that the model has then."""
+        """Load the weights of the best step, if there is one (see `score`); return the step."""
         self.resume()
         assert self.saver
         self.saver.wait()

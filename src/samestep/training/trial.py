@@ -119,8 +119,7 @@ def _try_twice(
 
 
 def _changeable(state: TrainingState) -> dict[str, str]:
-    """Return a text for all that a forward pass may change, by its name; a buffer is "buffer NAME",
-    a frozen weight "weight NAME"."""
+    """Return a text for all that a forward pass may change, also "buffer NAME", "weight NAME"."""
     model, texts = state.model(), state.inventory.texts()
     texts |= {f"buffer {n}": alike.hash_bits([buffer]) for n, buffer in model.named_buffers()}
     weights = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
