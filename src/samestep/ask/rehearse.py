@@ -64,16 +64,6 @@ class Start(NamedTuple):
     steps: dict[int, dict[str, Any]]
 
 
-class Row(NamedTuple):
-    """A line of the table. good: None where nothing was compared."""
-
-    run: str
-    how: str
-    result: str
-    good: bool | None
-    more: tuple[str, ...] = ()
-
-
 def _read(code: int, record: Path) -> Start:
     """What all processes of a start have recorded."""
     about: dict[str, Any] = {}
@@ -174,7 +164,7 @@ class Table:
             if not self.first:
                 raise UserError(f"--from {args.run} has no checkpoint; give a run that has one")
             self.source = record.folder / "checkpoints" / f"step-{self.first:08d}"
-        self.rows: list[Row] = []
+        self.rows: list[dict[str, Any]] = []
         self.free: set[str] = set()  # what differs by itself, such as times
         self.base = self.start("uninterrupted")
 
@@ -197,7 +187,8 @@ class Table:
         return _read(start_again.finished(*given, record / "log", self.args.timeout), record)
 
     def add(self, name: str, how: str, result: str, good: bool | None, *more: str) -> None:
-        self.rows.append(Row(name, how, result, good, more))
+        """Adds a line of the table. good: None where nothing was compared."""
+        self.rows.append({"run": name, "how": how, "result": result, "good": good, "more": more})
 
     def failed(self, name: str, start: Start) -> None:
         first = min(start.steps, default=0)
@@ -262,7 +253,7 @@ class Table:
                 more.append(self.advice(kind, "carried" if causes else found[0]))
             elif carried:
                 more.append(f"carried, without effect: {some([*carried], 3)}")
-            if kind == "stop" and self.rows[-1].good is False:
+            if kind == "stop" and self.rows[-1]["good"] is False:
                 more = []  # they stand there
             result = found[1] if found else "the same"
             if lost and not found:
@@ -392,14 +383,13 @@ def rehearse(args: Namespace) -> int:
         table.describe()
         table.break_run()
         table.cut_otherwise()
-    code = int(any(row.good is False for row in table.rows))
+    code = int(any(row["good"] is False for row in table.rows))
     if args.json:
-        rows = [row._asdict() for row in table.rows]
-        print(json.dumps({"rows": rows, "exit_code": code}, indent=1))
+        print(json.dumps({"rows": table.rows, "exit_code": code}, indent=1))
         return code
     for row in table.rows:
-        mark = {True: "ok", False: "NO", None: "--"}[row.good]
-        print(f"{mark:3}{row.run:24} {row.how:22} {one_line(row.result, 500)}")
-        for line in row.more:
+        mark = {True: "ok", False: "NO", None: "--"}[row["good"]]
+        print(f"{mark:3}{row['run']:24} {row['how']:22} {one_line(row['result'], 500)}")
+        for line in row["more"]:
             print(f"     {one_line(line, 500)}")
     return code

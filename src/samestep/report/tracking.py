@@ -73,13 +73,8 @@ class Log(Tracker):
     ):  # fmt: skip
         super().__init__(accelerator)
         self.folder, self.max_steps, self.shows_lines = folder, max_steps, shows_lines
-        self.bar = tqdm(
-            total=max_steps,
-            initial=first_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not _has_bar(),
-        )
+        look: Any = {"unit": "step", "dynamic_ncols": True, "disable": not _has_bar()}
+        self.bar = tqdm(total=max_steps, initial=first_step, **look)
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if is_main():
             self.file = open(folder / "metrics.jsonl", "ab+")

@@ -45,7 +45,6 @@ class Evaluation:
         self.totals = EvaluationSums(self.sampler, self.accelerator.device)
         self.outputs = EvaluationOutputs(self.ranks)
         self.ids = np.empty(0)  # (B,) the rows of the batch, by number
-        self.problem: Exception | None = None  # of a batch, which all processes must raise
         return self
 
     def __iter__(self) -> Iterator[Batch]:
@@ -61,7 +60,7 @@ class Evaluation:
             sharding.share_buffers(self.model, self.ranks.layout.fsdp)
             for _ in range(len(self.loader)):
                 fetched, problem = catch(next, iterator)
-                problem = problem or self.problem
+                problem = problem or self.outputs.problem
                 (stop,) = self.ranks.sum_over_ranks(self.requested(), problem=problem)
                 if stop:
                     break
@@ -83,7 +82,6 @@ class Evaluation:
     def keep(self, outputs: dict[str, torch.Tensor]) -> None:
         """Keep the outputs of a batch, each (B, ...)."""
         self.outputs.add(outputs, self.ids)
-        self.problem = self.outputs.problem
 
     def sums(self) -> list[dict[str, torch.Tensor]]:
         """Return the sums over all rows of each source, float64; all processes must call it."""

@@ -57,7 +57,10 @@ class Step:
             yield from give_others(self.run, self)
         yield from self.compute_all()
         self.reduce()
-        self.run.read_loss(self)
+        if self.number % self.run.log_every == 0:
+            self.run.metrics.monitor.read_losses(self)
+            assert self.total is not None
+            self.loss = self.total / self.items if self.items else math.nan
 
     def compute_all(self) -> Iterator[Any]:
         """Give the batches of this process to the body of the loop."""

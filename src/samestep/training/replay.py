@@ -20,7 +20,6 @@ from samestep.step import trial
 from samestep.step.gradient import TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import eager, keep_modes
-from samestep.step.monitor import StepMonitor
 from samestep.step.samples import collate
 from samestep.step.step import Step
 from samestep.training.trial import try_batch
@@ -40,7 +39,7 @@ def read_question() -> dict[str, Any]:
 
 
 class Replay:
-    """Answers a question: `read_loss` and `log` take the place of those of a Training."""
+    """Answers a question: `log` takes the place of a Training's, `clip` that of the gradients'."""
 
     def __init__(self, training: Any, question: dict[str, Any]):
         self.training, self.question, self.step = training, question, question["step"]
@@ -50,7 +49,7 @@ class Replay:
         training.begins_from, training.accept_changes = question["checkpoint"], True
         training.save = training._save = training.write_line = lambda: None
         training.trials = [self.check_data, *training.trials, self.ask]
-        training.read_loss, training.log = self.read_loss, self.log
+        training.log = self.log
 
     def check_data(self, run: Any, step: Step) -> Iterator[Any]:
         """Raise UserError for other data than those of then. Gives no batches."""
@@ -58,12 +57,12 @@ class Replay:
             raise UserError(f"the data have changed since step {self.step}: it cannot be repeated")
         yield from ()
 
-    def read_loss(self, step: Step) -> None:
-        """Describe the step that is asked about, when its last batch is computed."""
+    def clip(self, max_norm: float) -> Any:
+        """Describe the step that is asked about, whose gradient is complete; then clip it."""
         run = self.training
-        type(run).read_loss(run, step)
-        if step.number == self.step:
-            self.answer |= self.describe(step)
+        if run.current.number == self.step:
+            self.answer |= self.describe(run.current)
+        return type(run.gradients).clip(run.gradients, max_norm)
 
     def log(self, step: Step, **values: Any) -> None:
         """Write the lines that are compared alone; after the last one end the process."""
@@ -82,6 +81,7 @@ class Replay:
         """Give the step that is asked about, each row alone, and the step without some rows."""
         if step.number != self.step:
             return
+        run.gradients.clip = self.clip
         rows, plan = run.rows, run.plan
         end = run.samples(step.number)
         self.positions = [*rows.sort(range(end - plan.samples, end))]
@@ -149,8 +149,7 @@ class Replay:
         """Return loss, items and norms of a gradient that is complete, before it is clipped."""
         run = self.training
         layers = _norms_by_layer(run.gradients.weights, run.accelerator.scaler)
-        monitor = StepMonitor(run.accelerator, run.ranks, run.plan, 0)
-        monitor.read_losses(step)
+        run.metrics.monitor.read_losses(step)
         assert step.total is not None
         loss, norm = step.total / max(step.items, 1), math.hypot(*layers.values())
         return {"loss": loss, "items": step.items, "norm": norm, "layers": layers}

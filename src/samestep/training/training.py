@@ -14,7 +14,6 @@ It is no Trainer: the loop, the loss and the optimizer's step are the script's o
 a script.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -253,21 +252,11 @@ class Training:
     def look(self) -> None:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
         now. A step that fp16 skips changes nothing."""
-        if self.ranks.layout.deepspeed:  # which writes what it holds
-            return
         skipped = self.accelerator.scaler and self.optimizer.step_was_skipped
         if not skipped:
             self.has_looked = True
             assert self.saver
             self.saver.state.collect(self.step)
-
-    def read_loss(self, step: Step) -> None:
-        """Read the loss of a step that is logged, when its last batch is computed."""
-        if step.number % self.log_every == 0:
-            assert self.metrics
-            self.metrics.monitor.read_losses(step)
-            assert step.total is not None
-            step.loss = step.total / step.items if step.items else math.nan
 
     def complete(self) -> int:
         """Return how many steps are done; raise UserError in the middle of one."""
