@@ -220,8 +220,7 @@ class Training:
             self.loader.prefetch()
             for number in range(begin + 1, begin + left + 1):
                 log.start_step(number)
-                if self.ranks.group:
-                    self.ranks.places.start_step(number)
+                self.ranks.places.start_step(number)
                 self.current = self.next_step(number, last=number == max_steps)
                 seed_micro_batch(self.seed, number, BEFORE)
                 yield self.current
