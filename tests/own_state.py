@@ -223,6 +223,35 @@ class flag(Kind):  # noqa: N801
         bare._warm = step.number >= 2
 
 
+class Fixed(dict):
+    """A dict that cannot be written, such as diffusers' FrozenDict."""
+
+    update = clear = __setitem__ = None
+
+
+class graph(Kind):  # noqa: N801
+    """Attributes that cannot be written or saved, and that no step changes."""
+
+    def model(self):
+        given = np.arange(3.0)
+        given.setflags(write=False)
+        around = [1]
+        around.append(around)
+        edges = torch.eye(4).to_sparse()
+        names, mask = np.array(["a", "b"]), torch.ones(1).expand(4)
+        config = Fixed(kind="small", names=names)
+        return Net(self.inner, edges=edges, given=given, around=around, mask=mask, config=config)
+
+    def loss(self, model, x, y):
+        return super().loss(model, (bare.edges @ x.T).T * bare.mask, y)
+
+
+class rewired(graph):  # noqa: N801
+    def after(self, step):
+        if step.number == 3:
+            bare.edges = 2 * bare.edges
+
+
 class history(Kind):  # noqa: N801
     """Norms of before, in a deque of the model; a generator of Python's and one of NumPy's."""
 

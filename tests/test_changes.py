@@ -10,7 +10,16 @@ from test_core import script, words_of
 PROGRAM = (ROOT / "tests" / "own_state.py",)
 COME_BACK = [
     *("count", "queue", "noisy", "rotary", "observer", "codebook", "hooked"),  # changed by forward
-    *("teacher", "hidden_teacher", "rate", "flag", "history", "experiment", "outside_draws"),
+    *(
+        "teacher",
+        "hidden_teacher",
+        "rate",
+        "flag",
+        "graph",
+        "history",
+        "experiment",
+        "outside_draws",
+    ),
     *("curriculum", "unfreeze", "freeze", "turns", "joins", "own_optimizer", "super_step"),
     *("plateau", "cosine", "lambdas", "kept", "penalty", "nan_setting"),
 ]
@@ -26,6 +35,7 @@ ENDS = {
     "outside": "depends on a weight of shape () outside of the model",
     "outside_tensor": "depends on a weight of shape () outside of the model",
     "forgotten": "no optimizer has 2.weight, 2.bias, so it would never change",
+    "rewired": "model.edges is a sparse, quantized or nested tensor; a checkpoint holds",
     "pruned": "other weights or modules than at the start: 0.weight, 0.weight_mask, 0.weight_orig",
     "still": "is in eval mode, which trained before",
     "second_optimizer": "a second optimizer is prepared",

@@ -113,8 +113,31 @@ def check_equal(ranks: Ranks, digests: dict[str, str], when: str) -> None:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a memory of values, as sparse, quantized and nested tensors have not."""
+    is_odd = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return tensor.layout == torch.strided and not is_odd
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The values, and their places, of a tensor that is not dense."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    in_places = tensor.to_sparse_coo()
+    return [in_places._indices(), in_places._values()]
+
+
 def _as_integers(values: torch.Tensor) -> torch.Tensor:
     """The bits of all values as integers, (numel,)."""
+    if not is_dense(values):
+        parts = [_as_integers(part).view(torch.uint8) for part in _dense_parts(values)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     if values.is_complex():
         values = torch.view_as_real(values)
     return values.detach().contiguous().flatten().view(_BITS[values.element_size()])
@@ -148,7 +171,8 @@ def bit_digest(values: torch.Tensor) -> torch.Tensor:
 
 def hash_bits(tensors: list[torch.Tensor]) -> str:
     """Hash this process's values of tensors, with their types and shapes, in hex."""
-    digest = hashlib.sha256(repr([(str(t.dtype), (*t.shape,)) for t in tensors]).encode())
+    kinds = [(str(t.dtype), () if t.is_nested else (*t.shape,)) for t in tensors]
+    digest = hashlib.sha256(repr(kinds).encode())
     if tensors:
         digests = torch.stack([bit_digest(tensor).cpu() for tensor in tensors])
         digest.update(digests.numpy().tobytes())

@@ -10,6 +10,7 @@ saved if the loss of the first batch is another with its old value; see training
 
 import enum
 import functools
+import hashlib
 import operator
 import types
 from collections import deque
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from samestep.base.errors import UserError, some
-from samestep.processes.alike import hash_bits
+from samestep.processes.alike import hash_bits, is_dense
 from samestep.processes.sharding import local
 from samestep.state import packing
 
@@ -74,18 +75,20 @@ def _is_private_flag(slot: Slot) -> bool:
     return f"{slot.name}"[:1] == "_" and isinstance(slot.get(), bool)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory, 0 if it has none."""
-    return local(tensor).untyped_storage().data_ptr()
+    return local(tensor).untyped_storage().data_ptr() if is_dense(tensor) else 0
 
 
-def _is_plain(value: Any, known: set[int]) -> bool:
-    """Return whether a value is compared. known: addresses of tensors that checkpoints have."""
+def _is_plain(value: Any, known: set[int], around: tuple[int, ...] = ()) -> bool:
+    """Return whether a value is compared. known: addresses of tensors that checkpoints have.
+    around: the collections that it lies in, of which none is a part of itself."""
     if torch.is_tensor(value):
-        return _memory(value) not in known
+        return memory_of(value) not in known
     if isinstance(value, COLLECTIONS):
+        around = (*around, id(value))
         entries = value.values() if isinstance(value, dict) else value
-        return all(_is_plain(entry, known) for entry in entries)
+        return all(id(e) not in around and _is_plain(e, known, around) for e in entries)
     return isinstance(value, _HOLDERS)
 
 
@@ -99,42 +102,41 @@ def list_slots(
     model: whose weights and buffers checkpoints have. Those of other modules are slots, but for
     `others`, which checkpoints have, too. is_skipped: of an object inside, whether it is left out.
     """
-    known = {_memory(t) for t in (*model.parameters(), *model.buffers(), *others)} - {0}
-    inside, names = {*model.modules()}, _own_names()
+    known = {memory_of(t) for t in (*model.parameters(), *model.buffers(), *others)} - {0}
+    of_model, names = {*model.modules()}, _own_names()
     slots: dict[str, Slot] = {}
     objects: dict[str, Any] = {}
     seen: set[int] = set()
-
-    def visit(path: str, value: Any) -> None:
+    to_visit = [*reversed(roots.items())]
+    while to_visit:
+        path, value = to_visit.pop()
         foreign = f"{type(value).__module__}.".startswith(_FOREIGN)
         is_module = isinstance(value, torch.nn.Module)  # FSDP2's are of classes of its own
         if id(value) in seen or isinstance(value, _NO_STATE) or (foreign and not is_module):
-            return
+            continue
         if path not in roots and is_skipped(value):
-            return
+            continue
         seen.add(id(value))
         objects[path] = value
         held: list[tuple[Any, dict]] = []
+        inside: list[tuple[str, Any]] = []
         if isinstance(value, dict):
             held = [(value, value)]
         elif isinstance(value, _LISTS):
-            for place, entry in enumerate(value):
-                visit(f"{path}.{place}", entry)
+            inside = [(f"{path}.{place}", entry) for place, entry in enumerate(value)]
         elif hasattr(value, "__dict__"):
             held = [(value, {n: v for n, v in vars(value).items() if n not in names})]
         if is_module:
             held += [(each, each) for each in (value._parameters, value._buffers)
-                     if value not in inside]  # fmt: skip
+                     if value not in of_model]  # fmt: skip
             held.append((value, dict(value.named_children())))
         for owner, entries in held:
             for name, entry in [*entries.items()]:
                 if _is_plain(entry, known):
                     slots[f"{path}.{name}"] = Slot(owner, name)
                 else:
-                    visit(f"{path}.{name}", entry)
-
-    for path, root in roots.items():
-        visit(path, root)
+                    inside.append((f"{path}.{name}", entry))
+        to_visit += reversed(inside)
     return slots, objects
 
 
@@ -148,25 +150,39 @@ def copy_of(value: Any) -> Any:
         return {name: copy_of(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | deque):
         return [copy_of(entry) for entry in value]
-    return value.copy() if isinstance(value, np.ndarray | set) else value
+    is_fixed = isinstance(value, np.ndarray) and not value.flags.writeable
+    return value.copy() if isinstance(value, np.ndarray | set) and not is_fixed else value
+
+
+def _are_same(one: list, other: list) -> bool:
+    """Return whether lists hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def fill(old: Any, value: Any) -> Any:
-    """Put a copy of a value into what was copied; return that, or the value of another form."""
+    """Put a copy of a value into what was copied; return that, or the value if it has another
+    form. What holds the same is left, since it may be read-only."""
     if isinstance(old, packing.GENERATORS):
         return packing.set_generator(old, value)
     if isinstance(old, enum.Enum) and isinstance(value, str):
         return type(old)[value]
-    if torch.is_tensor(old) and torch.is_tensor(value) and old.shape == value.shape:
-        old.data.copy_(value)
-        return old
+    if torch.is_tensor(old) and torch.is_tensor(value):
+        if not is_dense(old) or 0 in old.stride():  # one that was expanded cannot be written
+            return old if hash_bits([old]) == hash_bits([value]) else copy_of(value)
+        if old.shape == value.shape:
+            old.data.copy_(value)
+            return old
     if isinstance(old, np.ndarray) and isinstance(value, np.ndarray) and old.shape == value.shape:
-        old[...] = value
-        return old
+        if old.flags.writeable:
+            old[...] = value
+            return old
     if isinstance(old, dict) and isinstance(value, dict):
         entries = {name: fill(old.get(name), entry) for name, entry in value.items()}
-        old.clear()
-        old.update(entries)
+        if not _are_same([*old, *old.values()], [*entries, *entries.values()]):
+            old.clear()
+            old.update(entries)
+        return old
+    if isinstance(old, set | frozenset) and old == value:
         return old
     if isinstance(old, set) and isinstance(value, set | frozenset):
         old.clear()
@@ -174,9 +190,9 @@ def fill(old: Any, value: Any) -> Any:
         return old
     if isinstance(old, list | tuple | deque) and isinstance(value, list | tuple | deque):
         parts = [fill(old[i] if i < len(old) else None, each) for i, each in enumerate(value)]
+        if _are_same([*old], parts):
+            return old
         if isinstance(old, tuple):
-            if len(parts) == len(old) and all(map(operator.is_, parts, old)):
-                return old
             # One with names takes its entries as arguments.
             return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)
         old.clear()
@@ -299,5 +315,13 @@ def _as_text(path: str, value: Any) -> str:
     """Return a text that differs where the value does."""
     if isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r}"
-    packed, tensors = packing.pack(value, path)
+    try:
+        packed, tensors = packing.pack(value, path)
+    except ValueError:  # no checkpoint can hold it, which matters once it moves
+        if isinstance(value, COLLECTIONS):
+            entries = value.items() if isinstance(value, dict) else value
+            return repr([_as_text(path, entry) for entry in entries])
+        if isinstance(value, np.ndarray):
+            return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        return hash_bits([value]) if torch.is_tensor(value) else repr(value)
     return f"{packed} {hash_bits([*tensors.values()])}"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.processes.alike import is_dense
+
 Tensors = dict[str, torch.Tensor]
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -33,6 +35,10 @@ def set_generator(generator: Any, state: Any) -> Any:
     return generator
 
 
+def _is_numeric(array: np.ndarray) -> bool:
+    return array.dtype.kind in "biuf" and array.dtype.itemsize <= 8
+
+
 def pack(state: Any, name: str) -> tuple[Any, Tensors]:
     """Return a state as JSON, and its tensors by names that begin with `name`.
 
@@ -47,9 +53,9 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
             value = generator_state(value)
         if isinstance(value, enum.Enum):
             value = value.name
-        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biuf":
+        if isinstance(value, np.ndarray) and value.ndim and _is_numeric(value):
             return {"array": convert(torch.from_numpy(value.copy()), name)["tensor"]}
-        if torch.is_tensor(value):
+        if torch.is_tensor(value) and is_dense(value):
             while name in tensors:  # of the keys 1 and "1"
                 name += "'"
             tensors[name] = value.detach()
@@ -73,6 +79,8 @@ def pack(state: Any, name: str) -> tuple[Any, Tensors]:
                 pairs.append([convert(key, f"a key of {name}"), convert(entry, f"{name}.{key}")])
             return {"counter" if isinstance(value, Counter) else "dict": pairs}
         kind = type(value).__name__
+        if torch.is_tensor(value):
+            kind = "sparse, quantized or nested tensor"
         raise ValueError(f"{name} is a {kind}; a checkpoint holds tensors, numbers and texts only")
 
     return convert(state, name), tensors

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save, save_file
 
+from samestep.processes.alike import is_dense
 from samestep.processes.ranks import Ranks
 from samestep.state.state_hash import PLACES
 
@@ -61,12 +62,17 @@ def _holds(dtype: torch.dtype) -> bool:
     return True
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
+def check_kind(name: str, values: torch.Tensor) -> None:
     """Raise ValueError for a tensor that no file could hold."""
-    if not _holds(dtype):
+    if not is_dense(values):
         raise ValueError(
-            f"{name} is of {dtype}, and a checkpoint holds none of that type: keep its parts, such "
-            "as torch.view_as_real(...)"
+            f"{name} is a tensor of layout {values.layout}, and a checkpoint holds values in rows: "
+            "make it again at each start, and keep it in an attribute"
+        )
+    if not _holds(values.dtype):
+        raise ValueError(
+            f"{name} is of {values.dtype}, and a checkpoint holds none of that type: keep its "
+            "parts, such as torch.view_as_real(...)"
         )
 
 

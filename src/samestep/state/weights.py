@@ -20,7 +20,7 @@ from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_groups, is_dtensor
 from samestep.state import deepspeed, optimizers, packing
 from samestep.state.inventory import Inventory
-from samestep.state.tensor_files import TensorReader, check_dtype
+from samestep.state.tensor_files import TensorReader, check_kind
 from samestep.step.model import bare_model, bare_name
 
 # A checkpoint holds these tensors. NAME is that of a weight in the task's model.
@@ -262,7 +262,7 @@ class TrainingState:
             weights |= moments.keys()
             tensors |= {**of_others, **moments}
             for name, values in tensors.items():
-                check_dtype(name, values.dtype)
+                check_kind(name, values)
             digests = self.digests(others, tensors)
             groups = full_groups(self.bare_optimizer().param_groups)
             trains = [name for name, p in self.parameters().items() if p.requires_grad]

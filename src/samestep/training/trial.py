@@ -97,6 +97,7 @@ def _try_twice(
         before = _changeable(state)
         first = yield from try_batch(run, step, rows)
         gradients, leaves = _gradients(model), step.leaves
+        _check_dense(model)
         if run.run.tries_backward and waits and not run.ranks.layout.sharded:
             trial.check_all_used(run.ranks, model)
         after = _changeable(state)
@@ -124,6 +125,16 @@ def _changeable(state: TrainingState) -> dict[str, str]:
     texts |= {f"buffer {n}": alike.hash_bits([buffer]) for n, buffer in model.named_buffers()}
     weights = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     return texts | {f"weight {name}": alike.hash_bits([p]) for name, p in weights}
+
+
+def _check_dense(model: torch.nn.Module) -> None:
+    """Raise UserError for a gradient that cannot be clipped, nor added up by several processes."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not alike.is_dense(parameter.grad):
+            raise UserError(
+                f"the gradient of {trial.own_name(name)} is sparse, and torch clips none: make its "
+                "module with sparse=False"
+            )
 
 
 def _gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
@@ -164,9 +175,10 @@ def _check_leaves(run: Any, first: list[torch.Tensor], second: list[torch.Tensor
         return
     again = {id(leaf) for leaf in second}
     weights = [p for group in run.optimizer.param_groups for p in group["params"]]
-    known = {p.data_ptr() for p in (*weights, *run.model.parameters(), *run.model.buffers())}
+    tensors = (*weights, *run.model.parameters(), *run.model.buffers())
+    known = {0, *map(inventory.memory_of, tensors)}
     for leaf in first:
-        if id(leaf) in again and leaf.data_ptr() not in known:
+        if id(leaf) in again and inventory.memory_of(leaf) not in known:
             raise UserError(
                 f"{run.run.loss_name} depends on a weight of shape {(*leaf.shape,)} outside of the "
                 "model, which no optimizer has and no checkpoint holds: make it a part of the "
