@@ -8,8 +8,9 @@ Each run trains the same recipe with `exact: true`, on CPU processes. The last o
 kill -9, and resumed by the same command, until it has been killed five times. The program ends with
 an error where the losses or the weights of two runs differ. Kernels and BLAS take the instructions
 that each x86-64 has: others would round in another way. plain.py trains the same model for an epoch
-on the 1,600 rows of these runs, in their order. On one process its losses are those of train.py:
-to 1e-6 at first, until the training has amplified the rounding.
+on the 1,600 rows of these runs, in their order: with the global batch fixed, and with a batch size
+for each process. On one process its losses are those of train.py: to 1e-6 at first, until the
+training has amplified the rounding.
 """
 
 import hashlib
@@ -48,6 +49,7 @@ FLAGS = work.flags(
     keep_every=50,
     log_every=1,
 )
+RECIPE = {f.removeprefix("--"): v for f, v in zip(FLAGS[::2], FLAGS[1::2], strict=True)}
 COLORS = ("#bfdbfe", "#60a5fa", "#1d4ed8", "#c2410c")
 
 
@@ -105,18 +107,19 @@ def train(project: Path, processes: int, kills: int = 0) -> dict:
     return {"losses": losses(project / output), "sha256": digest, "killed_after_steps": killed}
 
 
-def train_plain(project: Path) -> dict[str, list[float]]:
-    """The losses of plain.py on 1, 2 and 4 processes: the rows, their order and the model at its
-    beginning are those of the runs."""
-    folder, found = project / "plain", {}
+def train_plain(project: Path) -> dict[str, dict[str, list[float]]]:
+    """The losses of plain.py on 1, 2 and 4 processes, in both ways: the rows, their order and the
+    model at its beginning are those of the runs."""
+    folder, found = project / "plain", {"split": {}, "losses": {}}
     todo = prepare(project, SIZES["small"], folder)
     rows = work.build_dataset(todo)
     torch.save([rows[i] for i in range(STEPS * todo.batch)], folder / "rows.pt")
     work.build_model(todo).save_pretrained(folder / "model")
-    for processes in (1, 2, 4):
-        finish(project, processes, str(HERE / "plain.py"), str(folder))
-        name = "1 process" if processes == 1 else f"{processes} processes"
-        found[name] = json.loads((folder / f"losses-{processes}.json").read_text())
+    for way, flags in (("split", ["--split"]), ("losses", [])):
+        for processes in (1, 2, 4):
+            finish(project, processes, str(HERE / "plain.py"), str(folder), *flags)
+            name = "1 process" if processes == 1 else f"{processes} processes"
+            found[way][name] = json.loads((folder / f"{way}-{processes}.json").read_text())
     return found
 
 
@@ -128,37 +131,45 @@ def ask(project: Path, *words: str) -> None:
         sys.exit(code)
 
 
-def draw(runs: dict, plain: dict[str, list[float]], file: Path) -> None:
+def draw(runs: dict, plain: dict[str, dict[str, list[float]]], file: Path) -> None:
     """Losses above, and below the largest difference of a step from the run on one process."""
     ours = {name: [*run["losses"].values()] for name, run in runs.items()}
-    figure = Figure(figsize=(12, 6))
-    axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
-    titles = (
-        "train.py, exact: true",
-        "plain Accelerate script, 8 rows per process (split_batches=False)",
+    figure = Figure(figsize=(14, 6))
+    axes = figure.subplots(2, 3, sharex=True, sharey="row", height_ratios=(2, 1))
+    parts = (
+        ("train.py, exact: true", ours, 14),
+        ("plain script, global batch of 8 (split_batches=True)", plain["split"], 2),
+        ("plain script, 8 rows per process (the default)", plain["losses"], 2),
     )
-    shown = zip(axes.T, titles, (ours, plain), (14, 2), strict=True)
-    for (upper, lower), title, curves, width in shown:
-        steps = range(1, STEPS + 1)
+    for (upper, lower), (title, curves, width) in zip(axes.T, parts, strict=True):
         table = pandas.DataFrame({name: pandas.Series(curve) for name, curve in curves.items()})
+        steps = table.index + 1
         for number, name in enumerate(table):
             wide = max(width - 4 * number, 2)
             upper.plot(steps, table[name], color=COLORS[number], linewidth=wide, label=name)
         first = table.pop("1 process")
         apart = table.sub(first, axis=0).abs().max(axis=1)
         lower.plot(steps, apart, color="#374151", linewidth=1.5)
-        upper.set_title(title, fontsize=12)
-        upper.legend(fontsize=10, edgecolor="none", framealpha=1, loc="upper right")
+        upper.set_title(title, fontsize=11)
+        legend = upper.legend(fontsize=10, edgecolor="none", loc="upper right")
+        for line in legend.get_lines():
+            line.set_linewidth(4)
         lower.set(xlabel="step", xlim=(0, STEPS + 1))
-        text = f"largest difference from the same step on 1 process: {apart.max():.3g}"
+        text = f"largest difference from the same step on 1 process: {apart.max():.2g}"
         lower.set_title(text, fontsize=10, loc="right")
+        if rest := sorted({len(curve) for curve in curves.values()} - {len(first)}):
+            words = f"{len(first)}, {rest[-1]} and {rest[0]} steps: not the same training"
+            lower.text(0.99, 0.06, words, transform=lower.transAxes, ha="right", fontsize=8)
     upper, lower = axes[:, 0]
     for step in [step for run in runs.values() for step in run["killed_after_steps"]]:
-        upper.axvline(step, color=COLORS[-1], linewidth=1, linestyle=":")
+        upper.axvline(step, ymax=0.6, color=COLORS[-1], linewidth=1, linestyle=":")
         place = {"transform": upper.get_xaxis_transform(), "fontsize": 8}
         upper.text(step, 0.02, " kill", color=COLORS[-1], **place)
     upper.set_ylabel("training loss")
     lower.set_ylabel("difference")
+    lower.set_yscale("symlog", linthresh=1e-7)
+    lower.set_ylim(-3e-8, 2)
+    lower.set_yticks([0, 1e-6, 1e-4, 1e-2, 1], ["0", "1e-6", "1e-4", "0.01", "1"])
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -176,8 +187,8 @@ def make_figure(project: Path) -> None:
         if (run["losses"], run["sha256"]) != (first["losses"], first["sha256"]):
             sys.exit(f"{name}: the losses or the weights are not those of 1 process")
     plain = train_plain(project)
-    report |= {"seconds": round(time.monotonic() - began), "recipe": FLAGS}
-    report |= {"runs": runs, "plain": plain}
+    report |= {"seconds": round(time.monotonic() - began), "recipe": RECIPE}
+    report |= {"runs": runs, "plain": plain["losses"], "plain_split": plain["split"]}
     ask(project, "receipt", "runs/1-0", "--output", RECEIPT)
     NUMBERS.write_text(json.dumps(report, indent=1) + "\n")
     draw(runs, plain, NUMBERS.with_suffix(".png"))

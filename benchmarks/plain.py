@@ -1,11 +1,12 @@
 """A plain Accelerate script, written as accelerate's examples are; figure.py compares it.
 
-    accelerate launch --config_file CPU_YAML --num_processes 2 plain.py FOLDER
+    accelerate launch --config_file CPU_YAML --num_processes 2 plain.py FOLDER [--split]
 
 FOLDER has model/ and rows.pt, which figure.py writes; losses-2.json is written into it: the mean
 loss of each step. Optimizer, schedule and rows, one epoch, are those of train.py. The batch size is
 that of a process, as in accelerate's examples, so that two processes take half the steps. With
-`split_batches=True` they would not; padded rows or dropout would still change the losses.
+--split, into split-2.json, it is that of all processes (`split_batches=True`): what differs then is
+rounding. Padded rows or dropout would change more.
 """
 
 import json
@@ -14,14 +15,15 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 WARMUP = 10
 
 
-def main(folder: str) -> None:
-    accelerator = Accelerator()
+def main(folder: str, split: bool) -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
     loader = DataLoader(torch.load(f"{folder}/rows.pt"), batch_size=8)  # they are shuffled
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     groups = [
@@ -49,10 +51,11 @@ def main(folder: str) -> None:
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     if accelerator.is_main_process:
-        with open(f"{folder}/losses-{accelerator.num_processes}.json", "w") as file:
+        name = "split" if split else "losses"
+        with open(f"{folder}/{name}-{accelerator.num_processes}.json", "w") as file:
             json.dump(losses, file)
     accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--split" in sys.argv)
