@@ -258,9 +258,9 @@ class BakedProject:
         """The rows of a run are those computed, and a step is equal to the bit. `command`: of a
         script of one's own."""
         count = len(lines(run, "loss"))
-        assert f"{count} of {count} lines of metrics.jsonl" in self.ask("rows", run)
+        assert f"{count} of {count} line" in self.ask("rows", run)
         printed = self.ask("replay", run, "--step", step, *command, before=before)
-        assert re.search(r"\b(\d+) of \1 lines of metrics.jsonl", printed), printed
+        assert re.search(r"\b(\d+) of \1 lines? of metrics.jsonl", printed), printed
         assert "computed twice: equal" in printed, printed
         return printed
 

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from conftest import kill_after, lines, reseal
+from conftest import ASK, kill_after, lines, reseal, status
 from samestep.ask.recorded_rows import Part
 from samestep.step.order import hash64, permute
 from test_mixture import SOURCES
@@ -74,7 +74,37 @@ def test_rows_that_differ_are_said(tiny, killed, tmp_path):
     (output / "metrics.jsonl").write_text(text.replace(line["batch_hash"], "0" * 16))
     printed = tiny.ask("rows", output, "--verify", code=1)
     assert "11 of 12 lines" in printed and "NOT those of steps 6 to 6" in printed
-    assert "0 of 1 lines" in tiny.ask("rows", output, "--step", 6, code=1)
+    assert "0 of 1 line of" in tiny.ask("rows", output, "--step", 6, code=1)
+
+
+def test_each_answer_is_one_json_object(tiny, killed, tmp_path):
+    """On standard output, with the exit code; of an error its line."""
+
+    def answer(*words, code=0):
+        result = tiny.run("python", "-c", ASK, "", *map(str, words), "--json", check=False)
+        found = json.loads(result.stdout)
+        assert (result.returncode, found.pop("exit_code")) == (code, code), result.stderr
+        assert found.pop("command") == words[0] and result.stderr
+        return found
+
+    found = answer("rows", killed, "--step", 7)
+    assert (len(found["rows"]), found["lines"], found["wrong_steps"]) == (8, 1, [])
+    row = found["rows"][0]["row"]
+    assert 7 in answer("when", killed, row)["rows"][0]["steps"]
+    assert answer("diff", killed, killed) == {"first_step": None, "causes": []}
+    assert {"step", "what"} == answer("replay", killed)["steps"][0].keys()
+    found = answer("replay", killed, "--step", 7)
+    assert row in [each["row"] for each in found["rows"]] and found["logged"] and found["layers"]
+    found = answer("receipt", killed, "--output", tmp_path / "r.json")
+    assert found == {"path": str(tmp_path / "r.json"), "steps": [4, 8, 12], "exact": False}
+    found = answer("audit", tmp_path / "r.json", "--steps", "0:9", code=2)
+    assert found == {"error": "--steps 0:9: give A:B of the steps 0, 4, 8, 12"}
+    for flags, code in ([], 0), (["--seeed", 1], 2):
+        words = ["train.py", "--check", "--json", "--output_dir", killed, *flags]
+        result = tiny.run("python", *map(str, words), check=False)
+        found = json.loads(result.stdout)
+        assert found.pop("command") == "train.py" and found.pop("exit_code") == code
+        assert found["begins_from"].endswith("00000012") if not code else "seed?" in found["error"]
 
 
 def test_a_step_of_a_run_that_was_killed_is_computed_again(tiny, killed):
@@ -99,7 +129,7 @@ def test_the_row_behind_a_spike_is_found(tiny, quick, tmp_path):
     flags = ["--task.poisoned", 20, "--task.poison", "500", "--learning_rate", 1e-4]
     output = tmp_path / "run"
     quick(*flags, "--max_steps", 40, "--log_every", 2, "--save_every", 10, "--output_dir", output)
-    steps = re.findall(r"(?<=: )[\d, ]+$", tiny.ask("when", output, 20).strip())[0].split(", ")
+    steps = re.findall(r"(?<=: )[\d, ]+$", tiny.ask("when", output, 20), re.M)[0].split(", ")
     found = tiny.ask("replay", output)
     told = re.findall(r"step +(\d+): loss", found)
     assert len(told) == 3 and {*told} <= {*steps}
@@ -114,6 +144,7 @@ def test_a_run_that_ends_by_nan_names_its_step_and_its_rows(tiny, quick, tmp_pat
     step, rows = re.search(r"Step (\d+), whose rows are ([\d, ]+): python -m", last).groups()
     assert last.endswith(f"python -m samestep replay {tmp_path / 'run'} --step {step}")
     assert "20" in rows.split(", ")
+    assert status(tmp_path / "run")["noticed"]["skipped"]["step"] == int(step)
     printed = tiny.check_asked(tmp_path / "run", step)
     assert re.search(r"^ +nan +\d+ +20 ", printed, re.M)
     assert f"step {step:>8}: skipped" in tiny.ask("replay", tmp_path / "run")

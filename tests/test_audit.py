@@ -160,7 +160,7 @@ def test_other_data_and_what_is_no_receipt_are_refused(project, clone):
 
 def test_a_version_and_processes_of_a_run_that_is_not_exact_are_refused(project, clone):
     project.train(1, "--output_dir", "runs/two", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
-    assert "for as many processes only" in project.ask("receipt", "runs/two")
+    assert "not exact: audit it on 1 process, as here" in project.ask("receipt", "runs/two")
     file = clone.path / "receipt.json"
     shutil.copy(project.path / "runs" / "two" / "receipt.json", file)
     assert "made of: processes: 1 -> 2; --anyway tries it" in refused(clone, "--processes", "2")

@@ -2,9 +2,12 @@
 
 import errno
 import json
+import math
 import os
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -27,6 +30,7 @@ from conftest import (
 )
 from samestep.base import run_folder
 from samestep.step import order
+from samestep.training import log as log_of_run
 
 # All fields of the schedule are read, so that each of them can show. Checkpoints at 4 and 8.
 BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
@@ -335,6 +339,13 @@ def test_a_mistake_leaves_no_folder_behind(quick, tmp_path):
         assert said in printed and [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
+def test_a_run_without_a_checkpoint_begins_again_and_says_so(quick, tmp_path):
+    flags = ["--output_dir", tmp_path / "run", *BASE]
+    quick(*flags, before=kill_before(3), codes=[-9])
+    said = f"{tmp_path / 'run'} has no checkpoint yet: it begins again at step 1"
+    assert said in quick(*flags) and said not in quick(*flags)
+
+
 def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(quick, output):
     remove = kill_before(3, "__import__('shutil').rmtree(given[0].lines.folder)")
     for every in (4, 0):  # in the middle, and at the end
@@ -377,6 +388,32 @@ def test_lines_of_steps_that_were_trained_again_do_not_count(tmp_path):
     text = "".join(json.dumps(line) + "\n" for line in [*LINES_BEFORE, background, *LINES_AFTER])
     (tmp_path / "metrics.jsonl").write_text(text)
     assert run_folder.read_metrics(tmp_path) == [*LINES_BEFORE[:2], background, *LINES_AFTER]
+
+
+def test_the_status_names_what_a_person_would_be_told(tmp_path, monkeypatch):
+    """With the step, and of each kind the newest: not a noisy loss, a short wait, a disk with
+    room."""
+    run_folder.write_status(tmp_path, "running")
+    log = log_of_run.RunLog.__new__(log_of_run.RunLog)
+    log.lines, log.highest, log.step = SimpleNamespace(folder=tmp_path, write=len), [], 0
+    losses = [*np.linspace(4, 3, 20), 9.0, math.nan, 3.1, 3.2, 3.0, 3.3]
+    for log.step, loss in enumerate(losses, 1):
+        log.watch({"loss": loss, "peer_wait": 0.1, "slowest": 1})
+    (told,) = status(tmp_path)["noticed"].items()
+    assert told[0] == "spike" and told[1]["step"] == 21
+    log.highest = []
+    for log.step, loss in enumerate([0.01, 0.3, 0.02, 0.1] * 10, 100):
+        log.watch({"loss": loss, "worst": {"step": 7, "loss": loss}})
+    assert status(tmp_path)["noticed"]["spike"]["step"] == 21
+    log.watch({"loss": 0.01, "peer_wait": 0.4, "slowest": 1})
+    log.note(save_seconds=1.0)
+    assert status(tmp_path)["noticed"].keys() == {"spike", "straggler"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
+    log.note(save_seconds=1.0)
+    run_folder.write_status(tmp_path, "stopped")
+    found = status(tmp_path)["noticed"]
+    assert (found["disk"]["step"], found["straggler"]["step"]) == (139, 139)
+    assert "process 1, 40% of" in found["straggler"]["what"] and "free" in found["disk"]["what"]
 
 
 def test_a_status_keeps_what_was_saved_and_fits_a_full_disk(tmp_path, monkeypatch):

@@ -233,6 +233,16 @@ def test_pages_use_the_words_of_the_field():
     assert not wrong
 
 
+def test_no_fence_is_wider_than_a_narrow_window():
+    """But for diffs of train.py and task.py, which the site wraps, and autodoc."""
+    wide, pages = [], [*ROOT.glob("docs/**/*.md"), *ROOT.glob(f"{SOURCE}/docs/*.md")]
+    for page in [ROOT / "README.md", ROOT / SOURCE / "README.md", *pages]:
+        for language, code in FENCE.findall(page.read_text("utf-8")):
+            lines = [] if language in ("diff", "{eval-rst}") else code.splitlines()
+            wide += [f"{page.name}: {line}" for line in lines if len(line) > 88]
+    assert not wide
+
+
 def strings(node):
     """The strings of a part of a program."""
     constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
@@ -411,7 +421,7 @@ def test_recipes_follow_the_schema_of_the_fields(schemas, projects, task):
     assert described["learning_rate"]["description"] == "Peak learning rate."
     assert all(each["description"] for each in [*described.values(), *own.values()])
     flags = {name for name, (_, field) in fields.items() if "one_command" in field.metadata}
-    assert flags == {"accept_changes", "check", "eval_only"}
+    assert flags == {"accept_changes", "check", "eval_only", "json"}
     assert {*described, *(f"task.{name}" for name in own)} == fields.keys() - flags
 
 

@@ -77,13 +77,13 @@ def test_a_fault_has_its_row(kind, monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "run").exists() and os.listdir(tmp_path) == []
 
 
-def test_a_rehearsal_begins_at_a_checkpoint_and_is_read_by_programs(monkeypatch, capsys, tmp_path):
+def test_a_rehearsal_begins_at_a_checkpoint_and_is_read_by_programs(monkeypatch, capfd, tmp_path):
     """Of a copy: the run stays as it is."""
     words_of(script(1, "notes", tmp_path / "run", 4, program=[PROGRAM]))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     words = [str(PROGRAM), "stream", str(tmp_path / "run"), "20"]
     options = ["--from", str(tmp_path / "run"), "--but", "this.draw", "--json", "--processes", "1"]
-    code, said = rehearsed(monkeypatch, capsys, words, *options)
+    code, said = rehearsed(monkeypatch, capfd, words, *options)
     rows = json.loads(said[said.index("{") : said.rindex("}") + 1])["rows"]
     assert code == 1 and [row["good"] for row in rows] == [True, True, False, False, True]
     assert rows[2]["run"] == "after kill -9 in step 8"

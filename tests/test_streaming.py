@@ -315,7 +315,7 @@ def test_a_run_resumes_inside_of_a_shard(streamed, tmp_path, processes):
         row = streamed.ask("rows", output, "--step", 5).splitlines()[1]
         told = streamed.ask("when", whole, row.split()[0])
         assert "a stream: reads the samples until step 9 again" in told
-        assert "\n  1 times until step 9: 5\n" in told
+        assert "\n  1 time until step 9: 5\n" in told
     streamed.check_asked(output, 5)
 
 
@@ -358,7 +358,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(prepared, tmp_pa
     path = Path(stream.shards[0])
     content = path.read_text() + "\n"
     for wrong, said in (
-        ('{"conversations": [', "after line 60: Expecting value"),
+        ('{"conversations": [', "jsonl: line 61, character 20: Expecting value"),
         ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
     ):
         path.write_text(f"{content}{wrong}\n")

@@ -85,8 +85,9 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     """Maximum number of tokens whose logits exist at once, on each device: bounds the memory that a
     large vocabulary takes. 0: all of a micro-batch. auto: 4096, where the model's logits allow it.
     The result stays the same to rounding."""
-    sample_prompt: str = field(default="When a function is called,", metadata=NOTHING | MODEL)
-    """Beginning of a text, or a user's message, that the trained model continues or answers."""
+    sample_prompt: str = field(default="", metadata=NOTHING | MODEL)
+    """Beginning of a text, or a user's message, that the trained model continues or answers; empty:
+    those of two rows that are held out."""
 
 
 check_config = formats.check_config  # fields that do not fit each other
@@ -188,7 +189,7 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 @torch.no_grad()
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, data: Any) -> dict[str, str]:
-    """Texts that the model writes after the sample prompt, and after prompts that are held out."""
+    """Texts that the model writes after the sample prompt, or after prompts that are held out."""
     return formats.write_samples(model, cfg, data)
 
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from samestep.base.console import protect_output
+from samestep.base.console import print_json, protect_output
 from samestep.programs import make_parser
 
 
@@ -59,7 +59,6 @@ VERBS: dict[str, dict[str, Any]] = {
         "--from": {"dest": "run", "metavar": "RUN", "help": "begins at its newest checkpoint"},
         "--but": {"nargs": "+", "default": [], "metavar": "NAME", "help": "the loop may carry it"},
         "--timeout": {"type": positive, "default": 600, "metavar": "S", "help": "of a start: 600"},
-        "--json": {"action": "store_true", "help": "prints the table as JSON"},
         "--keep": {"metavar": "FOLDER", "help": "for all records and logs"},
     },
     "replay": {
@@ -93,10 +92,11 @@ def main(verb: str) -> int:
     parser = make_parser(verb, module.__doc__)
     for name, about in VERBS[verb].items():
         parser.add_argument(name, **about)
+    parser.add_argument("--json", action="store_true", help="prints the answer as one JSON object")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     args, args.flags = parser.parse_known_args(words[:end])
-    args.command = words[end + 1 :]
+    args.command, args.answer = words[end + 1 :], {}  # for --json
     others = [] if verb in ("audit", "rehearse", "replay") else args.command
     if verb == "receipt" or (verb != "audit" and not " ".join(args.flags).startswith("--task.")):
         others = args.flags + others
@@ -105,7 +105,10 @@ def main(verb: str) -> int:
     protect_output()
     sys.stdin = open(os.devnull)  # no library may ask here whether code of a record may run
     try:
-        return getattr(module, verb)(args) or 0
+        code = getattr(module, verb)(args) or 0
     except Exception as error:
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        print_json(2, error=f"{kind}{error}")
         parser.error(f"{kind}{error}")
+    print_json(code, **args.answer)
+    return code

@@ -25,7 +25,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from samestep.ask import receipt, recorded_run, start_again
-from samestep.ask.recorded_run import RecordedRun, print_line
+from samestep.ask.recorded_run import RecordedRun, print_line, tell
 from samestep.base.errors import UserError
 from samestep.base.launching import PREFIXES
 from samestep.state import checkpoints
@@ -49,6 +49,7 @@ class _Audited:
             raise UserError(f"--steps {args.steps}: give A:B of the steps {shown}")
         self.first, self.last = steps
         self.seen: set[int] = set()
+        self.differs, self.states = [], []  # for --json
         self.checkpoint: Path | None = None
         if self.first and not self.run:
             raise UserError(f"to resume after step {self.first} give --run, the folder of the run")
@@ -76,6 +77,7 @@ class _Audited:
             text = recorded_run.describe(name, *pair)
             if name not in free and not self.anyway:
                 raise UserError(f"not what the receipt was made of: {text}; --anyway tries it")
+            self.differs.append({"what": text, "may": name in free})
             print_line(f"  differs, and {'may' if name in free else 'must not'}: {text}")
 
     def compare(self, record: RecordedRun, step: int) -> bool:
@@ -84,6 +86,7 @@ class _Audited:
         state = record.state_at(step, save.get("version", 1))
         self.seen.add(step)
         word = "equal" if state == save["state"] else "NOT EQUAL"
+        self.states.append({"step": step, "state": save["state"], "equal": word == "equal"})
         print_line(f"  step {step:6}: {word} {save['state'][:16]}")
         if state != save["state"] and "weights" in save:
             digits = save["weights"]
@@ -159,8 +162,10 @@ def audit(args: Namespace) -> int:
         else:
             command, envs = _prepare(audited, Path(scratch), args)
         log = Path(scratch, "log")
+        tell(f"trains steps {audited.first + 1} to {audited.last} again")
         with start_again.started(command, envs, log, place) as started:
             equal = audited.follow(started, run, log)
     verdict = "the same run, to the bit" if equal else "NOT the run of the receipt"
+    args.answer |= {"states": audited.states, "differs": audited.differs}
     print(f"=> {verdict}; {time.monotonic() - began:.0f} s")
     return int(not equal)

@@ -16,7 +16,7 @@ import numpy as np
 
 from samestep.ask import recorded_run
 from samestep.ask.recorded_run import RecordedRun, difference
-from samestep.base.console import one_line
+from samestep.base.console import one_line, plural
 from samestep.base.errors import UserError
 
 
@@ -65,13 +65,14 @@ def _first_lines(records: list[RecordedRun]) -> list[int]:
     one, two = ({each[:2]: each.line for each in record.intervals} for record in records)
     pairs = [(one[steps], two[steps]) for steps in one if steps in two]
     other = [a["step"] for a, b in pairs if a["batch_hash"] != b["batch_hash"]][:1]
-    show("rows", f"differ until step {other[0]}" if other else f"equal in {len(pairs)} lines")
+    lines = plural(len(pairs), "line")
+    show("rows", f"differ until step {other[0]}" if other else f"equal in {lines}")
     for a, b in pairs:
         for name in ("loss", "grad_norm", "lr"):
             if (apart := difference(a[name], b[name])) != "equal":
                 show("loss", f"{name} of step {a['step']}: {a[name]} and {b[name]}, {apart}")
                 return [*other, a["step"]]
-    show("loss", f"equal to the bit in {len(pairs)} lines")
+    show("loss", f"equal to the bit in {lines}")
     return other
 
 
@@ -89,7 +90,9 @@ def _first_state(records: list[RecordedRun]) -> list[int]:
                 of_record[step] = record.state_at(step, min(versions))
     common = sorted(states[0])
     other = [step for step in common if states[0][step] != states[1][step]][:1]
-    text = f"differs first at step {other[0]}" if other else f"equal at {len(common)} steps"
+    text = f"equal at {plural(len(common), 'step')}"
+    if other:
+        text = f"differs first at step {other[0]}"
     if other and all(other[0] in record.manifests for record in records):
         weights = [record.weights_at(other[0]) for record in records]
         text += f": {recorded_run.describe_weights(*weights)}"
@@ -119,5 +122,6 @@ def diff(args: Namespace) -> int:
     if steps:
         cause = cause or "nothing that is recorded"
         verdict = f"=> they differ from the line of step {min(steps)} on: {cause}"
+    args.answer |= {"first_step": min(steps, default=None), "causes": causes}
     print(one_line(verdict, 1000))
     return int(bool(steps))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from samestep.ask.recorded_run import HARDWARE, Number, RecordedRun, check, digest_of, print_line
-from samestep.base.console import without_credentials
+from samestep.base.console import plural, without_credentials
 from samestep.base.errors import UserError
 from samestep.base.files import read_text, replace_text
 from samestep.base.launching import PREFIXES
@@ -83,7 +83,11 @@ def receipt(args: Namespace) -> None:
     text = json.dumps(found, indent=1) + "\n"
     replace_text(path, text)
     steps = [save["step"] for save in found["saves"]]
-    exact = "exact" if found["config"]["exact"] else "for as many processes only"
+    args.answer |= {"path": path, "steps": steps, "exact": found["config"]["exact"]}
+    exact = "exact: audit it on any number of processes"
+    if not found["config"]["exact"]:
+        count = plural(found["hardware"]["processes"], "process")
+        exact = f"not exact: audit it on {count}, as here"
     size = f"{len(text) / 1e3:.1f} kB"
     print_line(f"{path}: {size}, states of steps {steps[0]} to {steps[-1]}, {exact}")
     if older := [save["step"] for save in found["saves"] if save["version"] < state_hash.VERSION]:

@@ -75,11 +75,14 @@ class Part:
                 words.append(f"{name} {values.dtype}{values.shape}")
         return " ".join(" | ".join(words).split())
 
-    def line(self, number: int, row: Any, width: int | None = WIDTH) -> str:
-        """What is told of a sample in a line."""
-        place = self.place(number)
+    def line(self, number: int, row: Any, width: int | None = WIDTH, word: str = "") -> str:
+        """What is told of a sample in a line: its beginning, or what is around a word of it."""
+        place, text = self.place(number), self.text(row)
         place = f"[{place}] " if place else ""
-        return f"{number:>8} {one_line(f'{place}{self.text(row)[:width]}', 1000)}"
+        begin = max(text.find(word) - WIDTH // 2, 0)
+        if begin:
+            text = f"...{text[begin:]}"
+        return f"{number:>8} {one_line(f'{place}{text[:width]}', 1000)}"
 
     def find(self, word: str) -> list[int]:
         """The rows that a number, a place or a text means; spaces do not count. Where sequences are

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -27,6 +28,11 @@ LATER = ("settings ", "code optimizer", "hardware sharding", *FREE[:2], *LAYOUT)
 def print_line(text: str) -> None:
     """Prints one line, whatever files have put into it."""
     print(escaped(without_credentials(text[:2000])))
+
+
+def tell(text: str) -> None:
+    """Tells a person what takes its time now."""
+    print(f"... {text}", file=sys.stderr, flush=True)
 
 
 # ---- What files may hold -------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import yaml
 
 from samestep.ask import start_again
 from samestep.ask.recorded_run import RecordedRun
-from samestep.base.console import one_line
+from samestep.base.console import one_line, plural
 from samestep.base.errors import UserError, some
 
 VARIABLE = "SAMESTEP_REHEARSAL"
@@ -199,7 +199,7 @@ class Table:
         """The run as it is, and what it tells of more than kills."""
         about, steps = self.base.about, self.base.steps
         processes, first, last = about["processes"], *(f(steps) for f in (min, max))
-        text = f"{_plural(processes, 'process')}, batches of at most {about['size']} rows"
+        text = f"{plural(processes, 'process')}, batches of at most {about['size']} rows"
         more = []
         asked = _ASKED.search(" ".join(self.args.command))
         if asked and int(asked[1]) != processes:
@@ -275,7 +275,7 @@ class Table:
             start = self.start("other micro-batches", cut=1)
             self.compare("other micro-batches", "micro", start)
         for count in self.args.processes:
-            name = _plural(count, "process")
+            name = plural(count, "process")
             if count == about["processes"]:
                 continue
             if count not in about["others"]:
@@ -356,12 +356,6 @@ class Table:
         return _TIMES * max(each for each in apart if each < math.inf)
 
 
-def _plural(count: int, what: str) -> str:
-    if count > 1:
-        what += "es"
-    return f"{count} {what}"
-
-
 def _span(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
@@ -384,9 +378,7 @@ def rehearse(args: Namespace) -> int:
         table.break_run()
         table.cut_otherwise()
     code = int(any(row["good"] is False for row in table.rows))
-    if args.json:
-        print(json.dumps({"rows": table.rows, "exit_code": code}, indent=1))
-        return code
+    args.answer["rows"] = table.rows
     for row in table.rows:
         mark = {True: "ok", False: "NO", None: "--"}[row["good"]]
         print(f"{mark:3}{row['run']:24} {row['how']:22} {one_line(row['result'], 500)}")

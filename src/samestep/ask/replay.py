@@ -17,6 +17,7 @@ from argparse import Namespace
 
 from samestep.ask import start_again
 from samestep.ask.recorded_run import RecordedRun, difference, print_line
+from samestep.base.console import plural
 from samestep.base.errors import UserError
 
 NAMES = ("loss", "grad_norm", "lr", "batch_hash")  # that are compared
@@ -42,6 +43,7 @@ def replay(args: Namespace) -> None:
         from samestep.ask.recorded_rows import RecordedRows  # torch: 4 s
 
         told = RecordedRows(record, args.flags).lines(args.step)
+    args.answer |= {"step": args.step, "begin": question["begin"], "logged": lines, **found}
     origin = f"the checkpoint of step {question['begin']}" if question["begin"] else "the beginning"
     seconds = f"{time.perf_counter() - began:.0f} s"
     print_line(f"{record.folder}, step {args.step}, from {origin}, {seconds}")
@@ -52,13 +54,14 @@ def _show_steps(record: RecordedRun, args: Namespace) -> None:
     """Prints the steps that were skipped, and those of the largest rises."""
     if args.without:
         raise UserError("--without asks about a step; give --step")
-    for line in record.log:
-        if line.get("event") == "skipped":
-            print(f"step {line['step']:>8}: skipped: loss or gradient was not finite")
+    skipped = "skipped: loss or gradient was not finite"
+    named = [(each["step"], skipped) for each in record.log if each.get("event") == "skipped"]
     for name in ("loss", "grad_norm"):
-        for _, step, text in _rises(record, name)[:_NAMED]:
-            print_line(f"step {step:>8}: {name} {text}")
-    print(f"of {len(record.intervals)} lines of metrics.jsonl; give a step by --step")
+        named += [(step, f"{name} {text}") for _, step, text in _rises(record, name)[:_NAMED]]
+    for step, text in named:
+        print_line(f"step {step:>8}: {text}")
+    args.answer["steps"] = [{"step": step, "what": text} for step, text in named]
+    print(f"of {plural(len(record.intervals), 'line')} of metrics.jsonl; give a step by --step")
 
 
 def _rises(record: RecordedRun, name: str) -> list[tuple[float, int, str]]:
@@ -80,7 +83,7 @@ def _show(found: dict, lines: list[dict], told: dict[int, str], args: Namespace)
         print_line(f"  {text}")
     pairs = [*zip(lines, found["lines"], strict=True)]
     same = [all(difference(a[n], b[n]) == "equal" for n in NAMES) for a, b in pairs]
-    print(f"  {sum(same)} of {len(same)} lines of metrics.jsonl are equal to the bit\n")
+    print(f"  {sum(same)} of {plural(len(same), 'line')} of metrics.jsonl equal to the bit\n")
     print(f"  line of step {lines[-1]['step']:<12} {'metrics.jsonl':>24} {'replay':>24}")
     for name in NAMES:
         before, now = lines[-1][name], found["lines"][-1][name]

@@ -15,13 +15,12 @@ writes: give it last, as --task.cache_dir or --task.trust_remote_code. Exit code
 computed are not those that were trained on; 2 the input is wrong.
 """
 
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
-from samestep.ask.recorded_run import RecordedRun, print_line
-from samestep.base.console import one_line
+from samestep.ask.recorded_run import RecordedRun, print_line, tell
+from samestep.base.console import one_line, plural
 from samestep.base.errors import UserError, some
 
 
@@ -36,16 +35,20 @@ def rows(args: Namespace) -> int:
     data, wrong, samples = _read_rows(record, args), [], 0
     if step:
         print(f"step {step}: samples {positions[0]:,} to {positions[-1]:,} of the run")
-        for text in data.lines(step).values():
+        shown = data.lines(step)
+        for text in shown.values():
             print_line(text)
+        args.answer["rows"] = [{"row": each, "shown": text.strip()} for each, text in shown.items()]
     for first, last, line in lines:
         samples += record.positions(last)[-1] + 1 - record.positions(first)[0]
         if data.hash(first, last) != line["batch_hash"]:
             wrong.append(f"{first} to {last}")
+    right = len(lines) - len(wrong)
     print(
-        f"{len(lines) - len(wrong)} of {len(lines)} lines of metrics.jsonl, {samples:,} samples: "
+        f"{right} of {plural(len(lines), 'line')} of metrics.jsonl, {plural(samples, 'sample')}: "
         "the rows that were trained on are those computed"
     )
+    args.answer |= {"lines": len(lines), "samples": samples, "wrong_steps": wrong}
     for steps in wrong:
         print(f"  NOT those of steps {steps}")
     return int(bool(wrong))
@@ -55,6 +58,7 @@ def when(args: Namespace) -> None:
     """Prints the steps that have trained on each row that the words mean."""
     record = RecordedRun(args.run)
     data, first = _read_rows(record, args), record.history[0]["step"] + 1
+    args.answer |= {"first_step": first, "last_step": record.last, "rows": []}
     if first > 1:
         print(f"the order is known from step {first} on alone")
     for word in args.row:
@@ -65,12 +69,18 @@ def when(args: Namespace) -> None:
             shown = one_line(word, 60)
             raise UserError(f"no row has the text or place {shown}, of those to train on")
         for line, steps in found.items():
-            told = some([f"{step:,}" for step in steps], 20) or "none"
             print_line(f"row {line}")
-            print(f"  {len(steps)} times until step {record.last:,}: {told}")
+            told = f"not trained on until step {record.last:,}"
+            if steps:
+                told = f"{plural(len(steps), 'time')} until step {record.last:,}: "
+                told += some([f"{step:,}" for step in steps], 20)
+            print(f"  {told}")
+            entry = {"asked": word, "row": int(line.split()[0]), "shown": line, "steps": steps}
+            args.answer["rows"].append(entry)
 
 
 def _read_rows(record: RecordedRun, args: Namespace) -> Any:
+    tell("reads the rows of the run")
     from samestep.ask.recorded_rows import RecordedRows  # torch: 4 s
 
     return RecordedRows(record, args.flags)
@@ -83,18 +93,19 @@ def _compute(data: Any, word: str) -> dict[str, list[int]]:
         first = next(entry["step"] for entry in history if entry["data"] == digest)
         part = data.part(first + 1)
         for row in part.find(word):
-            found[part.line(row, part.view[row]).strip()] = data.steps_of(row, digest)
+            line = part.line(row, part.view[row], word=word)
+            found[line.strip()] = data.steps_of(row, digest)
     return found
 
 
 def _scan(data: Any, word: str) -> dict[str, list[int]]:
     """The same of a stream."""
     record, found = data.record, defaultdict(list)
-    print(f"a stream: reads the samples until step {record.last:,} again", file=sys.stderr)
+    tell(f"a stream: reads the samples until step {record.last:,} again")
     for step in range(record.history[0]["step"] + 1, record.last + 1):
         part = data.part(step)
         for number, row in data.samples(step):
             text = str(number) if word.isdecimal() else part.line(number, row, None)
             if word in text and (len(word) == len(text) or not word.isdecimal()):
-                found[part.line(number, row).strip()].append(step)
+                found[part.line(number, row, word=word).strip()].append(step)
     return found

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import yaml
 
-from samestep.ask.recorded_run import HARDWARE, check
+from samestep.ask.recorded_run import HARDWARE, check, tell
 from samestep.base import launching, run_folder
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
@@ -149,6 +149,7 @@ def answered(question: dict, trained: dict, args: Namespace) -> dict[str, Any]:
             command = [sys.executable, "train.py", *words(trained["settings"], folder, args.flags)]
             command += ["--resume", question["checkpoint"], "--accept_changes"]  # data are compared
         asked = {"SAMESTEP_REPLAY": scratch, "WANDB_MODE": "disabled"}
+        tell(f"trains again, from step {question['begin'] + 1} to {question['last']}")
         finished(command, [env | asked for env in envs], folder / "log")
         if not (folder / "answer.json").exists():
             reason = last_line(folder / "log")

@@ -60,6 +60,33 @@ def protect_output() -> None:
         raw = io.BufferedWriter(Output(number, "w", closefd=False))
         text = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)
+    if asks_for_json():
+        sys.stdout = sys.stderr
+
+
+def asks_for_json() -> bool:
+    """Whether --json was given to this program; what stands after -- is another's."""
+    words = sys.argv[1:]
+    return "--json" in words[: words.index("--") if "--" in words else None]
+
+
+def print_json(exit_code: int, **answer: Any) -> None:
+    """With --json prints the answer of a command as one object: `command`, `exit_code`, `error` or
+    what it has found. Its lines for a person are on standard error; NaN is null."""
+    from pydantic_core import to_json
+
+    if asks_for_json() and is_main():
+        command = os.path.basename(sys.argv[0]).removeprefix("samestep ")
+        found = {"command": command, "exit_code": exit_code, **answer}
+        text = to_json(found, indent=1, inf_nan_mode="null", fallback=str)
+        with io.BufferedWriter(Output(1, "w", closefd=False)) as file:
+            file.write(text + b"\n")
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and its noun: 1 step, 2,000 steps, 2 processes."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
 
 
 def escaped(text: str, kept: str = "") -> str:

@@ -97,11 +97,13 @@ def _describe_process() -> dict:
 def write_status(output: Path, state: str | None = None, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries.
 
-    The state and `saved`, the step of the newest checkpoint, stay unless they are given.
+    The state and `saved`, the step of the newest checkpoint, stay unless they are given; so does
+    what `notice` has written.
     """
     path = output / "status.json"
     before = read_json_object(path)
     kept = {"state": state or before.get("state"), "saved": before.get("saved", 0)}
+    kept["noticed"] = before.get("noticed", {})
     text = json.dumps({**kept, **_describe_process(), **more}) + "\n"
     try:
         replace_text(path, text)
@@ -111,6 +113,12 @@ def write_status(output: Path, state: str | None = None, **more: Any) -> None:
         with open(path, "r+", encoding="utf-8") as file:  # a full disk has room in place of the old
             file.write(text)
             file.truncate()
+
+
+def notice(output: Path, kind: str, step: int, text: str) -> None:
+    """Notes in status.json what a person would be told; of each kind the newest, with its step."""
+    noticed = read_json_object(output / "status.json").get("noticed", {})
+    write_status(output, noticed={**noticed, kind: {"step": step, "what": text}})
 
 
 def write_final_status(output: Path, state: str, reason: str, exit_code: int) -> bool:

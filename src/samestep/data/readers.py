@@ -126,7 +126,7 @@ def _read_file(path: str, source: Input) -> Iterator[tuple[dict[str, Any], Place
     except Exception as error:  # each library has its own errors for what a file holds
         if isinstance(error, MemoryError) or str(error).startswith("task."):  # it has its field
             raise
-        after = f" after {unit} {number}" if number else ""
+        after = f" after {unit} {number}" if number and f"{error}"[:5] != "line " else ""
         text = f"task.{source.field}: cannot read {shown}{after}: {one_line(error)}"
         if "://" in path and not isinstance(error, ValueError | csv.Error):
             raise ConnectionError(text) from None
@@ -223,7 +223,12 @@ def _read_jsonl(path: str, source: Input) -> _Numbered:
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, parse_json(line)
+                try:
+                    row = parse_json(line)
+                except json.JSONDecodeError as error:  # of which each line is line 1
+                    place = f"line {number}, character {error.pos + 1}"
+                    raise ValueError(f"{place}: {error.msg}") from None
+                yield number, row
 
 
 def _read_json(path: str, source: Input) -> _Numbered:

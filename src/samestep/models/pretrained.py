@@ -100,7 +100,8 @@ def _loading(cfg: ModelConfig) -> Iterator[None]:
         yield
     except Exception as error:
         name, reason = one_line(cfg.model_name_or_path, 100), one_line(error)
-        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}") from None
+        hint = "" if folder_of(cfg) else "; a folder that holds the model can be given in its place"
+        raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}{hint}") from None
 
 
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from samestep.base import run_folder
-from samestep.base.console import is_main, one_line, read_place, without_credentials
+from samestep.base.console import is_main, one_line, print_json, read_place, without_credentials
 from samestep.base.errors import Failed, UserError, catch, describe_os_error, is_out_of_memory
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.base.launching import STOPPED
@@ -59,6 +59,7 @@ def report(
     if isinstance(error, Failed) and program == "train.py":
         line = f"{error}; the same command continues from the newest checkpoint"
     if line and speaks:
+        print_json(code, error=line)
         print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
     return code
 

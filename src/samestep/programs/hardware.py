@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from samestep.base.console import escaped, is_main, one_line, print_on_main
+from samestep.base.console import escaped, is_main, one_line, print_json, print_on_main
 from samestep.base.errors import UserError, as_user_error
 from samestep.base.files import read_json_object, replace_text
 from samestep.hardware import bench, devices, recommend, smoke
@@ -40,6 +40,7 @@ def measure() -> int:
     add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
     add("--processes", type=int, metavar="N", help="devices to use (default: all)")
     add("--seconds", type=float, default=0.5, help="for each figure of bench (default: 0.5)")
+    add("--json", action="store_true", help="prints the report as one JSON object")
     options, flags = parser.parse_known_args()
     if options.verb == "check" and flags:
         raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
@@ -71,7 +72,9 @@ def measure() -> int:
     content = {verb: dataclasses.asdict(section) for verb, section in sections.items()}
     text = json.dumps(read_json_object(report) | content, indent=1)
     replace_text(report, text + "\n")
-    return int(any(section.failures for section in sections.values()))
+    code = int(any(section.failures for section in sections.values()))
+    print_json(code, **content)
+    return code
 
 
 def show(verb: str, section: Section) -> None:

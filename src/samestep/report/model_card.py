@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, plural
 from samestep.base.files import read_json_object
 
 # The pipelines of transformers, by a part of the model's class name in config.json.
@@ -90,7 +90,7 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
         eval_results=results,
     )
     rows = [f"| {escape_markdown(metric)} | {value:.5g} |" for metric, value in scores.items()]
-    steps = f"{run_info['step']:,} steps"
+    steps = plural(run_info["step"], "step")
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best checkpoint in {run_info['steps']:,})"
     number = f", out of {data['samples']:,}" if data["samples"] else " of a stream"

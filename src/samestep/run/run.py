@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from samestep.base import files
-from samestep.base.console import print_on_main
+from samestep.base.console import print_json, print_on_main
 from samestep.base.errors import as_user_error, attempt
 from samestep.base.workers import count_cores
 from samestep.contract import contract, dtypes
@@ -100,6 +100,7 @@ class Run:
     def print_summary(self) -> int:
         """Say why there is nothing to do; return the exit code."""
         print_on_main(self.start.summary())
+        print_json(0, **self.start.answer())
         return 0
 
     # ---- The accelerator and the model

@@ -21,7 +21,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
-from samestep.base.console import is_main, one_line
+from samestep.base.console import is_main, one_line, plural
 from samestep.base.errors import UserError
 from samestep.base.files import read_json_object, read_text
 from samestep.contract import contract
@@ -93,7 +93,7 @@ class _ResumePoint(ResumePoint):
             total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
             self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
         if cfg.warmup_steps >= self.max_steps:
-            steps = f"{cfg.warmup_steps}, and the run has {self.max_steps} steps"
+            steps = f"{cfg.warmup_steps}, and the run has {plural(self.max_steps, 'step')}"
             self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
         if self.checkpoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
@@ -139,7 +139,7 @@ class _ResumePoint(ResumePoint):
         if self.in_folder:
             if step < self.max_steps or exported not in (step, best[0]):
                 return
-            self.finished = f"{step} steps, and model/ is that of step {exported}"
+            self.finished = f"{plural(step, 'step')}, and model/ is that of step {exported}"
             if self.changed:
                 changes = "; ".join(provenance.describe_changes(self.changed))
                 self.finished += f"; no step is left for {changes}"
@@ -190,12 +190,25 @@ class RunStart:
         samples = f"{self.cfg.global_batch_size} of {len(self.views[0]):,} samples"
         if isinstance(self.views[0], Stream):
             samples = f"{self.cfg.global_batch_size} samples of a stream"
-        steps = f"{resume_point.max_steps:,} steps, each with {samples}"
+        steps = f"{plural(resume_point.max_steps, 'step')}, each with {samples}"
         lines = []
         if "LAUNCHING" not in os.environ:  # the run prints remarks
             lines = preview.describe_samples(self.probes[0], self.task, self.data)
             lines += resume_point.remarks
         return "\n".join([*lines, f"checked: {self.output} {start}; {steps}"])
+
+    def answer(self) -> dict[str, Any]:
+        """Return what --json prints of a start."""
+        point, rows = self.resume_point, self.views[0]
+        return {
+            "output_dir": self.output,
+            "begins_from": point.checkpoint,
+            "finished": point.finished,
+            "max_steps": point.max_steps,
+            "global_batch_size": self.cfg.global_batch_size,
+            "samples": None if isinstance(rows, Stream) else len(rows),
+            "remarks": point.remarks,
+        }
 
 
 def _read_settings(path: Path) -> dict:

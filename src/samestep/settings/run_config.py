@@ -25,6 +25,8 @@ class RunConfig:
     """Resume from a checkpoint although data or settings that affect the result have changed."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
     """Check everything that needs no model, show a row, a batch and the result, and stop."""
+    json: bool = field(default=False, metadata=ONE_COMMAND)
+    """With check: print the answer as one JSON object; its lines go to standard error."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
     """Evaluate the newest checkpoint (with export best: the best), or the one that resume names."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)

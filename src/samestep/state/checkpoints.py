@@ -453,6 +453,9 @@ def check_settings(
     new = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: value for n, value in after.items() if n not in new})
     reason = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
+    if any(name.startswith("data ") for name in changed):
+        rows = [f"{each.get('data', {}).get('samples', 0):,}" for each in (saved, current)]
+        reason = f"the data changed: {' -> '.join(dict.fromkeys(rows))} rows; {reason}"
     same_data = saved.get("prepared") == current.get("prepared", "") != ""
     if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
         reason = f"task.views gives other rows of the same data than at an earlier start: {reason}"

@@ -229,12 +229,18 @@ def _prompt_tokens(text: str, kind: str, tokenizer: Any) -> list[int]:
 
 
 def write_samples(model: Any, cfg: Any, data: Any) -> dict[str, str]:
-    """Texts that a model writes after the sample prompt, and after prompts that are held out."""
-    tokenizer = tokenizing.load_tokenizer(data.folder)
-    prompts = {"sample": _prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)}
-    for number in range(min(2, len(data["validation"])) if cfg.rows != "text" else 0):
-        row = data["validation"][number]
-        prompts[f"held out {number + 1}"] = row["input_ids"][: row["loss_mask"].index(1)]
+    """Texts that a model writes after the sample prompt, and after prompts that are held out; of
+    texts without a sample prompt after their beginnings."""
+    tokenizer, rows, prompts = tokenizing.load_tokenizer(data.folder), data["validation"], {}
+    if cfg.sample_prompt:
+        prompts["sample"] = _prompt_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
+    if cfg.rows != "text" or not prompts:
+        for number in range(min(2, len(rows))):
+            row = rows[number]
+            end = min(16, len(row["input_ids"]) // 2)
+            if cfg.rows != "text":
+                end = row["loss_mask"].index(1)
+            prompts[f"held out {number + 1}"] = row["input_ids"][:end]
     texts = {}
     for name, prompt in prompts.items():
         prompt = prompt[-longest_input(model) // 2 :]
@@ -263,7 +269,8 @@ def test_inputs(rows: list[dict], cfg: Any, data: Any) -> list[tuple[Any, dict]]
     tokenizer = tokenizing.load_tokenizer(data.folder)
     starts = [row["input_ids"][: min(cfg.context_length // 2, 32)] for row in rows]
     texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
-    asked = ask([cfg.sample_prompt, *texts], cfg.sample_prompt, cfg.rows == "chat", tokenizer)
+    user = cfg.sample_prompt or "Hello"
+    asked = ask([cfg.sample_prompt, *texts], user, cfg.rows == "chat", tokenizer)
     longest = min(tokenizing.most_tokens(cfg), cfg.context_length)
     return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]
 

@@ -1,10 +1,16 @@
 """The log of a run: means of losses, notes of unusual steps, scores, times."""
 
+import math
 from typing import Any
 
-from samestep.base.errors import UserError, some
+import numpy as np
+
+from samestep.base import run_folder
+from samestep.base.console import is_main
+from samestep.base.errors import UserError, attempt, catch, some
 from samestep.report.speed import Profiler
 from samestep.report.tracking import Log
+from samestep.state.checkpoints import check_disk_space
 from samestep.step.monitor import StepMonitor
 from samestep.step.step import Step
 
@@ -22,10 +28,38 @@ class RunLog:
         self.about = run.run.about
         self.rate: Any = 0.0  # its learning rate
         self.values: dict[str, Any] = {}  # of the script, for the next line
+        self.highest: list[float] = []  # losses of the newest lines, of each the highest
 
     def note(self, **entries: Any) -> None:
         """Write a line about the newest step."""
         self.lines.write({"step": self.step, **entries})
+        if "save_seconds" in entries:
+            _, full = catch(check_disk_space, self.lines.folder / "checkpoints")
+            if isinstance(full, ValueError):
+                self.notice("disk", self.step, str(full))
+
+    def notice(self, kind: str, step: int, text: str) -> None:
+        """Note in status.json what a person would be told."""
+        if is_main():
+            given = self.lines.folder, kind, step, text
+            attempt("status.json was not written", run_folder.notice, *given)
+
+    def watch(self, line: dict[str, Any]) -> None:
+        """Notice a loss that is above the median of 20 lines before by a fifth, and by five times
+        the spread of their middle half; and a process for which the others wait a fifth of the
+        time."""
+        about = line.get("worst", {**line, "step": self.step})
+        before, loss = self.highest[-20:], about["loss"]
+        if len(before) > 7:
+            low, median, high = np.quantile(before, [0.25, 0.5, 0.75])
+            if loss > median + max(abs(median) / 5, 5 * (high - low)):
+                text = f"loss {loss:.4g}; the median of {len(before)} lines before is {median:.4g}"
+                self.notice("spike", about["step"], text)
+        if math.isfinite(loss):
+            self.highest = [*before, loss]
+        if (waits := line.get("peer_wait", 0)) > 0.2:
+            text = f"the others wait for process {line['slowest']}, {waits:.0%} of the time"
+            self.notice("straggler", self.step, text)
 
     def start_step(self, number: int) -> None:
         self.step = number
@@ -53,11 +87,14 @@ class RunLog:
                 end = self.samples(note["step"])
                 note = {**note, "sample_ids": rows.ids(range(end - size, end))}
             self.lines.write(note)
+            text = "not trained on: its loss or gradient is not finite, or no item is in the loss"
+            self.notice("skipped", note["step"], text)
         samples = self.samples(self.step)
         line: dict[str, Any] = {"samples": samples, **rows.count_samples(samples)}
         if not rows.is_stream:
             line["epoch"] = samples / len(rows)
         line |= {**numbers, "lr": float(self.rate), **self.meter.read()}
+        self.watch(line)
         values, self.values = self.values, {}
         if taken := line.keys() & values.keys():
             raise UserError(f"log: a line has {some(sorted(taken))} of itself; give another name")

@@ -39,6 +39,8 @@ class ResumePoint:
         self.remarks += [f"passed over: {reason}" for reason in passed_over]
         if self.checkpoint:
             self.in_folder = self.checkpoint.resolve().parent == folder.resolve()
+        elif (output / "metrics.jsonl").exists() and not (output / "model").exists():
+            self.remarks.append(f"{output} has no checkpoint yet: it begins again at step 1")
 
     def compare(
         self, manifest: dict, accept: bool, effects: dict, defaults: dict, project: Path | None
@@ -70,7 +72,8 @@ class ResumePoint:
     def write_running(self, output: Path) -> None:
         """Write into the status that this process runs; the main process calls it."""
         saved = self.saved.get("step", 0) if self.in_folder else 0
-        run_folder.write_status(output, "running", saved=saved)
+        before = {} if saved else {"noticed": {}}
+        run_folder.write_status(output, "running", saved=saved, **before)
 
 
 def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:

@@ -1,8 +1,8 @@
 """Training in your own Accelerate script: kill it at any time, and run the same command again.
 
     model, optimizer = accelerator.prepare(model, optimizer)
-    given = {"global_batch_size": 32, "micro_batch_size": 8, "settings": vars(args)}
-    training = Training(accelerator, model, optimizer, rows, folder="runs/mine", seed=0, **given)
+    given = dict(seed=0, global_batch_size=32, micro_batch_size=8, settings=vars(args))
+    training = Training(accelerator, model, optimizer, rows, folder="runs/mine", **given)
     for step in training.steps(max_steps=1000, save_every=200):  # resumes
         for batch in step:
             with accelerator.accumulate(model):
