@@ -70,7 +70,7 @@ def main():
         step.clip(1.0)
         optimizer.step()
         scheduler.step()
-        accelerator.print(step.number, repr(step.loss), flush=True)
+        accelerator.print(f"{step.number} loss {step.loss:.4f}", flush=True)
         if step.number % 20 == 0:
             right = training.evaluate(eval_rows, eval_sums)["right"].item()
             accelerator.print(f"step {step.number}: accuracy {right / len(eval_rows):.4f}")

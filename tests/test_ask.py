@@ -99,6 +99,7 @@ def test_each_answer_is_one_json_object(tiny, killed, tmp_path):
     assert found == {"path": str(tmp_path / "r.json"), "steps": [4, 8, 12], "exact": False}
     found = answer("audit", tmp_path / "r.json", "--steps", "0:9", code=2)
     assert found == {"error": "--steps 0:9: give A:B of the steps 0, 4, 8, 12"}
+    assert "only --check answers" in tiny.train(1, "--json", codes=[2])
     for flags, code in ([], 0), (["--seeed", 1], 2):
         words = ["train.py", "--check", "--json", "--output_dir", killed, *flags]
         result = tiny.run("python", *map(str, words), check=False)

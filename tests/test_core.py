@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import samestep
-from conftest import ROOT, SOURCE, BakedProject, digest, edit, newest, preloaded, status
+from conftest import ROOT, SOURCE, BakedProject, digest, edit, lines, newest, preloaded, status
 from samestep.base import run_folder
 from samestep.base.errors import UserError
 from samestep.processes import stop
@@ -315,12 +315,13 @@ FLAGS = ["--exact", "--max_steps", "8", "--micro_batch_size", "4", "--folder"]
 def alone(tmp_path_factory):
     """The example on one process."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, losses_of(words_of(script(1, *FLAGS, folder, program=[EXAMPLE])))
+    words_of(script(1, *FLAGS, folder, program=[EXAMPLE]))
+    return folder, losses_of(folder)
 
 
-def losses_of(printed):
+def losses_of(folder):
     """The losses by step."""
-    return re.findall(r"^\d+ [\d.]+$", printed, re.MULTILINE)
+    return [line["loss"] for line in lines(folder, "loss")]
 
 
 SHARDED = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
@@ -332,8 +333,8 @@ SHARDED = [ROOT / "tests" / "sharded_on_cpu.py", EXAMPLE]
 def test_exact_has_one_sha_on_any_number_of_processes(alone, tmp_path, processes, program, env):
     """With FSDP2, too."""
     folder, losses = alone
-    found = losses_of(words_of(script(processes, *FLAGS, tmp_path, program=program, **env)))
-    assert len(losses) == 8 and found == losses
+    words_of(script(processes, *FLAGS, tmp_path, program=program, **env))
+    assert len(losses) == 8 and losses_of(tmp_path) == losses
     assert digest(newest(tmp_path)) == digest(newest(folder))
 
 
@@ -388,8 +389,8 @@ def test_fsdp2_in_bf16_works_as_that_line_says(alone, tmp_path):
     program.write_text(f"import accelerate, torch.distributed.fsdp\n{program.read_text()}")
     bf16 = {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}
     program = [SHARDED[0], program]
-    found = losses_of(words_of(script(2, *FLAGS[1:], tmp_path, program=program, **bf16)))
-    half, whole = ([float(line.split()[1]) for line in each] for each in (found, alone[1]))
+    words_of(script(2, *FLAGS[1:], tmp_path, program=program, **bf16))
+    half, whole = losses_of(tmp_path), alone[1]
     assert half != whole and half == pytest.approx(whole, abs=0.01)
 
 

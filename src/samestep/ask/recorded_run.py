@@ -31,8 +31,9 @@ def print_line(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Tells a person what takes its time now."""
-    print(f"... {text}", file=sys.stderr, flush=True)
+    """Tells a person at a terminal what takes its time now."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr, flush=True)
 
 
 # ---- What files may hold -------------------------------------------------------------------------

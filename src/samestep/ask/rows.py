@@ -15,6 +15,7 @@ writes: give it last, as --task.cache_dir or --task.trust_remote_code. Exit code
 computed are not those that were trained on; 2 the input is wrong.
 """
 
+import sys
 from argparse import Namespace
 from collections import defaultdict
 from typing import Any
@@ -101,7 +102,7 @@ def _compute(data: Any, word: str) -> dict[str, list[int]]:
 def _scan(data: Any, word: str) -> dict[str, list[int]]:
     """The same of a stream."""
     record, found = data.record, defaultdict(list)
-    tell(f"a stream: reads the samples until step {record.last:,} again")
+    print(f"a stream: reads the samples until step {record.last:,} again", file=sys.stderr)
     for step in range(record.history[0]["step"] + 1, record.last + 1):
         part = data.part(step)
         for number, row in data.samples(step):

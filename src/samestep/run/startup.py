@@ -239,6 +239,8 @@ def read_config(config_class: type, about: str | None, arguments: list[str]) -> 
     if "://" in cfg.output_dir:
         shown = one_line(cfg.output_dir, 100)
         raise ValueError(f"output_dir is {shown}, a URL; give a folder, and copy it when it ends")
+    if cfg.json and not cfg.check:
+        raise ValueError("json is true, but only --check answers in JSON; give both")
     if question := rehearsal.read_question():
         rehearsal.change(cfg, question)
     every = cfg.save_every

@@ -426,8 +426,9 @@ def differences(before: dict, after: dict) -> dict[str, list]:
 
 
 def as_lines(changes: dict[str, list]) -> list[str]:
-    """Write `name: before -> now` of each of these differences."""
-    return [f"{name}: {before} -> {now}" for name, (before, now) in changes.items()]
+    """Write `name: before -> now` of each of these differences; of a SHA-256 the first digits."""
+    lines = [f"{name}: {before} -> {now}" for name, (before, now) in changes.items()]
+    return [re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", line) for line in lines]
 
 
 def check_settings(
