@@ -99,7 +99,7 @@ def _loading(cfg: ModelConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        name, reason = one_line(cfg.model_name_or_path, 100), one_line(error)
+        name, reason = one_line(cfg.model_name_or_path, 100), one_line(error).rstrip(".")
         hint = "" if folder_of(cfg) else "; a folder that holds the model can be given in its place"
         raise ValueError(f"task.model_name_or_path: cannot load {name}: {reason}{hint}") from None
 
