@@ -358,7 +358,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_where_it_is_met(prepared, tmp_pa
     path = Path(stream.shards[0])
     content = path.read_text() + "\n"
     for wrong, said in (
-        ('{"conversations": [', "jsonl: line 61, character 20: Expecting value"),
+        ('{"conversations": [', "jsonl: line 61, character 21: Expecting value"),
         ('{"conversations": []}', "line 61: there are no messages; --task.incomplete_rows skip"),
     ):
         path.write_text(f"{content}{wrong}\n")
