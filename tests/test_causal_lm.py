@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import ROOT, write_table
 from refusals import cases
 from samestep.data import views
-from samestep.text import sequences
+from samestep.text import formats, sequences
 from samestep.text import tokenizing as text_module
 from small_models import word_tokenizer
 from test_tasks import chat, refusal
@@ -303,6 +303,22 @@ def test_a_turn_is_trained_as_inference_renders_it(pack):
             for each, ask in ((messages[:-1], True), (messages, False))
         )
         assert ids.tolist() == whole == prompt + trained.tolist()
+
+
+def test_a_trained_model_is_asked_what_is_held_out(kit, config, monkeypatch):
+    """Not a prompt of the demo, unless one is given; of texts their beginnings."""
+    monkeypatch.setattr(formats, "generate", lambda model, prompt, *_, **options: prompt)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
+    chats = [{"messages": chat(f"What is {i}?", "A number.")["messages"]} for i in range(30)]
+    texts = [{"text": f"{i} {i} {i}"} for i in range(200)]
+    for rows, begin in ((chats, "What is"), (texts, "")):
+        cfg = config(rows, context_length=64)
+        data = kit.prepare_data(cfg)
+        shown = formats.write_samples(model, cfg, data)
+        assert [*shown] == ["held out 1", "held out 2"] and all(begin in t for t in shown.values())
+        assert "A number." not in str(shown) and "function is called" not in str(shown)
+        cfg.sample_prompt = "Mine"
+        assert "Mine" in formats.write_samples(model, cfg, data)["sample"]
 
 
 def test_documents_are_packed_a_block_of_tokens_after_the_other(monkeypatch):
