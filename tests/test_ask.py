@@ -105,7 +105,7 @@ def test_each_answer_is_one_json_object(tiny, killed, tmp_path):
         result = tiny.run("python", *map(str, words), check=False)
         found = json.loads(result.stdout)
         assert found.pop("command") == "train.py" and found.pop("exit_code") == code
-        assert found["begins_from"].endswith("00000012") if not code else "seed?" in found["error"]
+        assert found["checkpoint"].endswith("00000012") if not code else "seed?" in found["error"]
 
 
 def test_a_step_of_a_run_that_was_killed_is_computed_again(tiny, killed):

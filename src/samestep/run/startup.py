@@ -199,16 +199,10 @@ class RunStart:
 
     def answer(self) -> dict[str, Any]:
         """Return what --json prints of a start."""
-        point, rows = self.resume_point, self.views[0]
-        return {
-            "output_dir": self.output,
-            "begins_from": point.checkpoint,
-            "finished": point.finished,
-            "max_steps": point.max_steps,
-            "global_batch_size": self.cfg.global_batch_size,
-            "samples": None if isinstance(rows, Stream) else len(rows),
-            "remarks": point.remarks,
-        }
+        names = ("checkpoint", "finished", "max_steps", "remarks")
+        found = {name: getattr(self.resume_point, name) for name in names}
+        samples = None if isinstance(self.views[0], Stream) else len(self.views[0])
+        return {"output_dir": self.output, "samples": samples, **found}
 
 
 def _read_settings(path: Path) -> dict:
