@@ -10,18 +10,9 @@ from test_core import script, words_of
 PROGRAM = (ROOT / "tests" / "own_state.py",)
 COME_BACK = [
     *("count", "queue", "noisy", "rotary", "observer", "codebook", "hooked"),  # changed by forward
-    *(
-        "teacher",
-        "hidden_teacher",
-        "rate",
-        "flag",
-        "graph",
-        "history",
-        "experiment",
-        "outside_draws",
-    ),
-    *("curriculum", "unfreeze", "freeze", "turns", "joins", "own_optimizer", "super_step"),
-    *("plateau", "cosine", "lambdas", "kept", "penalty", "nan_setting"),
+    *("teacher", "hidden_teacher", "rate", "flag", "graph", "history", "experiment"),
+    *("outside_draws", "curriculum", "unfreeze", "freeze", "turns", "joins", "own_optimizer"),
+    *("super_step", "plateau", "cosine", "lambdas", "kept", "penalty", "nan_setting"),
 ]
 # Of these the result depends on which process computes what.
 ONE_PROCESS = ("count", "queue", "noisy", "observer", "codebook")
