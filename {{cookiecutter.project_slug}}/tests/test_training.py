@@ -1,7 +1,7 @@
 """Real runs: the hardware does not change the result, and a continued run is an unbroken one.
 
-Each run is a few steps of the task with its own default data. The first one and that of two
-processes are those of `accelerate launch`, the others of what it launches.
+Each run is a few steps of the task with its own default data, by `accelerate launch`, by
+`samestep rehearse`, or by itself.
 """
 
 import dataclasses
@@ -17,23 +17,16 @@ import torch
 
 import task
 import train
-from samestep.state.tensor_files import TensorReader
 
 PROJECT = Path(__file__).parent.parent
 STEPS = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--log_every", "1"]
 BATCH = ["--global_batch_size", "8", "--warmup_steps", "2", "--keep_checkpoints", "0"]
 BATCH += ["--check_export", "false"]  # it takes seconds
-DROPOUT = "--task.dropout" if hasattr(task.TaskConfig, "dropout") else ""
+# What it drops depends on the cut of a step.
+NO_DROPOUT = ["--task.dropout", "0"] if hasattr(task.TaskConfig, "dropout") else []
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 FILE = "rank-00000.safetensors"  # of the only process, in a checkpoint
-
-
-def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, whichever process has written them."""
-    reader = TensorReader(checkpoint)
-    tensors = {n: torch.empty(s, dtype=reader.dtypes[n]) for n, s in reader.shapes.items()}
-    reader.read(tensors)
-    return tensors
 
 
 def start(hardware: str, output: Path, *flags: str) -> subprocess.Popen:
@@ -42,12 +35,9 @@ def start(hardware: str, output: Path, *flags: str) -> subprocess.Popen:
     if hardware:
         command = [Path(sys.executable).with_name("accelerate"), "launch", "--quiet"]
         command += ["--config_file", f"configs/accelerate/{hardware}.yaml", "train.py"]
-    command += [*STEPS, *BATCH, "--tracker", "none", "--output_dir", output, *flags]
-    if DROPOUT and DROPOUT not in flags:  # what it drops depends on the cut of a step
-        command += [DROPOUT, "0"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command += [*STEPS, *BATCH, *NO_DROPOUT, "--tracker", "none", "--output_dir", output, *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=PROJECT, env=env, **pipes)
+    return subprocess.Popen(command, cwd=PROJECT, env=ENV, **pipes)
 
 
 def finish(run: subprocess.Popen) -> str:
@@ -97,10 +87,37 @@ def test_a_run_leaves_what_the_readme_promises(one):
     assert any((one / "model").iterdir())
 
 
-@pytest.mark.parametrize("hardware, micro", [("", "2"), ("cpu_multi", "2")])
-def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
-    """Four micro-batches in place of one, and two processes with two each."""
-    finish(start(hardware, tmp_path / "run", "--micro_batch_size", micro))
+@pytest.fixture(scope="module")
+def rows():
+    """The rows of `samestep rehearse`: the first steps killed, stopped, cut otherwise."""
+    python = [sys.executable, "-m", "samestep"]
+    command = [*python, "rehearse", "--json", "--steps", "4", "--processes", "1", "2", "--"]
+    command += [*python, "launch", "--config_file", "configs/accelerate/cpu.yaml", "train.py"]
+    command += [*STEPS, *BATCH, *NO_DROPOUT, "--micro_batch_size", "2", "--exact", "true"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.run(command, cwd=PROJECT, env=ENV, **pipes)
+    found = json.loads(run.stdout)
+    assert "rows" in found, found.get("error")
+    return found["rows"]
+
+
+KINDS = ["after kill -9", "after SIGTERM", "other micro-batches", "2 processes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_leaves_the_same(rows, kind):
+    """To the bit, but for other micro-batches; `make rehearse` prints the whole table.
+
+    It fails for an optimizer that keeps more than `state`, by weight, and `param_groups`, which is
+    what a checkpoint has of it: write one class that keeps all of it there, as torch.optim does.
+    """
+    row = next(row for row in rows if row["run"].startswith(kind))
+    assert row["good"], "\n".join([row["result"], *row["more"]])
+
+
+def test_two_processes_train_the_same(one, tmp_path):
+    """With two micro-batches each, in place of one for all."""
+    finish(start("cpu_multi", tmp_path / "run", "--micro_batch_size", "2"))
     for key in ("loss", "eval_loss"):
         pairs = zip(lines(one, key), lines(tmp_path / "run", key), strict=True)
         for mine, theirs in pairs:
@@ -111,52 +128,16 @@ def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
                 assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.usefixtures("one")  # without that run, these would fail too
-def test_exact_gives_the_same_bytes_on_two_processes(tmp_path):
-    """With dropout, and two micro-batches for each of them in place of four."""
-    flags = ["--exact", "true", "--micro_batch_size", "2", *([DROPOUT, "0.1"] if DROPOUT else [])]
-    outputs = [tmp_path / "one", tmp_path / "two"]
-    for run in [start("", outputs[0], *flags), start("cpu_multi", outputs[1], *flags)]:
-        finish(run)
-    one, two = (read_tensors(output / "checkpoints" / "step-00000006") for output in outputs)
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    for key in ("loss", "grad_norm", "eval_loss"):
-        one, two = ([line[key] for line in lines(output, key)] for output in outputs)
-        assert one == two
-
-
-@pytest.fixture(scope="module")
-def halves(first, tmp_path_factory):
-    """Runs that lost their second half, or have it with a wrong byte, started again together."""
-    begun = {}
-    for corrupted in () if first[1] else (False, True):
-        output = tmp_path_factory.mktemp("half") / "run"
-        shutil.copytree(first[0] / "checkpoints", output / "checkpoints")
-        last = output / "checkpoints" / "step-00000006"
-        if corrupted:
-            content = (last / FILE).read_bytes()
-            (last / FILE).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        else:
-            shutil.rmtree(last)
-        begun[corrupted] = output, start("", output)
-    return begun
-
-
-@pytest.mark.parametrize("corrupted", [False, True])
-def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, halves, corrupted):
-    """Lost, or there with one byte that is not what was saved.
-
-    It fails for an optimizer that keeps more than `state`, by weight, and `param_groups`, which is
-    what a checkpoint has of it: write one class that keeps all of it there, as torch.optim does.
-    """
-    output, run = halves[corrupted]
-    printed, last = finish(run), output / "checkpoints" / "step-00000006"
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_bytes(one, tmp_path):
+    """What is evaluated and exported, too: an average of the weights, say, which nothing saved."""
+    output = tmp_path / "run"
+    shutil.copytree(one / "checkpoints", output / "checkpoints")
+    last = output / "checkpoints" / "step-00000006"
+    content = (last / FILE).read_bytes()
+    (last / FILE).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    printed = finish(start("", output))
     assert f"continuing from {output / 'checkpoints' / 'step-00000003'}" in printed
-    assert (f"passed over: {last / FILE} is not the file" in printed) == corrupted
-    for mine, theirs in zip(lines(one, "loss")[3:], lines(output, "loss"), strict=True):
-        for key in ("step", "loss", "grad_norm", "lr", "batch_hash"):
-            assert mine[key] == theirs[key]
-    # What is evaluated and exported, too: an average of the weights, say, which nothing had saved.
+    assert f"passed over: {last / FILE} is not the file" in printed
     for mine, theirs in zip(lines(one, "eval_loss")[1:], lines(output, "eval_loss"), strict=True):
         assert mine == theirs
     exported = [path.relative_to(one) for path in (one / "model").rglob("*") if path.is_file()]
