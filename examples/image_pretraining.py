@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, ViTMAEConfig, ViTMAEForPreTraining
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, pretrained
 
 UNIT = "images"
 load_config = cache(AutoConfig.from_pretrained)
@@ -22,12 +22,10 @@ load_processor = cache(AutoImageProcessor.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {image}: a folder of images, a .parquet file, or a dataset on the Hub. Empty: the digits
     inside scikit-learn."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its image processor; empty: a new, small ViT-MAE."""
 
 
 def digit_rows() -> Iterator[dict]:
@@ -39,12 +37,10 @@ def digit_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {image}, those for validation with `noise`, by the number of the row."""
-    splits = load_splits(cfg.data or digit_rows(), ["image"], images=["image"])
-    if name := cfg.model_name_or_path:
-        config, processor = (
-            AutoConfig.from_pretrained(name),
-            AutoImageProcessor.from_pretrained(name),
-        )
+    splits = load_splits(cfg, ["image"], made_up=digit_rows, images=["image"])
+    if cfg.model_name_or_path:
+        config = pretrained.config_of(cfg)
+        processor = pretrained.load(AutoImageProcessor, cfg)
     else:
         from transformers import ViTImageProcessorPil
 
@@ -73,7 +69,7 @@ def augment(row: dict, generator: torch.Generator, data) -> dict:
 
 def collate(rows: list[dict], data) -> dict:
     """pixel_values, float32 (B, 3, S, S), and noise, float32 (B, patches)."""
-    images = [row["image"].convert("RGB") for row in rows]
+    images = [row["image"] for row in rows]
     batch = load_processor(data.folder)(images, return_tensors="pt")
     noise = torch.stack([torch.as_tensor(row["noise"]).float() for row in rows])
     return {"pixel_values": batch["pixel_values"], "noise": noise}
@@ -85,7 +81,7 @@ def count(batch: dict) -> int:
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     if cfg.model_name_or_path:
-        return ViTMAEForPreTraining.from_pretrained(cfg.model_name_or_path, dtype=torch.float32)
+        return pretrained.load_model(ViTMAEForPreTraining, cfg)
     model = ViTMAEForPreTraining(load_config(data.folder))
     # transformers 5.24 leaves the fixed embeddings of the positions at zero.
     model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False
@@ -113,8 +109,3 @@ def metrics(sums: dict) -> dict:
     number, total, squares = sums["moments"].tolist()
     loss = float(sums["loss"] / sums["images"])
     return {"loss": loss, "explained": 1 - loss / (squares / number - (total / number) ** 2)}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_processor(data.folder).save_pretrained(output)

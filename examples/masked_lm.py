@@ -5,29 +5,26 @@ make train ARGS="--task.data texts.jsonl --task.model_name_or_path FacebookAI/ro
 """
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, RobertaTokenizer
+from transformers import AutoModelForMaskedLM, BertConfig
 from transformers.data import DataCollatorForTokenClassification
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, pretrained, tokenizing
+from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "masked_tokens"
-load_tokenizer = cache(AutoTokenizer.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {text}: a file (.jsonl, .csv, .parquet, .txt), a folder of such, or a dataset on the
     Hub. Empty: the manual inside Python."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
     max_length: int = 64
     """Maximum number of tokens in a sample; a longer text becomes several."""
     mask_fraction: float = 0.15
@@ -37,13 +34,9 @@ class TaskConfig:
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids}; those for validation are masked already, by the number of the row."""
     texts = dict.fromkeys(part for text in topics.values() for part in text.split("\n\n\n"))
-    splits = load_splits(cfg.data or ({"text": text} for text in texts), ["text"])
-    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
-    if source:  # a run that resumes finds its tokenizer in the folder
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    else:
-        tokenizer = RobertaTokenizer().train_new_from_iterator(splits["train"]["text"], 1000)
-    tokenizer.save_pretrained(folder)
+    made_up = [{"text": text} for text in texts if text.strip()]
+    splits = load_splits(cfg, ["text"], made_up=lambda: made_up)
+    tokenizer = tokenizing.plain_tokenizer(cfg, folder, splits["train"]["text"])
     options = {"truncation": True, "max_length": cfg.max_length, "return_overflowing_tokens": True}
     tokens = splits.map(
         lambda batch: {"input_ids": tokenizer(batch["text"], **options)["input_ids"]},
@@ -84,7 +77,7 @@ def count(batch: dict) -> int:
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     if cfg.model_name_or_path:
-        return AutoModelForMaskedLM.from_pretrained(cfg.model_name_or_path, dtype=torch.float32)
+        return pretrained.load_model(AutoModelForMaskedLM, cfg)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
     sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -103,8 +96,3 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["tokens"])}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_tokenizer(data.folder).save_pretrained(output)

@@ -7,29 +7,26 @@ make train ARGS="--task.data swag.jsonl --task.model_name_or_path google-bert/be
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMultipleChoice, AutoTokenizer, BertConfig, RobertaTokenizer
+from transformers import AutoModelForMultipleChoice, BertConfig
 from transformers.data.data_collator import DataCollatorForMultipleChoice
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
+from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "questions"
 ENDINGS = ("ending0", "ending1", "ending2", "ending3")
-load_tokenizer = cache(AutoTokenizer.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {sent1, sent2, ending0, ending1, ending2, ending3, label}, as in SWAG: a file (.jsonl,
     .csv, .parquet), a folder of such, or a dataset on the Hub. Empty: made-up sentences."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
     max_length: int = 64
     """Maximum number of tokens of the sentences with an ending; sent1 is truncated."""
 
@@ -47,28 +44,32 @@ def made_up_rows() -> Iterator[dict]:
         yield row | dict(zip(ENDINGS, endings, strict=True))
 
 
+def read(row: dict) -> dict:
+    label = str(row["label"]).removesuffix(".0")  # tables have numbers as text, or with nulls
+    if label not in ("0", "1", "2", "3"):
+        raise ValueError(f"the label {row['label']!r} is not a number of 0 to 3")
+    return {**row, "label": int(label)}
+
+
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids, label}, the ids of each ending after the sentences, in a list."""
-    splits = load_splits(cfg.data or made_up_rows(), ["sent1", "sent2", *ENDINGS, "label"])
-    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
-    if source:  # a run that resumes finds its tokenizer in the folder
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    else:
-        texts = (f"{row['sent1']} {row[name]}" for row in splits["train"] for name in ENDINGS)
-        tokenizer = RobertaTokenizer().train_new_from_iterator(texts, 1000)
-    tokenizer.save_pretrained(folder)
+    columns = ["sent1", "sent2", *ENDINGS, "label"]
+    splits = load_splits(cfg, columns, read, made_up=made_up_rows)
+    texts = (f"{row['sent1']} {row[name]}" for row in splits["train"] for name in ENDINGS)
+    tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts)
 
     def encode(row: dict) -> dict:
-        if row["label"] not in range(len(ENDINGS)):
-            raise ValueError(
-                f"task.data: the label {row['label']} is not a number of 0 to 3: {row}"
-            )
         seconds = [f"{row['sent2']} {row[name]}" for name in ENDINGS]
+        whole = tokenizer([row["sent1"]] * len(ENDINGS), seconds, verbose=False)["input_ids"]
+        needed = max(map(len, tokenizer([""] * len(ENDINGS), seconds, verbose=False)["input_ids"]))
+        if needed >= cfg.max_length:
+            raise ValueError(f"an ending takes {needed} tokens of max_length {cfg.max_length}")
         options = {"truncation": "only_first", "max_length": cfg.max_length}
         tokens = tokenizer([row["sent1"]] * len(ENDINGS), seconds, **options)
-        return {**tokens, "label": row["label"]}
+        lost = max(map(len, whole)) - max(map(len, tokens["input_ids"]))
+        return {**tokens, "cut": {"tokens of sent1": (lost, max(map(len, whole)))}}
 
-    return splits.map(encode, remove_columns=["sent1", "sent2", *ENDINGS])
+    return map_rows(splits, encode, keep=["label"])
 
 
 def collate(rows: list[dict], data) -> dict:
@@ -81,8 +82,9 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if name := cfg.model_name_or_path:
-        return AutoModelForMultipleChoice.from_pretrained(name, dtype=torch.float32)
+    if cfg.model_name_or_path:
+        head = ("classifier", "pooler", "summary")
+        return pretrained.load_model(AutoModelForMultipleChoice, cfg, head)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
     sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -109,8 +111,3 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {name: float(sums[name] / sums["rows"]) for name in ("loss", "accuracy")}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_tokenizer(data.folder).save_pretrained(output)

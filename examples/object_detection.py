@@ -4,7 +4,6 @@ make train ARGS="--max_steps 200 --learning_rate 1e-3"
 make train ARGS="--task.data photos --task.model_name_or_path microsoft/conditional-detr-resnet-50"
 """
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,22 +20,26 @@ from transformers import ConditionalDetrImageProcessorPil as Processor
 from transformers.loss import loss_deformable_detr as losses
 from transformers.loss.loss_for_object_detection import box_iou, center_to_corners_format
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
 
 UNIT, BINS = "boxes", 1000
+NAMES = {"bbox": ("bbox", "bboxes", "boxes"), "category": ("category", "categories")}
+NAMES["category"] += ("category_id", "class", "label", "labels")
 load_processor = cache(AutoImageProcessor.from_pretrained)
 
 
+def is_finite(number: object) -> bool:
+    return isinstance(number, int | float) and abs(number) < 1e9
+
+
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {image, objects}, objects being {bbox, category}: lists of boxes [x, y, width, height]
-    in pixels, and of class numbers. A folder with metadata.jsonl, a .parquet file, or a dataset on
-    the Hub. Empty: drawn shapes."""
-    labels: str = "disc,square"
-    """Names of the classes 0, 1 and so on."""
-    model_name_or_path: str = ""
-    """Pretrained Conditional DETR; empty: a new, small one."""
+    in pixels, and of class numbers or names; or a list of such objects. A folder with
+    metadata.jsonl, a .parquet file, or a dataset on the Hub. Empty: drawn shapes."""
+    labels: str = ""
+    """Names of the classes 0, 1 and so on; empty: those of the data, or its numbers."""
     image_size: int = 64
     """Largest side to which images are scaled; they are padded to a square of it."""
 
@@ -52,24 +55,63 @@ def drawn_rows() -> Iterator[dict]:
             shape = ["ellipse", "rectangle"][kind]
             getattr(ImageDraw.Draw(image), shape)([x, y, x + width, y + height], (200, 220, 240))
             objects["bbox"].append([x, y, width, height])
-            objects["category"].append(kind)
+            objects["category"].append(["disc", "square"][kind])
         yield {"image": image, "objects": objects}
+
+
+def read(row: dict) -> dict:
+    """bbox and category as lists, by any of their usual names, and of lists of objects too."""
+    objects, found = row["objects"], {"bbox": [], "category": []}
+    for each in objects if isinstance(objects, list) else [objects]:
+        for name, known in NAMES.items():
+            given = [each[key] for key in known if key in each] if isinstance(each, dict) else []
+            if not given:
+                raise ValueError(f"the objects are {objects!r:.60}; give bbox and category")
+            found[name] += [given[0]] if isinstance(objects, list) else given[0]
+    if len(found["bbox"]) != len(found["category"]):
+        raise ValueError(f"{len(found['bbox'])} boxes, of {len(found['category'])} categories")
+    (width, height), sides = row["image"].size, []
+    for box in found["bbox"]:
+        right = isinstance(box, list) and len(box) == 4 and all(map(is_finite, box))
+        if not right or min(box[2:]) <= 0 or min(box[:2]) < -1:
+            raise ValueError(f"box {box} is not [x, y, width, height]")
+        if box[0] + box[2] > width + 1 or box[1] + box[3] > height + 1:
+            hint = "[x, y, width, height] in pixels; corners have another form"
+            raise ValueError(f"box {box} is not inside its image, {width} x {height}: give {hint}")
+        sides += box[2:]
+    if sides and max(sides) <= 1:
+        raise ValueError(f"boxes {found['bbox']!r:.60} are below a pixel; give pixels, not parts")
+    boxes = [[float(number) for number in box] for box in found["bbox"]]
+    return {"objects": {"bbox": boxes, "category": [str(each) for each in found["category"]]}}
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     if not find_spec("scipy"):
         raise ValueError("the loss assigns boxes by scipy: pip install scipy")
-    splits = load_splits(cfg.data or drawn_rows(), ["image", "objects"], images=["image"])
-    classes = range(len(cfg.labels.split(",")))
-    for objects in itertools.chain(*(rows["objects"] for rows in splits.values())):
-        for box, kind in zip(objects["bbox"], objects["category"], strict=True):
-            if len(box) != 4 or min(box[2:]) <= 0 or kind not in classes:
-                wanted = "[x, y, width, height] and the number of a class of task.labels"
-                raise ValueError(f"task.data: box {box} of class {kind}; give {wanted}")
+    text, box = datasets.Value("string"), datasets.List(datasets.Value("float64"))
+    features = {"objects": {"bbox": datasets.List(box), "category": datasets.List(text)}}
+    options = {"made_up": drawn_rows, "features": features, "images": ["image"], "upright": True}
+    splits = load_splits(cfg, ["image", "objects"], read, **options)
+    seen = {kind for rows in splits.values() for row in rows["objects"] for kind in row["category"]}
+    numbers = all(kind.isdecimal() for kind in seen)
+    most = max(map(int, seen), default=0) if numbers else 0
+    names = [name.strip() for name in cfg.labels.split(",")] if cfg.labels else sorted(seen)
+    names = [str(i) for i in range(most + 1)] if numbers and not cfg.labels else names
+    cfg.labels = ",".join(names)
+
+    def number(row: dict) -> dict:
+        known = [str(i) for i in range(len(names))] if numbers else names
+        if wrong := {*row["objects"]["category"]} - {*known}:
+            raise ValueError(f"a box of class {min(wrong)}, of the classes {cfg.labels}")
+        kinds = [known.index(kind) for kind in row["objects"]["category"]]
+        return {"objects": {"bbox": row["objects"]["bbox"], "category": kinds}}
+
     largest = {"max_height": cfg.image_size, "max_width": cfg.image_size}
     square = {"height": cfg.image_size, "width": cfg.image_size}
-    Processor(size=largest, do_pad=True, pad_size=square).save_pretrained(folder)
-    return splits
+    options = {"size": largest, "do_pad": True, "pad_size": square}
+    processor = pretrained.load(Processor, cfg, **options) if cfg.model_name_or_path else None
+    (processor or Processor(**options)).save_pretrained(folder)
+    return map_rows(splits, number, keep=["image"])
 
 
 def augment(row: dict, generator: torch.Generator) -> dict:
@@ -84,7 +126,7 @@ def augment(row: dict, generator: torch.Generator) -> dict:
 def collate(rows: list[dict], data) -> dict:
     """pixel_values, float32 (B, 3, S, S), pixel_mask, int64 (B, S, S), and labels: for each image
     class_labels (N,) and boxes (N, 4), with their centers, in parts of the square."""
-    images, annotations = [row["image"].convert("RGB") for row in rows], []
+    images, annotations = [row["image"] for row in rows], []
     for row in rows:
         pairs = zip(row["objects"]["bbox"], row["objects"]["category"], strict=True)
         listed = [
@@ -101,18 +143,14 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig) -> torch.nn.Module:
-    names = dict(enumerate(cfg.labels.split(",")))
-    options = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
-    if name := cfg.model_name_or_path:
-        options |= {"ignore_mismatched_sizes": True, "dtype": torch.float32}
-        return AutoModelForObjectDetection.from_pretrained(name, **options)
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
     sizes |= {"model_type": "resnet", "layer_type": "basic", "out_features": ["stage3"]}
-    options |= {"d_model": 64, "num_queries": 12, "dropout": 0.0}
+    options = {"d_model": 64, "num_queries": 12, "dropout": 0.0}
     for part in ("encoder", "decoder"):
         options |= {f"{part}_layers": 2, f"{part}_ffn_dim": 128, f"{part}_attention_heads": 4}
     config = ConditionalDetrConfig(backbone_config=sizes, **options)
-    return AutoModelForObjectDetection.from_config(config)
+    given = (AutoModelForObjectDetection, cfg, config, cfg.labels.split(","))
+    return pretrained.build_classifier(*given, ("class_labels_classifier",))
 
 
 def outputs_of(model: torch.nn.Module, batch: dict) -> dict:
@@ -165,8 +203,3 @@ def metrics(sums: dict) -> dict:
     gained = recall.diff(dim=1, prepend=torch.zeros_like(recall[:, :1]))
     areas = (precision * gained).sum(1)  # NaN for a class that is nowhere
     return {"loss": float(sums["loss"] / sums["true"].sum()), "ap50": float(areas.nanmean())}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_processor(data.folder).save_pretrained(output)

@@ -10,35 +10,35 @@ import string
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, RobertaTokenizer
+from transformers import AutoModelForQuestionAnswering, BertConfig
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
+from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "windows"
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-load_tokenizer = cache(AutoTokenizer.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {question, context, answers}, as in SQuAD, answers being {text, answer_start}, two
-    lists: a .jsonl or .parquet file, a folder of such, or a dataset on the Hub. Empty: made-up."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
+    lists, which may be empty: a .jsonl or .parquet file, a folder of such, or a dataset on the Hub.
+    Empty: made-up."""
     max_length: int = 48
     """Number of tokens in a window: shorter ones are padded, since the softmax includes padding."""
     stride: int = 16
     """Number of tokens that a window shares with the one before it."""
     max_answer_length: int = 30
     """Maximum number of tokens in an answer that is predicted."""
+    unanswerable: bool = False
+    """Whether the model may say that there is no answer: where a row has none, as in SQuAD 2."""
 
 
 def made_up_rows() -> Iterator[dict]:
@@ -57,42 +57,64 @@ def made_up_rows() -> Iterator[dict]:
         yield {"question": question, "context": before + fact + after, "answers": answers}
 
 
+def read(row: dict) -> dict:
+    """The row, with its answers as two lists: one answer, or a list of them, may stand there."""
+    context, answers = row["context"], row["answers"]
+    found = {"text": [], "answer_start": []}
+    for each in answers if isinstance(answers, list) else [answers]:
+        for name, values in found.items():
+            if not isinstance(each, dict) or each.get(name) is None:
+                raise ValueError(f"the answers are {answers!r:.60}; give text and answer_start")
+            values += each[name] if isinstance(each[name], list) else [each[name]]
+    pairs = [*zip(found["text"], map(int, found["answer_start"]), strict=True)]
+    for text, start in pairs:
+        if not str(text).strip() or start < 0 or context[start : start + len(text)] != text:
+            raise ValueError(f"the answer {text!r:.60} is not in its context at {start}")
+    found = {"text": [text.strip() for text, _ in pairs]}
+    found["answer_start"] = [s + len(text) - len(text.lstrip()) for text, s in pairs]
+    question = row["question"]
+    return {"question": question, "context": context, "answers": found}
+
+
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows with windows (W, T), their answers' first and last tokens (W,), and their offsets (W, T,
     2) in the context, -1 elsewhere."""
-    splits = load_splits(cfg.data or made_up_rows(), ["question", "context", "answers"])
-    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
-    if source:  # a run that resumes finds its tokenizer in the folder
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    else:
-        texts = (row["question"] + " " + row["context"] for row in splits["train"])
-        tokenizer = RobertaTokenizer().train_new_from_iterator(texts, 1000)
-    tokenizer.save_pretrained(folder)
-
+    text, number = datasets.Value("large_string"), datasets.Value("int64")
+    features = {"question": text, "context": text, "answers": {"text": datasets.List(text)}}
+    features["answers"]["answer_start"] = datasets.List(number)
+    columns = ["question", "context", "answers"]
+    splits = load_splits(cfg, columns, read, made_up=made_up_rows, features=features)
+    texts = (row["question"] + " " + row["context"] for row in splits["train"])
+    tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts)
     options = {"truncation": "only_second", "max_length": cfg.max_length, "stride": cfg.stride}
     options |= {"return_overflowing_tokens": True, "return_offsets_mapping": True}
 
-    def cut(row: dict, number: int) -> dict:
+    def cut(row: dict) -> dict:
         question, context, answers = row["question"], row["context"], row["answers"]
+        taken = len(tokenizer(question, "", verbose=False)["input_ids"])
+        if taken + cfg.stride >= cfg.max_length:
+            wanted = f"leaves no room for its context and stride in max_length {cfg.max_length}"
+            raise ValueError(f"the question of {taken} tokens {wanted}")
         first, answer = [*zip(answers["answer_start"], answers["text"], strict=True), (0, "")][0]
         last = first + len(answer)
-        if not answer or context[first:last] != answer:
-            raise ValueError(f"task.data: the answer of {question!r} is not in its context")
+        cfg.unanswerable |= not answer
         tokens = tokenizer(question, context, padding="max_length", **options)
         columns = {name: tokens[name] for name in INPUTS if name in tokens}
-        columns |= {"row": number, "starts": [], "ends": [], "offsets": []}
+        columns |= {"starts": [], "ends": [], "offsets": []}
         for i, spans in enumerate(tokens["offset_mapping"]):
             parts = zip(spans, tokens.sequence_ids(i), strict=True)
             offsets = [span if part == 1 else (-1, -1) for span, part in parts]
             starts = [t for t, (a, b) in enumerate(offsets) if a <= first < b]
             ends = [t for t, (a, b) in enumerate(offsets) if a < last <= b]
-            is_inside = starts and ends  # otherwise the first token, [CLS], is the answer
+            is_inside = answer and starts and ends  # otherwise the first token, [CLS], is it
             columns["starts"].append(starts[0] if is_inside else 0)
             columns["ends"].append(ends[0] if is_inside else 0)
             columns["offsets"].append(offsets)
-        return columns
+        lost = bool(answer) and not any(columns["ends"])
+        return {**columns, "cut": {"answers": (lost, bool(answer))}}
 
-    return splits.map(cut, with_indices=True, remove_columns=["question"])
+    found = map_rows(splits, cut, keep=["context", "answers"])
+    return found.map(lambda _, number: {"row": number}, with_indices=True, input_columns=["starts"])
 
 
 def collate(rows: list[dict]) -> dict:
@@ -110,8 +132,8 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if name := cfg.model_name_or_path:
-        return AutoModelForQuestionAnswering.from_pretrained(name, dtype=torch.float32)
+    if cfg.model_name_or_path:
+        return pretrained.load_model(AutoModelForQuestionAnswering, cfg, ("qa_outputs",))
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
     sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -141,7 +163,8 @@ def eval_outputs(model: torch.nn.Module, batch: dict, cfg: TaskConfig) -> dict:
     """The place (B, 2) in its context of each question's answer: that of the best window."""
     is_window, every = batch["starts"] >= 0, torch.arange(len(batch["row"]))
     outside = batch["offsets"][is_window][..., 0] < 0
-    start, end = (each.masked_fill(outside, -1e9) for each in logits_of(model, batch))
+    logits = logits_of(model, batch)
+    start, end = (each.masked_fill(outside, -1e9) for each in logits)
     pairs, length = start[:, :, None] + end[:, None], start.shape[1]
     band = torch.ones_like(pairs[0]).triu().tril(cfg.max_answer_length - 1).bool()
     scores, places = pairs.masked_fill(~band, -1e9).flatten(1).max(1)
@@ -150,6 +173,10 @@ def eval_outputs(model: torch.nn.Module, batch: dict, cfg: TaskConfig) -> dict:
     place = torch.zeros_like(batch["starts"]).masked_scatter(is_window, places)[every, best]
     offsets = batch["offsets"][every, best]
     ends = [offsets[every, place // length, 0], offsets[every, place % length, 1]]
+    if cfg.unanswerable:  # the least that a window gives to its first token, as in run_qa
+        none = logits[0][:, 0] + logits[1][:, 0]
+        nothing = torch.full_like(table, 4e9).masked_scatter(is_window, none).amin(1)
+        ends = [each.where(table.amax(1) > nothing, 0) for each in ends]
     return {"row": batch["row"], "place": torch.stack(ends, 1)}
 
 
@@ -164,14 +191,10 @@ def metrics(sums: dict, outputs: dict, data) -> dict:
     scores = []
     for number, (first, last) in zip(*(outputs[n].tolist() for n in ("row", "place")), strict=True):
         row = data["validation"][number]
-        own, answers = words_of(row["context"][first:last]), map(words_of, row["answers"]["text"])
+        own, answers = words_of(row["context"][first:last]), row["answers"]["text"] or [""]
+        answers = [*map(words_of, answers)]
         common = [(each, (Counter(own) & Counter(each)).total()) for each in answers]
         f1 = [2 * equal / max(len(own) + len(each), 1) for each, equal in common]
-        scores.append([own in [each for each, _ in common], max(f1)])
+        scores.append([own in answers, max(*f1, own in answers)])
     exact_match, f1 = torch.tensor(scores).float().mean(0).tolist()
     return {"loss": float(sums["loss"] / sums["windows"]), "exact_match": exact_match, "f1": f1}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_tokenizer(data.folder).save_pretrained(output)

@@ -4,75 +4,51 @@ make train ARGS="--max_steps 150 --learning_rate 1e-3"
 make train ARGS="--task.data pairs.jsonl --task.model_name_or_path Qwen/Qwen3-0.6B"
 """
 
-import ast
-import os
-import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
-from transformers import RobertaTokenizer as NewTokenizer
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 from transformers.data import DataCollatorWithPadding
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, preferences, pretrained, tokenizing
+from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "pairs"
-SIDES = ("chosen", "rejected")
-load_tokenizer = cache(AutoTokenizer.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
-    data: str = ""
-    """Rows {prompt, chosen, rejected}, of texts: a file (.jsonl, .csv, .parquet), a folder of such,
-    or a dataset on the Hub. Empty: functions of Python's library, of whose docstrings the first
-    line is preferred to all of it."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its tokenizer; empty: a new, small Llama."""
+class TaskConfig(DataConfig, ModelConfig):
+    data: str = "docstrings"
+    """Rows {prompt, chosen, rejected}, of texts or messages; without prompt it is what both answers
+    begin with: a file (.jsonl, .csv, .parquet), a folder of such, or a dataset on the Hub.
+    docstrings: functions of Python's library, whose first line is preferred to all of it."""
+    prompt_column: str = "prompt"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    tools_column: str = "tools"
+    chat_template: str = ""
+    """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     max_length: int = 128
-    """Maximum number of tokens of a prompt with an answer; more are truncated."""
-
-
-def docstring_rows() -> Iterator[dict]:
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        with tokenize.open(path) as file:
-            tree = ast.parse(file.read())
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-            if text and "\n" in text:
-                yield {"prompt": node.name, "chosen": text.split("\n")[0], "rejected": text}
+    """Maximum number of tokens of a prompt with an answer. A prompt of more than half of them loses
+    its beginning, and then the answer its end."""
+    vocab_size: int = 1024
+    """Size of the vocabulary of a new tokenizer."""
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {chosen, rejected}: token ids of the prompt with either answer."""
-    splits = load_splits(cfg.data or docstring_rows(), ["prompt", *SIDES])
-    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
-    if source:  # a run that resumes finds its tokenizer in the folder
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    else:
-        tokenizer = NewTokenizer().train_new_from_iterator(splits["train"]["rejected"], 1000)
-    tokenizer.save_pretrained(folder)
-
-    def encode(row: dict) -> dict:
-        if row["chosen"] == row["rejected"]:
-            raise ValueError(f"task.data: equal answers to {row['prompt']!r}: remove this row")
-        end = tokenizer.eos_token  # its hidden state gives the reward
-        texts = [f"{row['prompt']}\n{row[side]}{end}" for side in SIDES]
-        ids = tokenizer(texts, truncation=True, max_length=cfg.max_length)["input_ids"]
-        return dict(zip(SIDES, ids, strict=True))
-
-    return splits.map(encode, remove_columns=["prompt"])
+    pairs = preferences.load_pairs(cfg)
+    tokenizer = tokenizing.prepare_tokenizer(cfg, folder, pairs["train"], "max_length", ends=True)
+    tokens = preferences.tokenize_pairs(pairs, tokenizer, cfg)
+    return tokens.rename_columns({f"{side}_input_ids": side for side in preferences.ANSWERS})
 
 
 def collate(rows: list[dict], data) -> dict:
     """input_ids and attention_mask, int64 (B, 2, T): the chosen answer first."""
-    texts = [{"input_ids": row[side]} for row in rows for side in SIDES]
+    texts = [{"input_ids": row[side]} for row in rows for side in preferences.ANSWERS]
     batch = DataCollatorWithPadding(load_tokenizer(data.folder))(texts)
     return {name: values.unflatten(0, (len(rows), 2)) for name, values in batch.items()}
 
@@ -84,9 +60,10 @@ def count(batch: dict) -> int:
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     tokenizer = load_tokenizer(data.folder)
     options = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    if name := cfg.model_name_or_path:
-        options["dtype"] = torch.float32
-        return AutoModelForSequenceClassification.from_pretrained(name, **options)
+    if cfg.model_name_or_path:
+        head = ("score", "classifier", "pooler")
+        options["ignore_mismatched_sizes"] = True
+        return pretrained.load_model(AutoModelForSequenceClassification, cfg, head, **options)
     options |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     options |= {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
     return AutoModelForSequenceClassification.from_config(LlamaConfig(**options))
@@ -112,8 +89,3 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {name: float(sums[name] / sums["pairs"]) for name in ("loss", "accuracy", "margin")}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_tokenizer(data.folder).save_pretrained(output)

@@ -4,7 +4,6 @@ make train ARGS="--max_steps 60 --learning_rate 4e-3"
 make train ARGS="--task.data scenes --task.labels sky,road --task.model_name_or_path nvidia/mit-b0"
 """
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,26 +15,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageOps
-from transformers import AutoImageProcessor, SegformerConfig, SegformerForSemanticSegmentation
+from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation, SegformerConfig
 from transformers import SegformerImageProcessorPil as Processor
 from transformers.models.conditional_detr.modeling_conditional_detr import replace_batch_norm
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, pretrained
 
 UNIT, IGNORED = "pixels", 255
 load_processor = cache(AutoImageProcessor.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {image, label}, label being an image of class numbers, 255 where a pixel does not count:
     a folder with metadata.jsonl, whose lines have image_file_name and label_file_name, a .parquet
     file, or a dataset on the Hub. Empty: drawn shapes."""
-    labels: str = "ground,disc,square"
-    """Names of the classes 0, 1 and so on."""
-    model_name_or_path: str = ""
-    """Pretrained SegFormer; empty: a new, small one."""
+    labels: str = ""
+    """Names of the classes 0, 1 and so on; empty: the numbers, or those of the drawn shapes."""
     image_size: int = 64
     """Side in pixels to which images are scaled."""
 
@@ -56,15 +53,33 @@ def drawn_rows() -> Iterator[dict]:
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
-    splits = load_splits(cfg.data or drawn_rows(), ["image", "label"], images=["image", "label"])
-    allowed = {*range(len(cfg.labels.split(","))), IGNORED}
-    for row in itertools.chain(*splits.values()):
-        if row["image"].size != row["label"].size or {*np.unique(row["label"])} - allowed:
-            found = f"{row['label'].size} with classes {np.unique(row['label']).tolist()[:9]}"
+    cfg.labels = cfg.labels or ("" if cfg.data else "ground,disc,square")
+    names, seen = [name.strip() for name in cfg.labels.split(",") if name.strip()], set()
+
+    def read(row: dict) -> dict:
+        found = {*np.unique(row["label"]).tolist()} - {IGNORED}
+        seen.update(found)
+        if row["image"].size != row["label"].size or found - {*range(len(names) or IGNORED)}:
             wanted = f"{row['image'].size} with classes of task.labels"
-            raise ValueError(f"task.data: a label of {found}, where it should be {wanted}")
+            found = f"a label of {row['label'].size} with classes {sorted(found)[:9]}"
+            raise ValueError(f"{found}, where it should be {wanted}")
+        return {}
+
+    pictures = {"images": ["image"], "masks": ["label"], "upright": True}
+    splits = load_splits(cfg, ["image", "label"], read, made_up=drawn_rows, **pictures)
+    names = names or [str(number) for number in range(max(seen, default=0) + 1)]
+    if missing := [name for number, name in enumerate(names) if number not in seen]:
+        print(f"Preparing data: no pixel has the class {', '.join(missing)}: scores leave it out")
+    if len(seen) < 2:
+        raise ValueError(
+            f"task.data: all pixels have the class {seen}, but for 255, which counts "
+            "nowhere: write class numbers into the masks, such as 0 and 1"
+        )
+    cfg.labels = ",".join(names)
     side = {"height": cfg.image_size, "width": cfg.image_size}
-    Processor(size=side, do_reduce_labels=False).save_pretrained(folder)
+    options = {"size": side, "do_reduce_labels": False}
+    processor = pretrained.load(Processor, cfg, **options) if cfg.model_name_or_path else None
+    (processor or Processor(**options)).save_pretrained(folder)
     return splits
 
 
@@ -79,7 +94,7 @@ def augment(row: dict, generator: torch.Generator) -> dict:
 
 def collate(rows: list[dict], data) -> dict:
     """pixel_values, float32 (B, 3, S, S), and labels, int64 (B, S, S), IGNORED where none is."""
-    images = [row["image"].convert("RGB") for row in rows]
+    images = [row["image"] for row in rows]
     labels = [np.asarray(row["label"]) for row in rows]
     return load_processor(data.folder)(images, labels, return_tensors="pt")
 
@@ -90,15 +105,10 @@ def count(batch: dict) -> int:
 
 def build_model(cfg: TaskConfig) -> torch.nn.Module:
     """The BatchNorm of its head is frozen: its statistics would be those of a micro-batch."""
-    names = dict(enumerate(cfg.labels.split(",")))
-    options = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
-    if name := cfg.model_name_or_path:
-        options |= {"ignore_mismatched_sizes": True, "dtype": torch.float32}
-        model = SegformerForSemanticSegmentation.from_pretrained(name, **options)
-    else:
-        options |= {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 64}
-        options |= {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-        model = SegformerForSemanticSegmentation(SegformerConfig(**options))
+    options = {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 64}
+    options |= {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    given = (AutoModelForSemanticSegmentation, cfg, SegformerConfig(**options))
+    model = pretrained.build_classifier(*given, cfg.labels.split(","), ("decode_head",))
     with torch.no_grad():  # its buffers would keep the graph of weights that are gone
         replace_batch_norm(model)
     return model
@@ -130,8 +140,3 @@ def metrics(sums: dict) -> dict:
     iou = right / (table.sum(0) + table.sum(1) - right)  # NaN for a class that is nowhere
     scores = {"miou": float(iou.nanmean()), "accuracy": float(right.sum() / table.sum())}
     return {"loss": float(sums["loss"] / table.sum()), **scores}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_processor(data.folder).save_pretrained(output)

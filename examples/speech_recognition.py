@@ -7,6 +7,7 @@ Layers are not dropped, and SpecAugment is replaced by `augment`, whose silence 
 sample: so each weight has a gradient in each step, and needs no --find_unused_parameters true.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,21 +24,19 @@ from transformers import Wav2Vec2CTCTokenizer as Tokenizer
 from transformers import Wav2Vec2FeatureExtractor as FeatureExtractor
 from transformers import Wav2Vec2Processor as Processor
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
+from samestep.base.console import print_on_main
 
 UNIT, BLANK = "characters", "<pad>"
 load_processor = cache(AutoProcessor.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {audio, text}, audio being a file, or {array, sampling_rate}: a folder with
     metadata.jsonl, a .jsonl or .parquet file, or a dataset on the Hub. Empty: tones that spell
     digits."""
-    model_name_or_path: str = ""
-    """Pretrained model whose features have layer norm (feat_extract_norm: with group norm, samples
-    would depend on padding); empty: a new, small Wav2Vec2."""
     silence: float = 0.05
     """Fraction of a training sample that is made silent, in spans of 10 % of that."""
 
@@ -61,31 +60,50 @@ def tone_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_values, labels}: the sound, and the ids of the characters."""
-    splits = load_splits(cfg.data or tone_rows(), ["audio", "text"])
     if cfg.model_name_or_path:
-        extractor = AutoFeatureExtractor.from_pretrained(cfg.model_name_or_path)
+        extractor = pretrained.load(AutoFeatureExtractor, cfg)
     else:
         extractor = FeatureExtractor(sampling_rate=8000, return_attention_mask=True)
-    if not (folder / "vocab.json").exists():  # otherwise it is that of a run that resumes
-        characters = sorted({*"".join(splits["train"]["text"]).replace(" ", "")})
-        names = [BLANK, "<unk>", "|", *characters]
-        (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
-    tokenizer = Tokenizer(folder / "vocab.json", bos_token=None, eos_token=None)
-    Processor(extractor, tokenizer).save_pretrained(folder)
-    if not isinstance(splits["train"].features["audio"], dict):  # files
-        if not find_spec("torchcodec"):
-            raise ValueError("task.data: to read files of sound, pip install torchcodec")
-        splits = splits.cast_column("audio", datasets.Audio(extractor.sampling_rate))
 
     def read(row: dict) -> dict:
-        sound, labels = row["audio"]["array"], tokenizer(row["text"])["input_ids"]
-        if not labels or len(sound) < 500 * len(labels):
+        audio, text = row["audio"], row["text"]
+        if not (isinstance(audio, dict) and "array" in audio):  # a file
+            if not find_spec("torchcodec"):
+                raise ValueError("to read files of sound, pip install torchcodec")
+            given = audio if isinstance(audio, dict) else {"path": audio, "bytes": None}
+            audio = datasets.Audio(extractor.sampling_rate).decode_example(given)
+        sound = np.asarray(audio["array"], np.float32)
+        if sound.ndim != 1 or len(sound) < 500 * len(text) or not np.isfinite(sound).all():
             wanted = "a text, and 500 samples of sound or more for each character"
-            raise ValueError(f"task.data: {len(sound)} samples for {row['text']!r}; give {wanted}")
-        values = extractor(sound, sampling_rate=row["audio"]["sampling_rate"])["input_values"][0]
-        return {"input_values": values, "labels": labels}
+            raise ValueError(f"{sound.shape} samples for {text!r:.60}; give {wanted}")
+        values = extractor(sound, sampling_rate=audio["sampling_rate"])["input_values"][0]
+        return {"input_values": values, "text": text}
 
-    return splits.map(read, remove_columns=["audio", "text"])
+    sound, text = datasets.List(datasets.Value("float32")), datasets.Value("large_string")
+    options = {"features": {"input_values": sound, "text": text}, "paths": ["audio"]}
+    splits = load_splits(cfg, ["audio", "text"], read, made_up=tone_rows, **options)
+    letters = {*"".join(text for rows in splits.values() for text in rows["text"])} - {" "}
+    if (folder / "vocab.json").exists():  # that of a run that resumes
+        tokenizer = Tokenizer.from_pretrained(folder)
+    elif (tokenizer := own_letters(cfg)) is None or letters - {*tokenizer.get_vocab()}:
+        names = [BLANK, "<unk>", "|", *sorted(letters)]
+        (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+        tokenizer = Tokenizer(folder / "vocab.json", bos_token=None, eos_token=None)
+    Processor(extractor, tokenizer).save_pretrained(folder)
+    encode = lambda row: {"labels": tokenizer(row["text"])["input_ids"]}  # noqa: E731
+    return map_rows(splits, encode, keep=["input_values"])
+
+
+def own_letters(cfg: TaskConfig) -> Tokenizer | None:
+    """The letters of the pretrained model, with which its head stays as it is."""
+    with contextlib.suppress(ValueError):  # it has none, or no head
+        return pretrained.load(Tokenizer, cfg) if cfg.model_name_or_path else None
+
+
+def rows_depend(cfg: TaskConfig) -> bool:
+    """Models whose features have group norm (wav2vec2-base) were pretrained with zeros behind short
+    sounds, and without a mask: what stands beside a row in its micro-batch changes its loss."""
+    return getattr(pretrained.config_of(cfg), "feat_extract_norm", "layer") == "group"
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig) -> dict:
@@ -98,7 +116,8 @@ def augment(row: dict, generator: torch.Generator, cfg: TaskConfig) -> dict:
 
 
 def collate(rows: list[dict], data) -> dict:
-    """input_values, float32 (B, T), attention_mask, and labels, int64 (B, C), -100 for padding."""
+    """input_values, float32 (B, T), attention_mask, if the model takes one, and labels, int64 (B,
+    C), -100 for padding."""
     sounds = [{"input_values": row["input_values"]} for row in rows]
     batch = load_processor(data.folder).feature_extractor.pad(sounds, return_tensors="pt")
     labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], True, -100)
@@ -113,9 +132,13 @@ def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     tokenizer = load_processor(data.folder).tokenizer
     options = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     options |= {"ctc_loss_reduction": "sum", "layerdrop": 0.0, "mask_time_prob": 0.0}
-    if name := cfg.model_name_or_path:
-        options |= {"ignore_mismatched_sizes": True, "dtype": torch.float32}
-        model = AutoModelForCTC.from_pretrained(name, **options)
+    if cfg.model_name_or_path:
+        options |= {"ignore_mismatched_sizes": True}
+        model = pretrained.load_model(AutoModelForCTC, cfg, ("lm_head",), **options)
+        own, wanted = ({} if t is None else t.get_vocab() for t in (own_letters(cfg), tokenizer))
+        if own != wanted and len(own) == len(wanted):
+            names = [sorted(each, key=each.get) for each in (own, wanted)]
+            print_on_main(pretrained.meet_labels(model, *names, ("lm_head",)))
         model.freeze_feature_encoder()
         return model
     options |= {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "hidden_size": 64}
@@ -145,7 +168,8 @@ def distance(one: list, other: list) -> int:
 def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
     """The loss, characters, and edits from the likeliest characters to the text."""
     output = model(**batch)
-    lengths = model._get_feat_extract_output_lengths(batch["attention_mask"].sum(1))
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_values"]))
+    lengths = model._get_feat_extract_output_lengths(mask.sum(1).long())
     edits, blank = 0, model.config.pad_token_id
     rows = zip(output.logits.argmax(-1), lengths.tolist(), batch["labels"].tolist(), strict=True)
     for ids, length, labels in rows:
@@ -158,8 +182,3 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 def metrics(sums: dict) -> dict:
     loss, edits = (float(sums[name] / sums["characters"]) for name in ("loss", "edits"))
     return {"loss": loss, "cer": edits}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_processor(data.folder).save_pretrained(output)

@@ -10,29 +10,27 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForTokenClassification, AutoTokenizer, BertConfig
-from transformers import RobertaTokenizer as NewTokenizer
+from transformers import AutoModelForTokenClassification, BertConfig
 from transformers.data import DataCollatorForTokenClassification
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
+from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "words"
-load_tokenizer = cache(AutoTokenizer.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {tokens, ner_tags}: a file (.jsonl, .parquet), a folder of such, or a dataset on the
     Hub. Empty: statements of Python's library, with the kinds of their tokens."""
-    model_name_or_path: str = ""
-    """Pretrained model, with its tokenizer; empty: a new, small BERT."""
+    labels: str = ""
+    """Names of the tags 0, 1 and so on, as O,B-PER,I-PER, where rows have numbers."""
     max_length: int = 64
     """Maximum number of tokens in a sample; a longer one is truncated."""
 
@@ -52,32 +50,42 @@ def source_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids, labels}; labels of special tokens and of later tokens of a word are -100."""
-    splits = load_splits(cfg.data or source_rows(), ["tokens", "ner_tags"])
-    names = getattr(splits["train"].features["ner_tags"].feature, "names", None)
+    known = [name.strip() for name in cfg.labels.split(",")] if cfg.labels else []
+
+    def read(row: dict) -> dict:
+        words, tags = row["tokens"], row["ner_tags"]
+        if not (isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags) > 0):
+            raise ValueError(f"tokens and ner_tags are {words!r:.60} and {tags!r:.60}: give two")
+        numbers = all(isinstance(tag, int) and tag in range(len(known)) for tag in tags)
+        tags = [known[tag] for tag in tags] if numbers else tags
+        for tag in tags:
+            if not re.fullmatch("O|[BI]-.+", str(tag)) or known and tag not in known:
+                wanted = f"one of {cfg.labels}" if known else "O, B-KIND or I-KIND: rename it"
+                hint = ", or name the numbers with --task.labels" * isinstance(tag, int)
+                raise ValueError(f"{tag!r} in ner_tags is not {wanted}{hint}")
+        return {"tokens": [str(word) for word in words], "ner_tags": tags}
+
+    splits = load_splits(cfg, ["tokens", "ner_tags"], read, made_up=source_rows)
     tags = {tag for each in splits.values() for row in each["ner_tags"] for tag in row}
-    kinds = names or sorted(tags)
-    if wrong := [kind for kind in kinds if not re.fullmatch("O|[BI]-.+", kind)]:
-        raise ValueError(f"task.data: {wrong[0]} in ner_tags is not O, B-KIND or I-KIND: rename it")
-    source = folder if (folder / "tokenizer.json").exists() else cfg.model_name_or_path
-    if source:  # a run that resumes finds its tokenizer in the folder
-        tokenizer = AutoTokenizer.from_pretrained(source, add_prefix_space=True)
-    else:
-        texts, new = map(" ".join, splits["train"]["tokens"]), NewTokenizer(add_prefix_space=True)
-        tokenizer = new.train_new_from_iterator(texts, 1000)
-    tokenizer.save_pretrained(folder)
+    kinds = known or sorted(tags)
+    texts = map(" ".join, splits["train"]["tokens"])
+    tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts, add_prefix_space=True)
 
     def align(row: dict) -> dict:
-        if len(row["tokens"]) != len(row["ner_tags"]):
-            raise ValueError(f"task.data: {len(row['ner_tags'])} ner_tags for {row['tokens']}")
         options = {"is_split_into_words": True, "truncation": True, "max_length": cfg.max_length}
         tokens = tokenizer(row["tokens"], **options)
-        labels = [-100] * len(tokens["input_ids"])
+        labels, tags = [-100] * len(tokens["input_ids"]), row["ner_tags"]
         for word, tag in enumerate(row["ner_tags"]):
             if span := tokens.word_to_tokens(word):  # None: truncated
-                labels[span.start] = tag if names else kinds.index(tag)
-        return {"input_ids": tokens["input_ids"], "labels": labels}
+                labels[span.start] = kinds.index(tag)
+        is_cut = len(labels) == cfg.max_length
+        end = max(i for i in (-1, *tokens.word_ids()) if i is not None) + 1 if is_cut else len(tags)
+        every = entities(tags)
+        lost = sum(last >= end for *_, last in every)
+        cut = {"words": (len(tags) - end, len(tags)), "entities": (lost, len(every))}
+        return {"input_ids": tokens["input_ids"], "labels": labels, "cut": cut}
 
-    rows = splits.map(align, remove_columns=["tokens", "ner_tags"])
+    rows = map_rows(splits, align)
     return rows.cast_column("labels", datasets.List(datasets.ClassLabel(names=kinds)))
 
 
@@ -92,14 +100,11 @@ def count(batch: dict) -> int:
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     names = data["train"].features["labels"].feature.names
-    labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
-    if cfg.model_name_or_path:
-        options = {"pretrained_model_name_or_path": cfg.model_name_or_path, "dtype": torch.float32}
-        return AutoModelForTokenClassification.from_pretrained(**options, **labels)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
     sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return AutoModelForTokenClassification.from_config(BertConfig(**sizes, **labels))
+    given = (AutoModelForTokenClassification, cfg, BertConfig(**sizes), names)
+    return pretrained.build_classifier(*given, head=("classifier", "score"))
 
 
 def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
@@ -135,8 +140,3 @@ def metrics(sums: dict) -> dict:
     found, predicted, true = sums["entities"].tolist()
     f1 = 2 * found / max(predicted + true, 1)
     return {"loss": float(sums["loss"] / sums["words"]), "f1": f1}
-
-
-def export(model, output: Path, data) -> None:
-    model.save_pretrained(output)
-    load_tokenizer(data.folder).save_pretrained(output)

@@ -26,23 +26,22 @@ from transformers import (
     LlavaProcessor,
 )
 
-from samestep.data.plain import load_splits
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
+from samestep.text import chats
 
 UNIT = "tokens"
-TEMPLATE = """{% for message in messages %}{{ message.role }}: {% for part in message.content %}
+TEMPLATE = """{% for message in messages %}{{ message.role }}:
+{% for part in message.content %}
 {%- if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}
-{{- '<|endoftext|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+{{- '<|endoftext|>' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"""
 load_processor = cache(AutoProcessor.from_pretrained)
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = ""
     """Rows {images, messages}, whose content is a list of {type: image} and {type: text, text}: a
     .parquet file, a folder of such, or a dataset on the Hub. Empty: drawn shapes."""
-    model_name_or_path: str = ""
-    """Pretrained model of AutoModelForImageTextToText, with its processor; empty: a new, small
-    LLaVA."""
     train_vision: bool = False
     """Train the vision tower, too. LLaVA reads its last layer but one: on several processes add
     --find_unused_parameters true."""
@@ -65,13 +64,37 @@ def drawn_rows() -> Iterator[dict]:
         yield {"images": [image], "messages": messages}
 
 
+def read(row: dict) -> dict:
+    """messages, whose contents are lists of parts."""
+    messages, asked = [], 0
+    for message in row["messages"] if isinstance(row["messages"], list) else [row["messages"]]:
+        message = message if isinstance(message, dict) else {}
+        role, content = message.get("role"), message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not role or not parts or not all(type(p) is dict and "type" in p for p in parts):
+            raise ValueError(f"the message {message!r:.90} has no role, or no list of parts")
+        for part in parts:
+            if part["type"] != "image" and not isinstance(part.get("text"), str):
+                raise ValueError(f"the part {part!r:.60} is neither an image nor a text")
+        asked += sum(part["type"] == "image" for part in parts)
+        parts = [{"type": part["type"], "text": part.get("text")} for part in parts]
+        messages.append({"role": role, "content": parts})
+    if asked != len(row["images"]) or "assistant" not in [each["role"] for each in messages[1:]]:
+        wanted = f"{asked} images, and an answer of the role assistant"
+        raise ValueError(f"{len(row['images'])} images for {messages!r:.90}; give {wanted}")
+    return {"messages": messages}
+
+
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {images, input_ids, labels}; labels are -100 but for the answers."""
-    splits = load_splits(cfg.data or drawn_rows(), ["images", "messages"])
+    text = datasets.Value("string")
+    message = {"role": text, "content": datasets.List({"type": text, "text": text})}
+    options = {"features": {"messages": datasets.List(message)}, "images": ["images"]}
+    splits = load_splits(cfg, ["images", "messages"], read, made_up=drawn_rows, **options)
     if (folder / "tokenizer.json").exists():  # of a run that resumes
         processor = AutoProcessor.from_pretrained(folder)
     elif cfg.model_name_or_path:
-        processor = AutoProcessor.from_pretrained(cfg.model_name_or_path)
+        processor = pretrained.load(AutoProcessor, cfg)
     else:
         texts = map(str, splits["train"].select_columns("messages"))
         options = {"vocab_size": 500, "new_special_tokens": ["<image>"]}
@@ -81,33 +104,47 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         options |= {"num_additional_image_tokens": 1, "chat_template": TEMPLATE}
         processor = LlavaProcessor(images, tokenizer, **options)
     processor.save_pretrained(folder)
+    tokenizer = processor.tokenizer
 
-    def encode(row: dict) -> dict:
-        messages, images = row["messages"], row["images"]
-        asked = [sum(part["type"] == "image" for part in each["content"]) for each in messages]
-        if sum(asked) != len(images) or "assistant" not in [each["role"] for each in messages]:
-            wanted = f"{sum(asked)} images, and an answer of the role assistant"
-            raise ValueError(f"task.data: {len(images)} images for {messages}; give {wanted}")
+    def encode(row: dict) -> list[dict]:
+        """Several samples where the template changes an answer when others follow."""
+        found = []
+        for text, answers in chats.render_chat(
+            {"messages": row["messages"]}, row["place"], processor
+        ):
+            images = row["images"][: text.count(processor.image_token)]
+            ids = [*processor(text=text, images=images or None).input_ids[0]]
+            plain = tokenizer(text, return_offsets_mapping=True, verbose=False)
+            labels = [
+                token if any(last > start and first < end for start, end in answers) else -100
+                for token, (first, last) in zip(plain.input_ids, plain.offset_mapping, strict=True)
+            ]
+            labels = spread(ids, plain.input_ids, labels, processor.image_token_id)
+            if not {*labels} - {-100, *tokenizer.all_special_ids}:
+                raise ValueError("nothing but an end mark would be in the loss")
+            found.append({"input_ids": ids, "labels": labels, "shown": len(images)})
+        return found
 
-        def tokens(first: int, **options) -> list[int]:
-            text = processor.apply_chat_template(messages[:first], **options)
-            return processor(text=text, images=images[: sum(asked[:first])] or None).input_ids[0]
+    return map_rows(splits, encode, keep=["images"])
 
-        ids = tokens(len(messages))
-        labels = [-100] * len(ids)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                span = slice(len(tokens(i, add_generation_prompt=True)), len(tokens(i + 1)))
-                labels[span] = ids[span]
-        return {"input_ids": ids, "labels": labels}
 
-    return splits.map(encode, remove_columns=["messages"])
+def spread(ids: list[int], plain: list[int], labels: list[int], image: int) -> list[int]:
+    """The labels of ids, in which the processor has put others in place of each image token."""
+    found, at, cuts = [-100] * len(ids), 0, [i for i, token in enumerate(plain) if token == image]
+    for first, end in zip([0, *(i + 1 for i in cuts)], [*cuts, len(plain)], strict=True):
+        size = end - first
+        starts = range(at, len(ids) - size + 1) if end < len(plain) else [len(ids) - size]
+        fits = [i for i in starts if ids[i : i + size] == plain[first:end]]
+        if not fits or (not first and fits[0]):
+            raise ValueError("the processor changes the text beside images: not supported")
+        found[fits[0] : fits[0] + size], at = labels[first:end], fits[0] + size
+    return found
 
 
 def collate(rows: list[dict], data) -> dict:
     """input_ids, attention_mask and labels, int64 (B, T); pixel_values of all images."""
     processor = load_processor(data.folder)
-    images = [image.convert("RGB") for row in rows for image in row["images"]]
+    images = [image for row in rows for image in row["images"][: row["shown"]]]
     batch = dict(processor.image_processor(images, return_tensors="pt")) if images else {}
     for name, padding in (("input_ids", processor.tokenizer.pad_token_id), ("labels", -100)):
         batch[name] = pad_sequence([torch.tensor(row[name]) for row in rows], True, padding)
@@ -121,9 +158,10 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if name := cfg.model_name_or_path:
-        dtype = "auto" if cfg.lora_rank else torch.float32
-        model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+    if cfg.model_name_or_path and cfg.lora_rank:
+        model = pretrained.load(AutoModelForImageTextToText, cfg, dtype="auto")
+    elif cfg.model_name_or_path:
+        model = pretrained.load_model(AutoModelForImageTextToText, cfg)
     else:
         processor = load_processor(data.folder)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -168,7 +206,7 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 
 def metrics(sums: dict) -> dict:
-    """exact_match: chats whose answers a greedy search generates."""
+    """exact_match: chats of whose answers each token is the likeliest after those before it."""
     exact_match = float(sums["right"] / sums["rows"])
     return {"loss": float(sums["loss"] / sums["tokens"]), "exact_match": exact_match}
 

@@ -5,6 +5,7 @@ how a prepared row is told from others. Those of examples/ take longer.
 """
 
 import inspect
+import json
 import math
 import pickle
 import re
@@ -323,7 +324,7 @@ def test_held_out_rows_stay_held_out_when_data_grows(tmp_path):
     assert many["train"].column_names == ["text"]
     read = load_splits(str(write_table(tmp_path, rows, "jsonl")), ["text"])
     assert [[*read[name]["text"]] for name in read] == [[*many[name]["text"]] for name in many]
-    with pytest.raises(ValueError, match="task.data has no column label in its split train"):
+    with pytest.raises(ValueError, match="no column label among text, other; rename the right one"):
         load_splits(rows, ["text", "label"])
 
 
@@ -414,10 +415,20 @@ def test_a_model_that_is_missing_is_one_line(kit, tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong, name", table("examples"))
 def test_a_wrong_row_of_an_example_is_one_line(tmp_path, monkeypatch, wrong, name):
     monkeypatch.chdir(tmp_path)
+    exif = Image.Exif()
+    exif[0x0112] = 6
     Image.new("L", (8, 8), 7).save("a.png")
-    ((said, row),) = wrong.items()
-    text = refusal(BY_NAME[name], BY_NAME[name].config(tmp_path, [row] * 20))
-    assert text.startswith("task.data") and said in text
+    Image.new("L", (8, 8), 255).save("white.png")
+    Image.new("L", (12, 12)).save("dark.png")
+    Image.new("RGB", (8, 8)).save("rgb.png")
+    Image.new("RGB", (8, 8)).save("turned.jpg", exif=exif)
+    Image.fromarray(np.full((8, 8), 3000, np.uint16)).save("deep.png")
+    for number, (said, row) in enumerate(wrong.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        images = re.sub(r'"(\w+\.(png|jpg))"', rf'"{tmp_path}/\1"', json.dumps(row))
+        rows = [json.loads(images)]
+        text = refusal(BY_NAME[name], BY_NAME[name].config(folder, rows, validation_data=rows))
+        assert text.startswith("task.data") and said in text, text
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

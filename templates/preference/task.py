@@ -99,17 +99,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Token ids of each prompt with its chosen and rejected answer, and masks of the answers."""
     pairs = preferences.load_pairs(cfg)
     tokenizer = tokenizing.prepare_tokenizer(cfg, folder, pairs["train"], "max_length")
-    tokens = pairs.map(
-        preferences.tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
-        batched=True,
-        batch_size=100,
-        remove_columns=["prompt", *preferences.ANSWERS, "tools", "place"],
-        num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
-    )
-    lengths = {f"{name}_input_ids": cfg.max_length for name in preferences.ANSWERS}
-    tokenizing.say_lengths(tokens, lengths)
-    return tokens
+    return preferences.tokenize_pairs(pairs, tokenizer, cfg)
 
 
 def views(cfg: TaskConfig, data: Any) -> tuple[Any, Any]:

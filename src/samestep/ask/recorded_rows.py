@@ -12,6 +12,7 @@ from samestep.ask import start_again
 from samestep.ask.recorded_run import RecordedRun
 from samestep.base.console import one_line
 from samestep.base.errors import UserError
+from samestep.data.rows import NOTES
 from samestep.prepared import preview, run_data
 from samestep.run import startup
 from samestep.settings import config
@@ -38,6 +39,8 @@ class Part:
         self.rows, self.view, self.tokenizer = rows, rows.dataset, preview.tokenizer_of(data)
         self.table = getattr(self.view, "dataset", self.view)
         self.columns = {*getattr(self.table, "column_names", ())}
+        if notes := self.columns & {*NOTES}:  # batches may not see them
+            self.notes = self.table.with_format(None).select_columns([*notes])
 
     def place(self, number: int) -> str:
         """The source of a sample, and its place: the file and the line."""
@@ -50,9 +53,9 @@ class Part:
         if len(ends) > 1:
             words.append(self.rows.sources[int(np.searchsorted(ends, number, "right"))].name)
         if "place" in self.columns:
-            words.append(self.table[number]["place"])
+            words.append(self.notes[number]["place"])
         elif {"file", "line"} <= self.columns:
-            note, kind = self.table[number], self.table.features["file"]
+            note, kind = self.notes[number], self.notes.features["file"]
             file = note["file"]
             if isinstance(kind, ClassLabel):
                 file = kind.int2str(note["file"])

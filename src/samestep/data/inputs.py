@@ -44,6 +44,10 @@ class RowFormat:
     group: Callable[[dict], str] | None = None
     """Of a stored row: rows with one group are all held out, or none; by default the content.
     cfg.group_column replaces it."""
+    paths: tuple[str, ...] = ()
+    """Columns of paths that are relative to their table."""
+    hint: str = "name the right one with --task.*_column"
+    """What to do about a column that is missing, or there twice."""
 
 
 @dataclass
@@ -55,7 +59,6 @@ class Input:
     name: str  # for metrics
     files: list[File] = field(default_factory=list)
     dataset: Dataset | None = None  # of the Hub, or bundled
-    paths: str = ""  # a column of paths that are relative to their table
     most: float = math.inf  # bytes of each file that are read, about
     group: str = ""  # a column that is read beside those of the format
     choose: Callable[["Input", dict], RowFormat] | None = None  # of the first row the format

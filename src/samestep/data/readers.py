@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
-from datasets import Features, Image
+from datasets import Audio, Features, Image, List
 from pyarrow.parquet import ParquetFile
 
 from samestep.base.console import one_line
@@ -91,8 +91,10 @@ def _group_of(value: Any) -> str:
 
 def _relative_to(table: str, value: Any) -> Any:
     """The path in a cell of a table, seen from here; any other value as it is."""
-    if isinstance(value, dict) and not value.get("bytes"):  # as `datasets` writes images
-        value = value.get("path")
+    if isinstance(value, list):
+        return [_relative_to(table, each) for each in value]
+    if isinstance(value, dict) and "path" in value and not value.get("bytes"):
+        value = value["path"]  # as `datasets` writes images
     if isinstance(value, str) and value.strip():
         return os.path.join(os.path.dirname(table), value)
     return value
@@ -120,8 +122,8 @@ def _read_file(path: str, source: Input) -> Iterator[tuple[dict[str, Any], Place
             row = {name: row.get(name) for name in columns}
             if ending in _READERS:
                 row = replace_surrogates(row)
-            if source.paths and ending in TABLES:
-                row[source.paths] = _relative_to(path, row.get(source.paths))
+            if source.form and ending in TABLES:
+                row |= {name: _relative_to(path, row[name]) for name in source.form.paths}
             yield row, Place(shown, number, unit)
     except Exception as error:  # each library has its own errors for what a file holds
         if isinstance(error, MemoryError) or str(error).startswith("task."):  # it has its field
@@ -149,7 +151,7 @@ def _columns_of(source: Input, first: dict, names: list[str]) -> Columns:
         if number > 1 or must and not number:
             problem = "more than one column" if number else "no column"
             shown = one_line(", ".join(names[:20]), 100)
-            hint = "name the right one with --task.*_column"
+            hint = source.form.hint
             raise ValueError(f"{problem} {one_line(name, 60)} among {shown}; {hint}")
     return source.columns
 
@@ -177,10 +179,10 @@ def replace_surrogates(value: Any) -> Any:
     return value
 
 
-def _drop_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
-    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _open_text(path: str) -> Any:
@@ -287,45 +289,49 @@ def _read_parquet(path: str, source: Input) -> _Numbered:
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in columns]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
-        classes = _class_names(Features.from_arrow_schema(schema))
+        features = Features.from_arrow_schema(schema)
         number = 0
         for batch in table.iter_batches(256, columns=schema.names):
             for row in batch.to_pylist():
                 number += 1
-                yield number, _read_cells(row, classes)
+                yield number, _read_cells(row, features)
 
 
 def _read_dataset(path: str, source: Input) -> _Numbered:
     """Rows of the Hub, with names in place of the numbers of classes."""
     dataset = source.dataset
-    for name in dataset.column_names:  # decoded images would not fit into memory
-        if isinstance(dataset.features[name], Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
+    for name, kind in dataset.features.items():  # decoded images would not fit into memory
+        if isinstance(kind, Image | Audio):
+            dataset = dataset.cast_column(name, type(kind)(decode=False))
+        elif isinstance(kind, List) and isinstance(kind.feature, Image):
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
     if not len(dataset):
         return
     columns = _columns_of(source, _read_cells(dataset[0], {}), dataset.column_names)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
-    classes = _class_names(part.features)
     for number, row in enumerate(part, 1):
-        yield number, _read_cells(row, classes)
+        yield number, _read_cells(row, part.features)
 
 
-def _class_names(features: dict[str, Any]) -> dict[str, list[str] | None]:
-    """The names of the classes of each column; None: it has none."""
-    return {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
-
-
-def _read_cells(row: dict[str, Any], classes: dict[str, list[str] | None]) -> dict[str, Any]:
+def _read_cells(row: dict[str, Any], features: Any) -> dict[str, Any]:
     """The row of a table with names in place of the numbers of classes, of which -1, no class,
     becomes None; and without null keys inside objects, which have the keys of all rows."""
-    for column, value in row.items():
-        row[column] = _drop_nulls(value)
-        names = classes.get(column)
-        if names and isinstance(value, list):
-            row[column] = [names[i] for i in value if i >= 0]
-        elif names and isinstance(value, int):
-            row[column] = names[value] if value >= 0 else None
-    return row
+    return {name: _with_names(drop_nulls(row[name]), features.get(name)) for name in row}
+
+
+def _with_names(value: Any, feature: Any) -> Any:
+    """A value with the names of classes, where its feature has names; inside lists without -1."""
+    names = getattr(feature, "names", None)
+    if names and isinstance(value, int):
+        return names[value] if value >= 0 else None
+    inner = getattr(feature, "feature", feature)
+    if isinstance(value, list) and getattr(inner, "names", None):
+        return [inner.names[i] for i in value if i >= 0]
+    if isinstance(value, list) and isinstance(inner, dict):
+        return [_with_names(each, inner) for each in value]
+    if isinstance(value, dict) and isinstance(inner, dict):
+        return {name: _with_names(each, inner.get(name)) for name, each in value.items()}
+    return value
 
 
 _READERS: dict[str, Callable[[str, Input], _Numbered]] = {

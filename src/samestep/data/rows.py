@@ -99,6 +99,15 @@ def load_rows(
     return DatasetDict({"train": _keep(rows, ~is_held), "validation": _keep(rows, is_held)})
 
 
+def _size_of(value: Any) -> int:
+    """Bytes of a value, about."""
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):
+        return sum(map(_size_of, value))
+    return len(value) if hasattr(value, "__len__") else 8
+
+
 def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
     """Rows in an Arrow file."""
     kinds = {}
@@ -112,7 +121,7 @@ def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
         size = 0
         for row in rows:
             waiting.append(row)
-            size += 100 + sum(len(each) for each in row.values() if hasattr(each, "__len__"))
+            size += 100 + sum(map(_size_of, row.values()))
             if size > _WRITTEN:
                 yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
                 waiting, size = [], 0

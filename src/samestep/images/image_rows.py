@@ -77,8 +77,8 @@ def named_files(cfg: Any) -> list[str]:
 def _images_of(table: File, field: str, column: str, stamps: tuple) -> list[str]:
     """Read the paths in a table, once while its stamps stay the same; none of one that holds the
     images themselves."""
-    form = RowFormat({column: True}, dict, {})
-    source = Input(field, table.path, "", [table], paths=column, form=form)
+    form = RowFormat({column: True}, dict, {}, paths=(column,))
+    source = Input(field, table.path, "", [table], form=form)
     cells = (row[column] for row, _, _ in readers.read(source, sources.DataConfig(), []))
     first = next((cell for cell in cells if cell is not None), None)
     if not isinstance(first, str):
@@ -119,10 +119,9 @@ def read_rows(cfg: Any, folder: Path) -> datasets.DatasetDict:
     image_data.prepare_processor(cfg, folder)
     bundled = {BUNDLED: demo_data.digit_rows}
     inputs = find_inputs(cfg, bundled, ENDINGS, in_classes=True)
-    for each in inputs:
-        each.paths = cfg.image_column
     columns = {cfg.image_column: True, cfg.label_column: True}
     form = RowFormat(columns, partial(normalize, cfg=cfg), COLUMNS, key=itemgetter("digest"))
+    form.paths = (cfg.image_column,)
     rows = load_rows(inputs, cfg, form)
     is_given = any(each.is_validation for each in inputs)
     classes = datasets.ClassLabel(names=labels.learn(rows, cfg, folder, is_given)["names"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 # Pillow opens many more formats, EPS by starting Ghostscript.
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -49,6 +49,36 @@ def upright(image: Any) -> Any:
         return image if image.mode == "RGB" else image.convert("RGB")
     ground = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def read_plain(cell: Any, is_mask: bool) -> tuple[Any, bytes, bool]:
+    """An image as a Pillow image, the bytes of a file of it, and whether its EXIF block turns it.
+
+    `cell`: a path, bytes, or {bytes, path}. It is upright, in RGB and on white; a mask, an image of
+    class numbers, stays as it is. Raises OSError or ValueError for anything else.
+    """
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+    if not isinstance(cell, str | bytes):
+        raise ValueError(f"it is {cell!r:.60}; give a path")
+    content = read_bytes(cell) if isinstance(cell, str) else cell
+    image = Image.open(io.BytesIO(content), formats=IMAGES) if is_mask else open_image(content)
+    image.load()  # the block of some formats is behind the pixels
+    turned, given = 0, True
+    with contextlib.suppress(Exception):  # a broken block is ignored
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+        given = turned == 1
+    if is_mask and image.mode == "1":
+        image, given = image.convert("L").point(bool), False
+    elif is_mask and image.mode not in ("L", "P", "I", "I;16"):
+        raise ValueError(f"it has the mode {image.mode}; give class numbers, in one channel")
+    elif not is_mask and not (given and image.mode == "RGB" and not image.has_transparency_data):
+        image, given = upright(image), False
+    if not given:
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        content = file.getvalue()
+    return image, content, turned in range(2, 9)
 
 
 def middle(image: Any, side: int) -> np.ndarray:

@@ -163,34 +163,43 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
         raise ValueError(
             f"task.model_name_or_path: {given} is for something else: it has no weights for {names}"
         )
-    remarks = [weight_files.check_taken(model, info["unexpected_keys"], folder)]
+    taken = weight_files.check_taken(model, info["unexpected_keys"], folder)
+    remarks = [taken, weight_files.forget_ignored(model, folder)]
     if new:
         remarks.append(f"new weights for {one_line(', '.join(sorted(new)))}")
     elif own:
-        remarks.append(_renew_head(model, own, [*options["id2label"].values()], head))
+        remarks.append(meet_labels(model, own, [*options["id2label"].values()], head))
     for line in filter(None, remarks):
         print_on_main(f"{given}: {line}")
     return model
 
 
-def _renew_head(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
-    """Gives a head new weights unless its classes are those that are wanted, in their order.
+def meet_labels(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
+    """Gives each class that is wanted its weights of the head by its name, or all of the head new
+    weights where the names are others.
 
     A head without names (LABEL_0, ...) stays. Returns a line about it, or "".
     """
-    nameless = all(re.fullmatch(r"label_\d+", str(name), re.IGNORECASE) for name in own)
-    if own == wanted or nameless:
+    if own == wanted:
         return ""
-    renewed = []
-    for name, layer in model.named_modules():
-        fits = getattr(layer, "out_features", 0) == len(wanted)
-        if fits and any(part in name for part in head):
-            layer.reset_parameters()
-            renewed.append(name)
     lists = f"its classes are {', '.join(own)}, those of the data {', '.join(wanted)}"
-    if not renewed:
-        return f"warning: its head keeps its weights, and {one_line(lists, 300)}"
-    return f"new weights for {', '.join(renewed)}: {one_line(lists, 300)}"
+    lists = one_line(lists, 300)
+    if all(re.fullmatch(r"label_\d+", str(name), re.IGNORECASE) for name in own):
+        return f"its head keeps its weights and their order: {lists}"
+    found = []
+    for name, layer in model.named_modules():
+        sizes = {getattr(layer, "out_features", 0), getattr(layer, "out_channels", 0)}
+        if len(wanted) in sizes and any(part in name for part in head):
+            found.append((name, layer))
+    if not found:
+        return f"warning: its head keeps its weights, and {lists}"
+    name, layer = found[-1]
+    if len({*own}) < len(own) or {*own} != {*wanted}:
+        layer.reset_parameters()
+        return f"new weights for {name}: {lists}"
+    for weights in layer.parameters():
+        weights.data = weights.data[[own.index(each) for each in wanted]].clone()
+    return f"{name} has another order, by the names: {lists}"
 
 
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from samestep.base.console import one_line
 
 _FORMATS = (
@@ -91,6 +93,32 @@ def check_taken(model: Any, unexpected: Iterable[str], where: Path) -> str:
             f"place for, beside those that are loaded: {one_line(', '.join(beside[:3]), 200)}; "
             "without them the model is another function: give the config.json of these weights"
         )
+    return _describe(groups)
+
+
+def forget_ignored(model: Any, where: Path) -> str:
+    """A line about tensors that transformers leaves out without any report, such as layers that
+    predict more tokens (mtp); empty: there are none. The config, and so that of the export, loses
+    the numbers of such layers: the model has none.
+    """
+    patterns, names = model._keys_to_ignore_on_load_unexpected or (), set()
+    for path in list_files(where) if patterns else ():
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                names |= {name for name in file.keys() if any(re.search(p, name) for p in patterns)}
+    for name, _ in model.named_buffers():  # which it computes itself
+        names = {each for each in names if not each.endswith(name) and not name.endswith(each)}
+    groups = _group(names, model)
+    roots = {re.sub(r".*\.\d+$", "nextn", each).rpartition(".")[2] for each in groups}
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        for key, value in [*vars(config).items()]:
+            is_layers = "layer" in key and any(root in key for root in roots)
+            if is_layers and isinstance(value, int | list):
+                setattr(config, key, type(value)())
+    return _describe(groups)
+
+
+def _describe(groups: dict[str, list[str]]) -> str:
     if not groups:
         return ""
     tensors = sum(groups.values(), [])

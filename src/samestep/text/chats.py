@@ -252,7 +252,10 @@ def _left_out(chat: dict, whole: str, answers: dict[int, str]) -> str:
     """
     for i, message in enumerate(chat["messages"]):
         text, where = answers.get(i, whole), f"of message {i + 1} ({message['role']})"
-        parts = _TAG.split(message["content"])[::2] if message["role"] != "tool" else []
+        content = message["content"]  # text, or a list of texts and images
+        texts = [each.get("text") or "" for each in content] if type(content) is list else [content]
+        parts = [part for each in texts for part in _TAG.split(each)[::2]]
+        parts = parts if message["role"] != "tool" else []
         parts += [message.get(name) or "" for name in _REASONING]
         for part in map(str.strip, parts):
             if part not in text:

@@ -13,7 +13,7 @@ from samestep.base.fields import check_fields
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES
 from samestep.data.inputs import RowFormat, find_inputs
-from samestep.data.rows import load_rows
+from samestep.data.rows import NUMBERS, load_rows
 from samestep.data.sources import IncompleteRow
 from samestep.data.views import Rows, rows_of
 from samestep.models import pretrained
@@ -164,16 +164,49 @@ def _count_equal(first: Any, second: Any) -> int:
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
+def tokenize_pairs(pairs: datasets.DatasetDict, tokenizer: Any, cfg: Any) -> datasets.DatasetDict:
+    """Tokenize the pairs of load_pairs, with the columns of TOKENS.
+
+    Pairs that are equal, as the template shows them and as cfg.max_length truncates them, are
+    counted and left out. Raises ValueError where none is left.
+    """
+    found = pairs.map(
+        tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": cfg.max_length},
+        batched=True,
+        batch_size=100,
+        remove_columns=pairs["train"].column_names,
+        num_proc=cfg.num_proc(pairs["train"].data.nbytes // 10**6),
+    )
+    for split, part in found.items():
+        if lost := len(pairs[split]) - len(part):
+            text = f"{lost:,} of {len(pairs[split]):,} pairs are equal"
+            why = f"as the template shows them and at most {cfg.max_length} tokens remain"
+            if not len(part):
+                raise ValueError(f"task.{sources.field_of(split, cfg)}: {text}, {why}")
+            print(f"Prepared {split}: left out: {text}, {why}", flush=True)
+    lengths = {f"{name}_input_ids": cfg.max_length for name in ANSWERS}
+    tokenizing.say_lengths(found, lengths)
+    return found
+
+
 def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[str, list]:
-    """Tokenize prompts with each of their answers, to at most `max_length` tokens, for `map`.
+    """Tokenize prompts with each of their answers, to at most `max_length` tokens, for `map`; pairs
+    that are equal then are left out.
 
     Raises ValueError for a chat template that fails or leaves out a part.
     """
     dtype = tokenizing.id_type(tokenizer)
-    found: dict[str, list] = {name: [] for name in TOKENS}
+    kept = [name for name in NUMBERS if name in batch]
+    found: dict[str, list] = {name: [] for name in (*TOKENS, *kept)}
     for pair in rows_of(batch):
         whole = [_tokenize_answer(pair, name, tokenizer) for name in ANSWERS]
-        for name, (ids, mask) in zip(ANSWERS, truncate(whole, max_length), strict=True):
+        whole = truncate(whole, max_length)
+        if np.array_equal(whole[0][0], whole[1][0]):
+            continue
+        for name in kept:
+            found[name].append(pair[name])
+        for name, (ids, mask) in zip(ANSWERS, whole, strict=True):
             found[f"{name}_input_ids"].append(ids.astype(dtype))
             found[f"{name}_loss_mask"].append(mask.astype(np.uint8))
     return found

@@ -166,6 +166,28 @@ def prepare_tokenizer(
     return AutoTokenizer.from_pretrained(folder)
 
 
+def plain_tokenizer(cfg: Any, folder: Path, texts: Iterable[str], **options: Any) -> Any:
+    """Load the tokenizer in `folder`, which a run that resumes keeps, or that of the pretrained
+    model, or train one with the special tokens of RoBERTa on these texts; and save it there.
+
+    For a task.py with transformers' own collators. Raises ValueError for a max_length that the
+    pretrained model cannot see.
+    """
+    from transformers import AutoTokenizer, RobertaTokenizer
+
+    if (folder / FILE).exists():
+        return AutoTokenizer.from_pretrained(folder, **options)
+    if cfg.model_name_or_path:
+        check_lengths(cfg, "max_length")
+        tokenizer = pretrained.load(AutoTokenizer, cfg, **options)
+        _check_embeddings(cfg, tokenizer)
+    else:
+        tokenizer = RobertaTokenizer(**options).train_new_from_iterator(texts, 1000)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def languages_of(tokenizer: Any) -> list[str]:
     """The languages whose codes a tokenizer writes into texts, as NLLB's; empty: it writes none."""
     if not hasattr(tokenizer, "src_lang"):
