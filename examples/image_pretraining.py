@@ -109,3 +109,6 @@ def metrics(sums: dict) -> dict:
     number, total, squares = sums["moments"].tolist()
     loss = float(sums["loss"] / sums["images"])
     return {"loss": loss, "explained": 1 - loss / (squares / number - (total / number) ** 2)}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

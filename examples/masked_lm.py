@@ -96,3 +96,6 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["tokens"])}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

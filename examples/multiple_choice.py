@@ -111,3 +111,6 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {name: float(sums[name] / sums["rows"]) for name in ("loss", "accuracy")}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

@@ -203,3 +203,6 @@ def metrics(sums: dict) -> dict:
     gained = recall.diff(dim=1, prepend=torch.zeros_like(recall[:, :1]))
     areas = (precision * gained).sum(1)  # NaN for a class that is nowhere
     return {"loss": float(sums["loss"] / sums["true"].sum()), "ap50": float(areas.nanmean())}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

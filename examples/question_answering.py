@@ -198,3 +198,6 @@ def metrics(sums: dict, outputs: dict, data) -> dict:
         scores.append([own in answers, max(*f1, own in answers)])
     exact_match, f1 = torch.tensor(scores).float().mean(0).tolist()
     return {"loss": float(sums["loss"] / sums["windows"]), "exact_match": exact_match, "f1": f1}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

@@ -89,3 +89,6 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {name: float(sums[name] / sums["pairs"]) for name in ("loss", "accuracy", "margin")}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

@@ -140,3 +140,6 @@ def metrics(sums: dict) -> dict:
     iou = right / (table.sum(0) + table.sum(1) - right)  # NaN for a class that is nowhere
     scores = {"miou": float(iou.nanmean()), "accuracy": float(right.sum() / table.sum())}
     return {"loss": float(sums["loss"] / table.sum()), **scores}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

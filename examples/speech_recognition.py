@@ -182,3 +182,6 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 def metrics(sums: dict) -> dict:
     loss, edits = (float(sums[name] / sums["characters"]) for name in ("loss", "edits"))
     return {"loss": loss, "cer": edits}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

@@ -140,3 +140,6 @@ def metrics(sums: dict) -> dict:
     found, predicted, true = sums["entities"].tolist()
     f1 = 2 * found / max(predicted + true, 1)
     return {"loss": float(sums["loss"] / sums["words"]), "f1": f1}
+
+
+export = pretrained.export  # the model, with what prepare_data has saved

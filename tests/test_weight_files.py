@@ -101,6 +101,17 @@ def test_branches_that_are_not_loaded_are_one_line(tmp_path, capsys, model, auto
     assert all(torch.equal(before[key], values) for key, values in after.items() if key in before)
 
 
+def test_layers_that_transformers_leaves_out_are_said_and_not_announced(tmp_path, capsys):
+    sizes = {**SMALL, "layer_types": ["full_attention"] * 2, "hidden_size": 32, "head_dim": 16}
+    config = t.Qwen3_5TextConfig(num_attention_heads=2, mtp_num_hidden_layers=1, **sizes)
+    model = t.Qwen3_5ForCausalLM(config)
+    more = ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.0.norm.bias"]
+    cfg = save(tmp_path / "m", model, more=more)
+    loaded = pretrained.load_model(LM, cfg)
+    assert "3 tensors of its files are not in this model: mtp\n" in capsys.readouterr().out
+    assert loaded.config.mtp_num_hidden_layers == 0 and loaded.config.num_hidden_layers == 2
+
+
 def test_shards_are_read_and_other_files_are_not(tmp_path):
     llama().save_pretrained(tmp_path, max_shard_size="5KB")
     save_file({"extra": torch.ones(2)}, tmp_path / "consolidated.safetensors")
@@ -143,11 +154,15 @@ def test_a_head_is_kept_for_the_same_classes_or_without_names(tmp_path, capsys, 
     old = new_model("ViT", "ForImageClassification", **sizes)
     old.save_pretrained(tmp_path)
     new, again = start(tmp_path, names), start(tmp_path, names)
-    assert torch.equal(new.classifier.weight, old.classifier.weight) == kept
+    order = [own.index(name) if name in own else i for i, name in enumerate(names)]
+    assert torch.equal(new.classifier.weight, old.classifier.weight[order]) == kept
+    assert torch.equal(new.classifier.bias, old.classifier.bias[order]) or not kept
     assert torch.equal(new.classifier.weight, again.classifier.weight)  # on every process
     assert [*new.config.id2label.values()] == names
-    said = "new weights for classifier: its classes are cat, Dog, emu, those of the data "
-    assert (said + ", ".join(names) in capsys.readouterr().out) != kept
+    said = f"its classes are {', '.join(own)}, those of the data {', '.join(names)}"
+    printed = capsys.readouterr().out
+    assert (said in printed) == (own != names)
+    assert (f"new weights for classifier: {said}" in printed) != kept
 
 
 def test_a_model_that_is_compared_with_its_reference_has_no_dropout(tmp_path):

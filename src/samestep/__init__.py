@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     # The data of a task
     from samestep.data.plain import load_splits as load_splits
     from samestep.data.plain import map_rows as map_rows
-    from samestep.data.plain import export as export
     from samestep.data.sources import DataConfig as DataConfig
     from samestep.data.sources import StreamConfig as StreamConfig
     from samestep.data import labels as labels

@@ -11,7 +11,6 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -228,11 +227,3 @@ def map_rows(
         if cut := [f"{n:,} of {whole[each]:,} {each}" for each, n in lost.items() if n]:
             print(f"Prepared {split}: task.max_length removes {', '.join(cut)}", flush=True)
     return _hide(found)
-
-
-def export(model: Any, output: Path, data: Any) -> None:
-    """Save a model of transformers, with the tokenizer or processor that prepare_data has saved."""
-    from samestep.prepared.prepared import copy_identity
-
-    copy_identity(data.folder, output)
-    model.save_pretrained(output)

@@ -280,6 +280,14 @@ def build_classifier(
     return new_model(auto, config, cfg)
 
 
+def export(model: Any, output: Path, data: Any) -> None:
+    """Save a model of transformers, with the tokenizer or processor that prepare_data has saved."""
+    from samestep.prepared.prepared import copy_identity
+
+    copy_identity(data.folder, output)
+    model.save_pretrained(output)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences progress bars and warnings of transformers, which every process would print."""

@@ -106,9 +106,8 @@ def forget_ignored(model: Any, where: Path) -> str:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 names |= {name for name in file.keys() if any(re.search(p, name) for p in patterns)}
-    for name, _ in model.named_buffers():  # which it computes itself
-        names = {each for each in names if not each.endswith(name) and not name.endswith(each)}
-    groups = _group(names, model)
+    # A tensor beside others, such as a mask, is one that the model computes itself.
+    groups = {group: held for group, held in _group(names, model).items() if held != [group]}
     roots = {re.sub(r".*\.\d+$", "nextn", each).rpartition(".")[2] for each in groups}
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         for key, value in [*vars(config).items()]:
