@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForMaskedLM
 from transformers.data import DataCollatorForTokenClassification
 
 from samestep import DataConfig, ModelConfig, load_splits, pretrained, tokenizing
@@ -76,12 +76,8 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if cfg.model_name_or_path:
-        return pretrained.load_model(AutoModelForMaskedLM, cfg)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return AutoModelForMaskedLM.from_config(BertConfig(**sizes))
+    config = pretrained.small_bert(data.folder)
+    return pretrained.build_model(AutoModelForMaskedLM, cfg, config)
 
 
 def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMultipleChoice, BertConfig
+from transformers import AutoModelForMultipleChoice
 from transformers.data.data_collator import DataCollatorForMultipleChoice
 
 from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
@@ -82,13 +82,8 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if cfg.model_name_or_path:
-        head = ("classifier", "pooler", "summary")
-        return pretrained.load_model(AutoModelForMultipleChoice, cfg, head)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return AutoModelForMultipleChoice.from_config(BertConfig(**sizes))
+    head, config = ("classifier", "pooler", "summary"), pretrained.small_bert(data.folder)
+    return pretrained.build_model(AutoModelForMultipleChoice, cfg, config, head)
 
 
 def scores(model: torch.nn.Module, batch: dict) -> torch.Tensor:

@@ -20,16 +20,12 @@ from transformers import ConditionalDetrImageProcessorPil as Processor
 from transformers.loss import loss_deformable_detr as losses
 from transformers.loss.loss_for_object_detection import box_iou, center_to_corners_format
 
-from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
+from samestep import DataConfig, ModelConfig, labels, load_splits, map_rows, pretrained
+from samestep.data.sources import IncompleteRow
 
 UNIT, BINS = "boxes", 1000
-NAMES = {"bbox": ("bbox", "bboxes", "boxes"), "category": ("category", "categories")}
-NAMES["category"] += ("category_id", "class", "label", "labels")
+NAMES = ("bbox", "bboxes", "boxes"), ("category", "categories", "category_id", "label", "labels")
 load_processor = cache(AutoImageProcessor.from_pretrained)
-
-
-def is_finite(number: object) -> bool:
-    return isinstance(number, int | float) and abs(number) < 1e9
 
 
 @dataclass
@@ -60,29 +56,23 @@ def drawn_rows() -> Iterator[dict]:
 
 
 def read(row: dict) -> dict:
-    """bbox and category as lists, by any of their usual names, and of lists of objects too."""
-    objects, found = row["objects"], {"bbox": [], "category": []}
-    for each in objects if isinstance(objects, list) else [objects]:
-        for name, known in NAMES.items():
-            given = [each[key] for key in known if key in each] if isinstance(each, dict) else []
-            if not given:
-                raise ValueError(f"the objects are {objects!r:.60}; give bbox and category")
-            found[name] += [given[0]] if isinstance(objects, list) else given[0]
-    if len(found["bbox"]) != len(found["category"]):
-        raise ValueError(f"{len(found['bbox'])} boxes, of {len(found['category'])} categories")
-    (width, height), sides = row["image"].size, []
-    for box in found["bbox"]:
-        right = isinstance(box, list) and len(box) == 4 and all(map(is_finite, box))
-        if not right or min(box[2:]) <= 0 or min(box[:2]) < -1:
-            raise ValueError(f"box {box} is not [x, y, width, height]")
-        if box[0] + box[2] > width + 1 or box[1] + box[3] > height + 1:
-            hint = "[x, y, width, height] in pixels; corners have another form"
-            raise ValueError(f"box {box} is not inside its image, {width} x {height}: give {hint}")
-        sides += box[2:]
-    if sides and max(sides) <= 1:
-        raise ValueError(f"boxes {found['bbox']!r:.60} are below a pixel; give pixels, not parts")
-    boxes = [[float(number) for number in box] for box in found["bbox"]]
-    return {"objects": {"bbox": boxes, "category": [str(each) for each in found["category"]]}}
+    """bbox and category as lists, by any of their usual names; or of a list of objects."""
+    objects, (width, height) = row["objects"], row["image"].size
+    if isinstance(objects, list):
+        keys = objects[0] if objects else ("bbox", "category")
+        objects = {key: [each[key] for each in objects] for key in keys}
+    names = [next((key for key in known if key in objects), known[0]) for known in NAMES]
+    boxes, kinds = (objects[name] for name in names)
+    if len(boxes) != len(kinds):
+        raise ValueError(f"{len(boxes)} boxes, of {len(kinds)} categories")
+    for box in boxes:
+        x, y, w, h = map(float, box)
+        if not (w > 0 < h and -1 <= x < x + w <= width + 1 and -1 <= y < y + h <= height + 1):
+            inside = f"[x, y, width, height] in pixels inside its image, {width} x {height}"
+            raise IncompleteRow(f"box {box} is not {inside}")
+    if boxes and max(map(max, boxes)) <= 1:
+        raise IncompleteRow(f"box {boxes[0]} is below a pixel; give pixels, not parts")
+    return {"objects": {"bbox": boxes, "category": [*map(labels.parse_class, kinds)]}}
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
@@ -93,24 +83,22 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     options = {"made_up": drawn_rows, "features": features, "images": ["image"], "upright": True}
     splits = load_splits(cfg, ["image", "objects"], read, **options)
     seen = {kind for rows in splits.values() for row in rows["objects"] for kind in row["category"]}
-    numbers = all(kind.isdecimal() for kind in seen)
-    most = max(map(int, seen), default=0) if numbers else 0
-    names = [name.strip() for name in cfg.labels.split(",")] if cfg.labels else sorted(seen)
-    names = [str(i) for i in range(most + 1)] if numbers and not cfg.labels else names
-    cfg.labels = ",".join(names)
+    known, given = sorted(seen), [name.strip() for name in cfg.labels.split(",") if name.strip()]
+    if all(kind.isdecimal() for kind in seen):  # numbers of the classes
+        known = [str(i) for i in range(len(given) or max(map(int, seen), default=0) + 1)]
+    names = labels.keep_names(given or known, folder)
+    known = known if given and len(known) == len(given) else names
 
     def number(row: dict) -> dict:
-        known = [str(i) for i in range(len(names))] if numbers else names
-        if wrong := {*row["objects"]["category"]} - {*known}:
-            raise ValueError(f"a box of class {min(wrong)}, of the classes {cfg.labels}")
-        kinds = [known.index(kind) for kind in row["objects"]["category"]]
-        return {"objects": {"bbox": row["objects"]["bbox"], "category": kinds}}
+        kinds = row["objects"]["category"]
+        if wrong := {*kinds} - {*known}:
+            raise ValueError(f"a box of class {min(wrong)}, of the classes {', '.join(names)}")
+        return {"objects": {**row["objects"], "category": [known.index(kind) for kind in kinds]}}
 
     largest = {"max_height": cfg.image_size, "max_width": cfg.image_size}
     square = {"height": cfg.image_size, "width": cfg.image_size}
     options = {"size": largest, "do_pad": True, "pad_size": square}
-    processor = pretrained.load(Processor, cfg, **options) if cfg.model_name_or_path else None
-    (processor or Processor(**options)).save_pretrained(folder)
+    pretrained.save_processor(Processor, cfg, folder, **options)
     return map_rows(splits, number, keep=["image"])
 
 
@@ -142,14 +130,14 @@ def count(batch: dict) -> int:
     return sum(len(each["boxes"]) for each in batch["labels"])
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
     sizes |= {"model_type": "resnet", "layer_type": "basic", "out_features": ["stage3"]}
     options = {"d_model": 64, "num_queries": 12, "dropout": 0.0}
     for part in ("encoder", "decoder"):
         options |= {f"{part}_layers": 2, f"{part}_ffn_dim": 128, f"{part}_attention_heads": 4}
     config = ConditionalDetrConfig(backbone_config=sizes, **options)
-    given = (AutoModelForObjectDetection, cfg, config, cfg.labels.split(","))
+    given = (AutoModelForObjectDetection, cfg, config, labels.read(data.folder)["names"])
     return pretrained.build_classifier(*given, ("class_labels_classifier",))
 
 

@@ -16,10 +16,9 @@ import datasets
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForQuestionAnswering, BertConfig
+from transformers import AutoModelForQuestionAnswering
 
 from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
-from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "windows"
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -59,31 +58,23 @@ def made_up_rows() -> Iterator[dict]:
 
 def read(row: dict) -> dict:
     """The row, with its answers as two lists: one answer, or a list of them, may stand there."""
-    context, answers = row["context"], row["answers"]
-    found = {"text": [], "answer_start": []}
+    answers, found = row["answers"], {"text": [], "answer_start": []}
     for each in answers if isinstance(answers, list) else [answers]:
         for name, values in found.items():
-            if not isinstance(each, dict) or each.get(name) is None:
-                raise ValueError(f"the answers are {answers!r:.60}; give text and answer_start")
             values += each[name] if isinstance(each[name], list) else [each[name]]
-    pairs = [*zip(found["text"], map(int, found["answer_start"]), strict=True)]
-    for text, start in pairs:
-        if not str(text).strip() or start < 0 or context[start : start + len(text)] != text:
+    for text, start in zip(*found.values(), strict=True):
+        if not text.strip() or start < 0 or row["context"][start : start + len(text)] != text:
             raise ValueError(f"the answer {text!r:.60} is not in its context at {start}")
-    found = {"text": [text.strip() for text, _ in pairs]}
-    found["answer_start"] = [s + len(text) - len(text.lstrip()) for text, s in pairs]
-    question = row["question"]
-    return {"question": question, "context": context, "answers": found}
+    return {**row, "answers": found}
 
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows with windows (W, T), their answers' first and last tokens (W,), and their offsets (W, T,
     2) in the context, -1 elsewhere."""
     text, number = datasets.Value("large_string"), datasets.Value("int64")
-    features = {"question": text, "context": text, "answers": {"text": datasets.List(text)}}
-    features["answers"]["answer_start"] = datasets.List(number)
-    columns = ["question", "context", "answers"]
-    splits = load_splits(cfg, columns, read, made_up=made_up_rows, features=features)
+    answers = {"text": datasets.List(text), "answer_start": datasets.List(number)}
+    features = {"question": text, "context": text, "answers": answers}
+    splits = load_splits(cfg, [*features], read, made_up=made_up_rows, features=features)
     texts = (row["question"] + " " + row["context"] for row in splits["train"])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts)
     options = {"truncation": "only_second", "max_length": cfg.max_length, "stride": cfg.stride}
@@ -96,7 +87,8 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
             wanted = f"leaves no room for its context and stride in max_length {cfg.max_length}"
             raise ValueError(f"the question of {taken} tokens {wanted}")
         first, answer = [*zip(answers["answer_start"], answers["text"], strict=True), (0, "")][0]
-        last = first + len(answer)
+        last = first + len(answer.rstrip())  # a space at an edge is in no token
+        first += len(answer) - len(answer.lstrip())
         cfg.unanswerable |= not answer
         tokens = tokenizer(question, context, padding="max_length", **options)
         columns = {name: tokens[name] for name in INPUTS if name in tokens}
@@ -114,7 +106,8 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         return {**columns, "cut": {"answers": (lost, bool(answer))}}
 
     found = map_rows(splits, cut, keep=["context", "answers"])
-    return found.map(lambda _, number: {"row": number}, with_indices=True, input_columns=["starts"])
+    number = {"function": lambda _, row: {"row": row}, "with_indices": True}
+    return found.map(**number, input_columns=["starts"])
 
 
 def collate(rows: list[dict]) -> dict:
@@ -132,12 +125,8 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    if cfg.model_name_or_path:
-        return pretrained.load_model(AutoModelForQuestionAnswering, cfg, ("qa_outputs",))
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return AutoModelForQuestionAnswering.from_config(BertConfig(**sizes))
+    config = pretrained.small_bert(data.folder)
+    return pretrained.build_model(AutoModelForQuestionAnswering, cfg, config, ("qa_outputs",))
 
 
 def logits_of(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,15 +58,11 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    tokenizer = load_tokenizer(data.folder)
-    options = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    if cfg.model_name_or_path:
-        head = ("score", "classifier", "pooler")
-        options["ignore_mismatched_sizes"] = True
-        return pretrained.load_model(AutoModelForSequenceClassification, cfg, head, **options)
-    options |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    options |= {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
-    return AutoModelForSequenceClassification.from_config(LlamaConfig(**options))
+    tokenizer, head = load_tokenizer(data.folder), ("score", "classifier", "pooler")
+    options = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    config = LlamaConfig(**options, vocab_size=len(tokenizer), num_hidden_layers=2)
+    given = (AutoModelForSequenceClassification, cfg, config, ["reward"], head)
+    return pretrained.build_classifier(*given, pad_token_id=tokenizer.pad_token_id)
 
 
 def margins(model: torch.nn.Module, batch: dict) -> torch.Tensor:

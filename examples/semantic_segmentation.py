@@ -59,10 +59,10 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     def read(row: dict) -> dict:
         found = {*np.unique(row["label"]).tolist()} - {IGNORED}
         seen.update(found)
-        if row["image"].size != row["label"].size or found - {*range(len(names) or IGNORED)}:
-            wanted = f"{row['image'].size} with classes of task.labels"
-            found = f"a label of {row['label'].size} with classes {sorted(found)[:9]}"
-            raise ValueError(f"{found}, where it should be {wanted}")
+        sizes = row["label"].size, row["image"].size
+        if sizes[0] != sizes[1] or found - {*range(len(names) or IGNORED)}:
+            wanted = f"it should be {sizes[1]} with classes of task.labels"
+            raise ValueError(f"a label of {sizes[0]} with classes {sorted(found)[:9]}: {wanted}")
         return {}
 
     pictures = {"images": ["image"], "masks": ["label"], "upright": True}
@@ -71,15 +71,11 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     if missing := [name for number, name in enumerate(names) if number not in seen]:
         print(f"Preparing data: no pixel has the class {', '.join(missing)}: scores leave it out")
     if len(seen) < 2:
-        raise ValueError(
-            f"task.data: all pixels have the class {seen}, but for 255, which counts "
-            "nowhere: write class numbers into the masks, such as 0 and 1"
-        )
+        hint = "255 is no class: write class numbers into the masks, such as 0 and 1"
+        raise ValueError(f"task.data: all pixels have the class {seen or 255}; {hint}")
     cfg.labels = ",".join(names)
     side = {"height": cfg.image_size, "width": cfg.image_size}
-    options = {"size": side, "do_reduce_labels": False}
-    processor = pretrained.load(Processor, cfg, **options) if cfg.model_name_or_path else None
-    (processor or Processor(**options)).save_pretrained(folder)
+    pretrained.save_processor(Processor, cfg, folder, size=side, do_reduce_labels=False)
     return splits
 
 

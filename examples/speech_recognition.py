@@ -19,13 +19,12 @@ import datasets
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoProcessor, Wav2Vec2Config
+from transformers import AutoModelForCTC, AutoProcessor, Wav2Vec2Config
 from transformers import Wav2Vec2CTCTokenizer as Tokenizer
 from transformers import Wav2Vec2FeatureExtractor as FeatureExtractor
 from transformers import Wav2Vec2Processor as Processor
 
 from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
-from samestep.base.console import print_on_main
 
 UNIT, BLANK = "characters", "<pad>"
 load_processor = cache(AutoProcessor.from_pretrained)
@@ -61,7 +60,7 @@ def tone_rows() -> Iterator[dict]:
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_values, labels}: the sound, and the ids of the characters."""
     if cfg.model_name_or_path:
-        extractor = pretrained.load(AutoFeatureExtractor, cfg)
+        extractor = pretrained.load(FeatureExtractor, cfg)
     else:
         extractor = FeatureExtractor(sampling_rate=8000, return_attention_mask=True)
 
@@ -85,19 +84,16 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     letters = {*"".join(text for rows in splits.values() for text in rows["text"])} - {" "}
     if (folder / "vocab.json").exists():  # that of a run that resumes
         tokenizer = Tokenizer.from_pretrained(folder)
-    elif (tokenizer := own_letters(cfg)) is None or letters - {*tokenizer.get_vocab()}:
+    else:
         names = [BLANK, "<unk>", "|", *sorted(letters)]
         (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
         tokenizer = Tokenizer(folder / "vocab.json", bos_token=None, eos_token=None)
+        with contextlib.suppress(ValueError):  # letters in the order of a head, if there is one
+            tokenizer = pretrained.load(Tokenizer, cfg) if cfg.model_name_or_path else tokenizer
+    tokenizer.add_tokens(sorted(letters - {*tokenizer.get_vocab()}))
     Processor(extractor, tokenizer).save_pretrained(folder)
     encode = lambda row: {"labels": tokenizer(row["text"])["input_ids"]}  # noqa: E731
     return map_rows(splits, encode, keep=["input_values"])
-
-
-def own_letters(cfg: TaskConfig) -> Tokenizer | None:
-    """The letters of the pretrained model, with which its head stays as it is."""
-    with contextlib.suppress(ValueError):  # it has none, or no head
-        return pretrained.load(Tokenizer, cfg) if cfg.model_name_or_path else None
 
 
 def rows_depend(cfg: TaskConfig) -> bool:
@@ -133,12 +129,8 @@ def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     options = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     options |= {"ctc_loss_reduction": "sum", "layerdrop": 0.0, "mask_time_prob": 0.0}
     if cfg.model_name_or_path:
-        options |= {"ignore_mismatched_sizes": True}
+        options["ignore_mismatched_sizes"] = True  # new letters give a new head
         model = pretrained.load_model(AutoModelForCTC, cfg, ("lm_head",), **options)
-        own, wanted = ({} if t is None else t.get_vocab() for t in (own_letters(cfg), tokenizer))
-        if own != wanted and len(own) == len(wanted):
-            names = [sorted(each, key=each.get) for each in (own, wanted)]
-            print_on_main(pretrained.meet_labels(model, *names, ("lm_head",)))
         model.freeze_feature_encoder()
         return model
     options |= {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "hidden_size": 64}

@@ -15,10 +15,10 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForTokenClassification, BertConfig
+from transformers import AutoModelForTokenClassification
 from transformers.data import DataCollatorForTokenClassification
 
-from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
+from samestep import DataConfig, ModelConfig, labels, load_splits, map_rows, pretrained, tokenizing
 from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "words"
@@ -54,20 +54,18 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
     def read(row: dict) -> dict:
         words, tags = row["tokens"], row["ner_tags"]
-        if not (isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags) > 0):
+        if not isinstance(words, list) or len(words) != len(tags):
             raise ValueError(f"tokens and ner_tags are {words!r:.60} and {tags!r:.60}: give two")
-        numbers = all(isinstance(tag, int) and tag in range(len(known)) for tag in tags)
-        tags = [known[tag] for tag in tags] if numbers else tags
+        tags = [known[tag] if tag in range(len(known)) else tag for tag in tags]
         for tag in tags:
-            if not re.fullmatch("O|[BI]-.+", str(tag)) or known and tag not in known:
-                wanted = f"one of {cfg.labels}" if known else "O, B-KIND or I-KIND: rename it"
-                hint = ", or name the numbers with --task.labels" * isinstance(tag, int)
-                raise ValueError(f"{tag!r} in ner_tags is not {wanted}{hint}")
-        return {"tokens": [str(word) for word in words], "ner_tags": tags}
+            if not re.fullmatch("O|[BI]-.+", str(tag)):
+                wanted = "O, B-KIND or I-KIND: rename it, or name numbers with --task.labels"
+                raise ValueError(f"{tag!r} in ner_tags is not {wanted}")
+        return {"tokens": [*map(str, words)], "ner_tags": tags}
 
     splits = load_splits(cfg, ["tokens", "ner_tags"], read, made_up=source_rows)
     tags = {tag for each in splits.values() for row in each["ner_tags"] for tag in row}
-    kinds = known or sorted(tags)
+    kinds = labels.keep_names(known or sorted(tags), folder)
     texts = map(" ".join, splits["train"]["tokens"])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts, add_prefix_space=True)
 
@@ -100,10 +98,7 @@ def count(batch: dict) -> int:
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
     names = data["train"].features["labels"].feature.names
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    sizes |= {"vocab_size": len(load_tokenizer(data.folder)), "num_hidden_layers": 2}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    given = (AutoModelForTokenClassification, cfg, BertConfig(**sizes), names)
+    given = (AutoModelForTokenClassification, cfg, pretrained.small_bert(data.folder), names)
     return pretrained.build_classifier(*given, head=("classifier", "score"))
 
 

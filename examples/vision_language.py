@@ -26,7 +26,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
 from samestep.text import chats
 
 UNIT = "tokens"
@@ -67,18 +67,14 @@ def drawn_rows() -> Iterator[dict]:
 def read(row: dict) -> dict:
     """messages, whose contents are lists of parts."""
     messages, asked = [], 0
-    for message in row["messages"] if isinstance(row["messages"], list) else [row["messages"]]:
-        message = message if isinstance(message, dict) else {}
-        role, content = message.get("role"), message.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not role or not parts or not all(type(p) is dict and "type" in p for p in parts):
-            raise ValueError(f"the message {message!r:.90} has no role, or no list of parts")
-        for part in parts:
-            if part["type"] != "image" and not isinstance(part.get("text"), str):
-                raise ValueError(f"the part {part!r:.60} is neither an image nor a text")
+    for message in row["messages"]:
+        content = message["content"]
+        content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": part["type"], "text": part.get("text")} for part in content]
         asked += sum(part["type"] == "image" for part in parts)
-        parts = [{"type": part["type"], "text": part.get("text")} for part in parts]
-        messages.append({"role": role, "content": parts})
+        if wrong := [each for each in parts if each["type"] != "image" and not each["text"]]:
+            raise ValueError(f"the part {wrong[0]} of a message is neither an image nor a text")
+        messages.append({"role": message["role"], "content": parts})
     if asked != len(row["images"]) or "assistant" not in [each["role"] for each in messages[1:]]:
         wanted = f"{asked} images, and an answer of the role assistant"
         raise ValueError(f"{len(row['images'])} images for {messages!r:.90}; give {wanted}")
@@ -87,10 +83,8 @@ def read(row: dict) -> dict:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {images, input_ids, labels}; labels are -100 but for the answers."""
-    text = datasets.Value("string")
-    message = {"role": text, "content": datasets.List({"type": text, "text": text})}
-    options = {"features": {"messages": datasets.List(message)}, "images": ["images"]}
-    splits = load_splits(cfg, ["images", "messages"], read, made_up=drawn_rows, **options)
+    columns = ["images", "messages"]
+    splits = load_splits(cfg, columns, read, made_up=drawn_rows, images=["images"])
     if (folder / "tokenizer.json").exists():  # of a run that resumes
         processor = AutoProcessor.from_pretrained(folder)
     elif cfg.model_name_or_path:
@@ -104,41 +98,17 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         options |= {"num_additional_image_tokens": 1, "chat_template": TEMPLATE}
         processor = LlavaProcessor(images, tokenizer, **options)
     processor.save_pretrained(folder)
-    tokenizer = processor.tokenizer
 
     def encode(row: dict) -> list[dict]:
         """Several samples where the template changes an answer when others follow."""
-        found = []
-        for text, answers in chats.render_chat(
-            {"messages": row["messages"]}, row["place"], processor
-        ):
+        found, chat = [], {"messages": row["messages"]}
+        for text, answers in chats.render_chat(chat, row["place"], processor):
             images = row["images"][: text.count(processor.image_token)]
-            ids = [*processor(text=text, images=images or None).input_ids[0]]
-            plain = tokenizer(text, return_offsets_mapping=True, verbose=False)
-            labels = [
-                token if any(last > start and first < end for start, end in answers) else -100
-                for token, (first, last) in zip(plain.input_ids, plain.offset_mapping, strict=True)
-            ]
-            labels = spread(ids, plain.input_ids, labels, processor.image_token_id)
-            if not {*labels} - {-100, *tokenizer.all_special_ids}:
-                raise ValueError("nothing but an end mark would be in the loss")
+            ids, labels = tokenizing.tokenize_images(text, answers, images, processor)
             found.append({"input_ids": ids, "labels": labels, "shown": len(images)})
         return found
 
     return map_rows(splits, encode, keep=["images"])
-
-
-def spread(ids: list[int], plain: list[int], labels: list[int], image: int) -> list[int]:
-    """The labels of ids, in which the processor has put others in place of each image token."""
-    found, at, cuts = [-100] * len(ids), 0, [i for i, token in enumerate(plain) if token == image]
-    for first, end in zip([0, *(i + 1 for i in cuts)], [*cuts, len(plain)], strict=True):
-        size = end - first
-        starts = range(at, len(ids) - size + 1) if end < len(plain) else [len(ids) - size]
-        fits = [i for i in starts if ids[i : i + size] == plain[first:end]]
-        if not fits or (not first and fits[0]):
-            raise ValueError("the processor changes the text beside images: not supported")
-        found[fits[0] : fits[0] + size], at = labels[first:end], fits[0] + size
-    return found
 
 
 def collate(rows: list[dict], data) -> dict:

@@ -131,6 +131,13 @@ def balance(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.remove_columns("weight").add_column("weight", weights)
 
 
+def keep_names(names: list[str], folder: Path) -> list[str]:
+    """The names of classes in `folder`, which a run that resumes keeps; or these, saved there."""
+    known = read(folder).get("names") or names
+    (folder / FILE).write_text(json.dumps({"names": known}), encoding="utf-8")
+    return known
+
+
 def read(folder: Path) -> dict[str, Any]:
     """What `learn` has saved: names, or mean and std."""
     return read_json_object(folder / FILE)

@@ -94,7 +94,8 @@ def load_splits(
         stored = {}
         for name in pictures:
             row[name], stored[name] = _open(name, row[name], name in masks, upright)
-        stored |= read(row) if read else {n: row[n] for n in columns if n not in pictures}
+        others = {name: row[name] for name in columns if name not in pictures}
+        stored |= _call(read, row) if read else others
         for name, value in stored.items():
             if name not in kinds:
                 kinds[name] = _feature_of(value, name in pictures)
@@ -104,6 +105,15 @@ def load_splits(
 
     splits = rows.load_rows(inputs, cfg, choose)
     return _hide({name: part.remove_columns([*rows.NUMBERS]) for name, part in splits.items()})
+
+
+def _call(function: Callable[[_Row], Any], row: _Row) -> Any:
+    """What a function of the task makes of a row: what is missing in a row is an error of it."""
+    try:
+        return function(row)
+    except (LookupError, TypeError, AttributeError) as error:
+        shown = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"task.py cannot read it ({shown}): {row!r:.200}") from error
 
 
 def _require_values(name: str, value: Any) -> None:
@@ -146,7 +156,7 @@ def _check_kind(name: str, value: Any, kind: Any, is_given: bool) -> None:
     shape = datasets.Features({name: kind}).arrow_schema.field(0).type
     try:
         found = pyarrow.array([value], shape)
-        fits = is_given or drop_nulls(found.to_pylist()) == [value]
+        fits = is_given or drop_nulls(found.to_pylist()) == drop_nulls([value])
     except (pyarrow.ArrowException, TypeError):
         fits = False
     if not fits:
@@ -205,7 +215,7 @@ def map_rows(
         ) -> _Row:
             row = _LazyRow(batch)
             try:
-                encoded = encode(row)
+                encoded = _call(encode, row)
             except ValueError as error:
                 named = str(error).startswith("task.")
                 raise ValueError(f"task.data: {row[_PLACE]}: " * (not named) + f"{error}") from None

@@ -117,6 +117,13 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
         return auto.from_pretrained(str(folder or name), **options)
 
 
+def save_processor(kind: Any, cfg: ModelConfig, folder: Path, **options: Any) -> None:
+    """Saves the processor of the pretrained model, or a new one, with these options in `folder`:
+    the numbers by which the model was trained stay."""
+    own = load(kind, cfg, **options) if cfg.model_name_or_path else kind(**options)
+    own.save_pretrained(folder)
+
+
 def config_of(cfg: ModelConfig) -> Any:
     """The config of the model to start from; None: a new model."""
     if not cfg.model_name_or_path:
@@ -260,6 +267,24 @@ def build_generator(
     if len(stops) > len(own):
         generation.eos_token_id = [*stops]
     return model
+
+
+def build_model(auto: Any, cfg: ModelConfig, config: Any, head: tuple[str, ...] = ()) -> Any:
+    """The pretrained model, or a new one of this config; `head`: see `load_model`."""
+    return load_model(auto, cfg, head) if cfg.model_name_or_path else new_model(auto, config, cfg)
+
+
+def small_bert(folder: Path) -> Any:
+    """The config of a small BERT for the tokenizer in `folder`, without dropout."""
+    from transformers import AutoTokenizer, BertConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    sizes |= {
+        "num_attention_heads": 4,
+        "vocab_size": len(AutoTokenizer.from_pretrained(folder)),
+        "num_hidden_layers": 2,
+    }
+    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def build_classifier(

@@ -335,6 +335,35 @@ def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) 
     return np.array(encoded["input_ids"], np.int32), np.array(mask, np.uint8)
 
 
+def tokenize_images(
+    text: str, answers: list[tuple[int, int]], images: list, processor: Any
+) -> tuple[list[int], list[int]]:
+    """Token ids of a text with images, in whose places the processor puts tokens, and labels: -100
+    but for the answers, which are those of `tokenize_answers`.
+
+    Raises ValueError for a processor that changes text, and where no word is in the loss.
+    """
+    ids = [*processor(text=text, images=images or None).input_ids[0]]
+    options = {"return_offsets_mapping": True, "verbose": False}
+    encoded = processor.tokenizer(text, **options)
+    plain, labels = encoded["input_ids"], []
+    for token, (first, last) in zip(plain, encoded["offset_mapping"], strict=True):
+        is_answer = any(last > start and first < stop for start, stop in answers)
+        labels.append(token if is_answer else -100)
+    found, at = [-100] * len(ids), 0
+    marks = [i for i, token in enumerate(plain) if token == processor.image_token_id]
+    for first, end in zip([0, *(i + 1 for i in marks)], [*marks, len(plain)], strict=True):
+        size = end - first
+        starts = range(at, len(ids) - size + 1) if end < len(plain) else [len(ids) - size]
+        fits = [i for i in starts if ids[i : i + size] == plain[first:end]]
+        if not fits or (not first and fits[0]):
+            raise ValueError("the processor changes the text beside images: not supported")
+        found[fits[0] : fits[0] + size], at = labels[first:end], fits[0] + size
+    if not {*found} - {-100, *processor.tokenizer.all_special_ids}:
+        raise ValueError("nothing but an end mark would be in the loss")
+    return ids, found
+
+
 def tokenize(batch: dict[str, list], tokenizer: Any, with_masks: bool) -> dict[str, list]:
     """Documents as token ids, for `map`: input_ids, the numbers of their row (source, file, line)
     and, `with_masks`, loss_mask.
