@@ -34,8 +34,7 @@ class TaskConfig(DataConfig, ModelConfig):
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids}; those for validation are masked already, by the number of the row."""
     texts = dict.fromkeys(part for text in topics.values() for part in text.split("\n\n\n"))
-    made_up = [{"text": text} for text in texts if text.strip()]
-    splits = load_splits(cfg, ["text"], made_up=lambda: made_up)
+    splits = load_splits(cfg, ["text"], made_up=lambda: [{"text": text} for text in texts if text])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, splits["train"]["text"])
     options = {"truncation": True, "max_length": cfg.max_length, "return_overflowing_tokens": True}
     tokens = splits.map(

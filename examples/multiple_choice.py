@@ -44,21 +44,17 @@ def made_up_rows() -> Iterator[dict]:
         yield row | dict(zip(ENDINGS, endings, strict=True))
 
 
-def read(row: dict) -> dict:
-    label = str(row["label"]).removesuffix(".0")  # tables have numbers as text, or with nulls
-    if label not in ("0", "1", "2", "3"):
-        raise ValueError(f"the label {row['label']!r} is not a number of 0 to 3")
-    return {**row, "label": int(label)}
-
-
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids, label}, the ids of each ending after the sentences, in a list."""
     columns = ["sent1", "sent2", *ENDINGS, "label"]
-    splits = load_splits(cfg, columns, read, made_up=made_up_rows)
+    splits = load_splits(cfg, columns, made_up=made_up_rows)
     texts = (f"{row['sent1']} {row[name]}" for row in splits["train"] for name in ENDINGS)
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts)
 
     def encode(row: dict) -> dict:
+        label = str(row["label"]).removesuffix(".0")  # tables have text, or numbers with nulls
+        if label not in ("0", "1", "2", "3"):
+            raise ValueError(f"the label {row['label']!r} is not a number of 0 to 3")
         seconds = [f"{row['sent2']} {row[name]}" for name in ENDINGS]
         whole = tokenizer([row["sent1"]] * len(ENDINGS), seconds, verbose=False)["input_ids"]
         needed = max(map(len, tokenizer([""] * len(ENDINGS), seconds, verbose=False)["input_ids"]))
@@ -67,9 +63,10 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         options = {"truncation": "only_first", "max_length": cfg.max_length}
         tokens = tokenizer([row["sent1"]] * len(ENDINGS), seconds, **options)
         lost = max(map(len, whole)) - max(map(len, tokens["input_ids"]))
-        return {**tokens, "cut": {"tokens of sent1": (lost, max(map(len, whole)))}}
+        cut = {"tokens of sent1": (lost, max(map(len, whole)))}
+        return {**tokens, "label": int(label), "cut": cut}
 
-    return map_rows(splits, encode, keep=["label"])
+    return map_rows(splits, encode)
 
 
 def collate(rows: list[dict], data) -> dict:

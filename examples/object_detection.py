@@ -97,8 +97,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
     largest = {"max_height": cfg.image_size, "max_width": cfg.image_size}
     square = {"height": cfg.image_size, "width": cfg.image_size}
-    options = {"size": largest, "do_pad": True, "pad_size": square}
-    pretrained.save_processor(Processor, cfg, folder, **options)
+    pretrained.save_processor(Processor, cfg, folder, size=largest, do_pad=True, pad_size=square)
     return map_rows(splits, number, keep=["image"])
 
 

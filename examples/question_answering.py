@@ -106,8 +106,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         return {**columns, "cut": {"answers": (lost, bool(answer))}}
 
     found = map_rows(splits, cut, keep=["context", "answers"])
-    number = {"function": lambda _, row: {"row": row}, "with_indices": True}
-    return found.map(**number, input_columns=["starts"])
+    return found.map(lambda _, row: {"row": row}, with_indices=True, input_columns="starts")
 
 
 def collate(rows: list[dict]) -> dict:

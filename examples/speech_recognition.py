@@ -47,10 +47,8 @@ def tone_rows() -> Iterator[dict]:
         digits, parts = draw.integers(0, 10, draw.integers(2, 7)), []
         for digit in digits:
             time = np.arange(draw.integers(640, 1120)) / 8000
-            parts += [
-                np.sin(2 * np.pi * 400 * 1.2**digit * time),
-                np.zeros(draw.integers(160, 480)),
-            ]
+            parts.append(np.sin(2 * np.pi * 400 * 1.2**digit * time))
+            parts.append(np.zeros(draw.integers(160, 480)))
         sound = np.concatenate(parts)
         sound = sound + draw.normal(0, 0.05, len(sound))
         audio = {"array": sound.astype("float32"), "sampling_rate": 8000}

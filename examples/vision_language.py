@@ -83,8 +83,7 @@ def read(row: dict) -> dict:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {images, input_ids, labels}; labels are -100 but for the answers."""
-    columns = ["images", "messages"]
-    splits = load_splits(cfg, columns, read, made_up=drawn_rows, images=["images"])
+    splits = load_splits(cfg, ["images", "messages"], read, made_up=drawn_rows, images=["images"])
     if (folder / "tokenizer.json").exists():  # of a run that resumes
         processor = AutoProcessor.from_pretrained(folder)
     elif cfg.model_name_or_path:
@@ -137,9 +136,8 @@ def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         vision = CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=32, patch_size=8)
         sizes |= {"vocab_size": len(processor.tokenizer), "num_hidden_layers": 2}
-        ends = {
-            f"{n}_token_id": getattr(processor.tokenizer, f"{n}_token_id") for n in ("eos", "pad")
-        }
+        own = processor.tokenizer
+        ends = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
         text, token = LlamaConfig(**sizes, **ends), processor.image_token_id
         config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=token)
         model = AutoModelForImageTextToText.from_config(config)

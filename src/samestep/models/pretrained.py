@@ -161,6 +161,9 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     weight_files.check_zeros(folder)
     given = one_line(cfg.model_name_or_path, 100)
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
+    new = {
+        name for name in new if not name.endswith("num_batches_tracked")
+    }  # a frozen one has none
     prefix = model.base_model_prefix if head else ""
     inside = f"{prefix}." if prefix else ""  # other weights belong to the head
     missing = [name for name in new if not any(part in name for part in head)]
@@ -174,33 +177,35 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     remarks = [taken, weight_files.forget_ignored(model, folder)]
     if new:
         remarks.append(f"new weights for {one_line(', '.join(sorted(new)))}")
-    elif own:
-        remarks.append(meet_labels(model, own, [*options["id2label"].values()], head))
+    if own:
+        remarks.append(_meet_labels(model, own, [*options["id2label"].values()], head, new))
     for line in filter(None, remarks):
         print_on_main(f"{given}: {line}")
     return model
 
 
-def meet_labels(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
+def _meet_labels(
+    model: Any, own: list[str], wanted: list[str], head: tuple[str, ...], new: set[str]
+) -> str:
     """Gives each class that is wanted its weights of the head by its name, or all of the head new
-    weights where the names are others.
+    weights where the names are others. `new`: names of weights that are new already.
 
     A head without names (LABEL_0, ...) stays. Returns a line about it, or "".
     """
-    if own == wanted:
+    found = []
+    for name, layer in model.named_modules():
+        sizes = (getattr(layer, "out_features", 0), getattr(layer, "out_channels", 0))
+        if len(wanted) in sizes and any(part in name for part in head):
+            found.append((name, layer))
+    name, layer = found[-1] if found else ("", None)
+    if own == wanted or f"{name}.weight" in new or new and not found:
         return ""
     lists = f"its classes are {', '.join(own)}, those of the data {', '.join(wanted)}"
     lists = one_line(lists, 300)
     if all(re.fullmatch(r"label_\d+", str(name), re.IGNORECASE) for name in own):
         return f"its head keeps its weights and their order: {lists}"
-    found = []
-    for name, layer in model.named_modules():
-        sizes = {getattr(layer, "out_features", 0), getattr(layer, "out_channels", 0)}
-        if len(wanted) in sizes and any(part in name for part in head):
-            found.append((name, layer))
     if not found:
         return f"warning: its head keeps its weights, and {lists}"
-    name, layer = found[-1]
     if len({*own}) < len(own) or {*own} != {*wanted}:
         layer.reset_parameters()
         return f"new weights for {name}: {lists}"
