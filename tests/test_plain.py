@@ -1,6 +1,7 @@
 """Rows and labels of examples/, by the values that are trained on; and load_splits for any task."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import load_task, prepare_task, write_table
 from refusals import refused
+from samestep.ask.recorded_rows import Part
 from samestep.contract import contract
 from samestep.data.plain import load_splits, map_rows
 from samestep.data.sources import DataConfig
@@ -89,13 +91,12 @@ def test_rows_of_any_task_are_refused_by_their_places(tmp_path):
     rows = [{"text": f"row {i}", "tags": ["a", "b"], "n": i} for i in range(20)]
     splits = load_splits(DataConfig(str(write_table(tmp_path, rows, "jsonl"))), ["text", "tags"])
     assert splits["train"][0].keys() == {"text", "tags"} and "place" in splits["train"].column_names
-    number = int(splits["train"][3]["text"].split()[1])
-
-    def encode(row):
-        raise ValueError("no" if row["text"] == f"row {number}" else "another")
-
-    with refused(f"rows.jsonl, line {int(splits['train'][0]['text'][4:]) + 1}: "):
-        map_rows(splits, encode)
+    first = f"rows.jsonl, line {int(splits['train'][0]['text'][4:]) + 1}"
+    with refused(f"{first}: the task cannot read it (KeyError: 'nothing')"):
+        map_rows(splits, lambda row: {"n": row["nothing"]})
+    part = Part(SimpleNamespace(dataset=splits["train"], sources=[], is_stream=False), None)
+    assert part.place(0).endswith(first) and part.find(first) == [0]
+    assert "place" not in part.text(splits["train"][0])
     several = map_rows(splits, lambda row: [{"n": [1]}, {"n": [2, 3]}], keep=["text"])
     assert [row["n"] for row in several["train"]][:4] == [[1], [2, 3]] * 2
     assert several["train"][1]["text"] == several["train"][0]["text"] != several["train"][2]["text"]
@@ -106,7 +107,7 @@ def test_rows_of_any_task_are_refused_by_their_places(tmp_path):
     ):
         with refused(said):
             load_splits(str(write_table(tmp_path, [*rows, wrong], "jsonl")), ["text", "tags"])
-    lines = (tmp_path / "rows.jsonl").read_text() + '{"text": "a", "text": "b", "tags": []}\n'
+    lines = (tmp_path / "rows.jsonl").read_text() + '\n{"text": "a", "text": "b", "tags": []}\n'
     (tmp_path / "rows.jsonl").write_text(lines)
     with refused("the key 'text' is there twice"):
         load_splits(str(tmp_path / "rows.jsonl"), ["text"])

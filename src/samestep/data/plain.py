@@ -113,7 +113,7 @@ def _call(function: Callable[[_Row], Any], row: _Row) -> Any:
         return function(row)
     except (LookupError, TypeError, AttributeError) as error:
         shown = f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(f"task.py cannot read it ({shown}): {row!r:.200}") from error
+        raise ValueError(f"the task cannot read it ({shown})") from error
 
 
 def _require_values(name: str, value: Any) -> None:

@@ -161,9 +161,7 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     weight_files.check_zeros(folder)
     given = one_line(cfg.model_name_or_path, 100)
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
-    new = {
-        name for name in new if not name.endswith("num_batches_tracked")
-    }  # a frozen one has none
+    new = {name for name in new if not name.endswith("num_batches_tracked")}  # of frozen ones
     prefix = model.base_model_prefix if head else ""
     inside = f"{prefix}." if prefix else ""  # other weights belong to the head
     missing = [name for name in new if not any(part in name for part in head)]
