@@ -46,8 +46,7 @@ def made_up_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids, label}, the ids of each ending after the sentences, in a list."""
-    columns = ["sent1", "sent2", *ENDINGS, "label"]
-    splits = load_splits(cfg, columns, made_up=made_up_rows)
+    splits = load_splits(cfg, ["sent1", "sent2", *ENDINGS, "label"], made_up=made_up_rows)
     texts = (f"{row['sent1']} {row[name]}" for row in splits["train"] for name in ENDINGS)
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts)
 

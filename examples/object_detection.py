@@ -83,10 +83,11 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     options = {"made_up": drawn_rows, "features": features, "images": ["image"], "upright": True}
     splits = load_splits(cfg, ["image", "objects"], read, **options)
     seen = {kind for rows in splits.values() for row in rows["objects"] for kind in row["category"]}
-    known, given = sorted(seen), [name.strip() for name in cfg.labels.split(",") if name.strip()]
+    known, given = sorted(seen), labels.parse_names(cfg.labels)
     if all(kind.isdecimal() for kind in seen):  # numbers of the classes
         known = [str(i) for i in range(len(given) or max(map(int, seen), default=0) + 1)]
-    names = labels.keep_names(given or known, folder)
+    cfg.labels = labels.keep_names(given or known, folder)
+    names = labels.parse_names(cfg.labels)
     known = known if given and len(known) == len(given) else names
 
     def number(row: dict) -> dict:
@@ -129,14 +130,14 @@ def count(batch: dict) -> int:
     return sum(len(each["boxes"]) for each in batch["labels"])
 
 
-def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
     sizes |= {"model_type": "resnet", "layer_type": "basic", "out_features": ["stage3"]}
     options = {"d_model": 64, "num_queries": 12, "dropout": 0.0}
     for part in ("encoder", "decoder"):
         options |= {f"{part}_layers": 2, f"{part}_ffn_dim": 128, f"{part}_attention_heads": 4}
     config = ConditionalDetrConfig(backbone_config=sizes, **options)
-    given = (AutoModelForObjectDetection, cfg, config, labels.read(data.folder)["names"])
+    given = (AutoModelForObjectDetection, cfg, config, labels.parse_names(cfg.labels))
     return pretrained.build_classifier(*given, ("class_labels_classifier",))
 
 

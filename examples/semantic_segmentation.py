@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation, S
 from transformers import SegformerImageProcessorPil as Processor
 from transformers.models.conditional_detr.modeling_conditional_detr import replace_batch_norm
 
-from samestep import DataConfig, ModelConfig, load_splits, pretrained
+from samestep import DataConfig, ModelConfig, labels, load_splits, pretrained
 
 UNIT, IGNORED = "pixels", 255
 load_processor = cache(AutoImageProcessor.from_pretrained)
@@ -54,7 +54,7 @@ def drawn_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     cfg.labels = cfg.labels or ("" if cfg.data else "ground,disc,square")
-    names, seen = [name.strip() for name in cfg.labels.split(",") if name.strip()], set()
+    names, seen = labels.parse_names(cfg.labels), set()
 
     def read(row: dict) -> dict:
         found = {*np.unique(row["label"]).tolist()} - {IGNORED}
@@ -73,7 +73,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     if len(seen) < 2:
         hint = "255 is no class: write class numbers into the masks, such as 0 and 1"
         raise ValueError(f"task.data: all pixels have the class {seen or 255}; {hint}")
-    cfg.labels = ",".join(names)
+    cfg.labels = labels.keep_names(names, folder)
     side = {"height": cfg.image_size, "width": cfg.image_size}
     pretrained.save_processor(Processor, cfg, folder, size=side, do_reduce_labels=False)
     return splits
@@ -104,7 +104,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     options = {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 64}
     options |= {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
     given = (AutoModelForSemanticSegmentation, cfg, SegformerConfig(**options))
-    model = pretrained.build_classifier(*given, cfg.labels.split(","), ("decode_head",))
+    model = pretrained.build_classifier(*given, labels.parse_names(cfg.labels), ("decode_head",))
     with torch.no_grad():  # its buffers would keep the graph of weights that are gone
         replace_batch_norm(model)
     return model

@@ -50,7 +50,7 @@ def source_rows() -> Iterator[dict]:
 
 def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {input_ids, labels}; labels of special tokens and of later tokens of a word are -100."""
-    known = [name.strip() for name in cfg.labels.split(",")] if cfg.labels else []
+    known = labels.parse_names(cfg.labels)
 
     def read(row: dict) -> dict:
         words, tags = row["tokens"], row["ner_tags"]
@@ -65,7 +65,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
     splits = load_splits(cfg, ["tokens", "ner_tags"], read, made_up=source_rows)
     tags = {tag for each in splits.values() for row in each["ner_tags"] for tag in row}
-    kinds = labels.keep_names(known or sorted(tags), folder)
+    kinds = labels.parse_names(labels.keep_names(known or sorted(tags), folder))
     texts = map(" ".join, splits["train"]["tokens"])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts, add_prefix_space=True)
 

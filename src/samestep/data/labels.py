@@ -131,11 +131,18 @@ def balance(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.remove_columns("weight").add_column("weight", weights)
 
 
-def keep_names(names: list[str], folder: Path) -> list[str]:
-    """The names of classes in `folder`, which a run that resumes keeps; or these, saved there."""
+def parse_names(text: str) -> list[str]:
+    """The names of classes in a field, as a,b; or a JSON list, since names may have commas."""
+    found = json.loads(text) if text.startswith("[") else text.split(",")
+    return [name.strip() for name in found if name.strip()]
+
+
+def keep_names(names: list[str], folder: Path) -> str:
+    """The names of classes in `folder`, which a run that resumes keeps; or these, saved there: as
+    `parse_names` reads them."""
     known = read(folder).get("names") or names
     (folder / FILE).write_text(json.dumps({"names": known}), encoding="utf-8")
-    return known
+    return json.dumps(known)
 
 
 def read(folder: Path) -> dict[str, Any]:
