@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 from transformers.data import DataCollatorForTokenClassification
 
-from samestep import DataConfig, ModelConfig, load_splits, pretrained, tokenizing
+from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
 from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "masked_tokens"
@@ -37,11 +37,11 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     splits = load_splits(cfg, ["text"], made_up=lambda: [{"text": text} for text in texts if text])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, splits["train"]["text"])
     options = {"truncation": True, "max_length": cfg.max_length, "return_overflowing_tokens": True}
-    tokens = splits.map(
-        lambda batch: {"input_ids": tokenizer(batch["text"], **options)["input_ids"]},
-        batched=True,
-        remove_columns=splits["train"].column_names,
-    )
+
+    def encode(row: dict) -> list[dict]:
+        return [{"input_ids": ids} for ids in tokenizer(row["text"], **options)["input_ids"]]
+
+    tokens = map_rows(splits, encode)
     tokens["validation"] = tokens["validation"].map(
         lambda row, i: mask(row, torch.Generator().manual_seed(i), cfg, tokenizer),
         with_indices=True,

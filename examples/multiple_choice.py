@@ -55,14 +55,14 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         if label not in ("0", "1", "2", "3"):
             raise ValueError(f"the label {row['label']!r} is not a number of 0 to 3")
         seconds = [f"{row['sent2']} {row[name]}" for name in ENDINGS]
-        whole = tokenizer([row["sent1"]] * len(ENDINGS), seconds, verbose=False)["input_ids"]
+        firsts = [row["sent1"]] * len(ENDINGS)
+        size = max(map(len, tokenizer(firsts, seconds, verbose=False)["input_ids"]))
         needed = max(map(len, tokenizer([""] * len(ENDINGS), seconds, verbose=False)["input_ids"]))
         if needed >= cfg.max_length:
             raise ValueError(f"an ending takes {needed} tokens of max_length {cfg.max_length}")
         options = {"truncation": "only_first", "max_length": cfg.max_length}
-        tokens = tokenizer([row["sent1"]] * len(ENDINGS), seconds, **options)
-        lost = max(map(len, whole)) - max(map(len, tokens["input_ids"]))
-        cut = {"tokens of sent1": (lost, max(map(len, whole)))}
+        tokens = tokenizer(firsts, seconds, **options)
+        cut = {"tokens of sent1": (size - max(map(len, tokens["input_ids"])), size)}
         return {**tokens, "label": int(label), "cut": cut}
 
     return map_rows(splits, encode)

@@ -32,8 +32,7 @@ class TaskConfig(DataConfig, ModelConfig):
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     max_length: int = 128
-    """Maximum number of tokens of a prompt with an answer. A prompt of more than half of them loses
-    its beginning, and then the answer its end."""
+    """Maximum number of tokens of a prompt with an answer: a long prompt loses its beginning."""
     vocab_size: int = 1024
     """Size of the vocabulary of a new tokenizer."""
 

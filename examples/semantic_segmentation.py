@@ -71,8 +71,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     if missing := [name for number, name in enumerate(names) if number not in seen]:
         print(f"Preparing data: no pixel has the class {', '.join(missing)}: scores leave it out")
     if len(seen) < 2:
-        hint = "255 is no class: write class numbers into the masks, such as 0 and 1"
-        raise ValueError(f"task.data: all pixels have the class {seen or 255}; {hint}")
+        raise ValueError(f"task.data: all pixels have class {seen or 255}; 255 is none: give 0, 1")
     cfg.labels = labels.keep_names(names, folder)
     side = {"height": cfg.image_size, "width": cfg.image_size}
     pretrained.save_processor(Processor, cfg, folder, size=side, do_reduce_labels=False)

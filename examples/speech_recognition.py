@@ -61,6 +61,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         extractor = pretrained.load(FeatureExtractor, cfg)
     else:
         extractor = FeatureExtractor(sampling_rate=8000, return_attention_mask=True)
+    rate = extractor.sampling_rate
 
     def read(row: dict) -> dict:
         audio, text = row["audio"], row["text"]
@@ -68,12 +69,13 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
             if not find_spec("torchcodec"):
                 raise ValueError("to read files of sound, pip install torchcodec")
             given = audio if isinstance(audio, dict) else {"path": audio, "bytes": None}
-            audio = datasets.Audio(extractor.sampling_rate).decode_example(given)
+            audio = datasets.Audio(rate).decode_example(given)
         sound = np.asarray(audio["array"], np.float32)
-        if sound.ndim != 1 or len(sound) < 500 * len(text) or not np.isfinite(sound).all():
-            wanted = "a text, and 500 samples of sound or more for each character"
-            raise ValueError(f"{sound.shape} samples for {text!r:.60}; give {wanted}")
-        values = extractor(sound, sampling_rate=audio["sampling_rate"])["input_values"][0]
+        is_sound = sound.ndim == 1 and np.isfinite(sound).all()
+        if not is_sound or len(sound) < 500 * len(text) or audio["sampling_rate"] != rate:
+            wanted = f"a text, and 500 samples or more at {rate} Hz for each character"
+            raise ValueError(f"sound of the shape {sound.shape} for {text!r:.60}; give {wanted}")
+        values = extractor(sound, sampling_rate=rate)["input_values"][0]
         return {"input_values": values, "text": text}
 
     sound, text = datasets.List(datasets.Value("float32")), datasets.Value("large_string")

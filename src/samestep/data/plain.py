@@ -111,6 +111,10 @@ def _call(function: Callable[[_Row], Any], row: _Row) -> Any:
     """What a function of the task makes of a row: what is missing in a row is an error of it."""
     try:
         return function(row)
+    except IncompleteRow:
+        raise
+    except ValueError as error:
+        raise ValueError(one_line(error, 300)) from error
     except (LookupError, TypeError, AttributeError) as error:
         shown = f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(f"the task cannot read it ({shown})") from error
