@@ -39,8 +39,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     """Rows {image}, those for validation with `noise`, by the number of the row."""
     splits = load_splits(cfg, ["image"], made_up=digit_rows, images=["image"])
     if cfg.model_name_or_path:
-        config = pretrained.config_of(cfg)
-        processor = pretrained.load(AutoImageProcessor, cfg)
+        config, processor = pretrained.config_of(cfg), pretrained.load(AutoImageProcessor, cfg)
     else:
         from transformers import ViTImageProcessorPil
 

@@ -65,7 +65,8 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
 
     splits = load_splits(cfg, ["tokens", "ner_tags"], read, made_up=source_rows)
     tags = {tag for each in splits.values() for row in each["ner_tags"] for tag in row}
-    kinds = labels.parse_names(labels.keep_names(known or sorted(tags), folder))
+    known = known or splits.classes.get("ner_tags") or sorted(tags)
+    kinds = labels.parse_names(labels.keep_names(known, folder))
     texts = map(" ".join, splits["train"]["tokens"])
     tokenizer = tokenizing.plain_tokenizer(cfg, folder, texts, add_prefix_space=True)
 

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -201,6 +202,16 @@ def test_tags_by_number_and_words_that_are_cut_are_counted(tmp_path, capsys):
     _, cfg, data = prepare(tmp_path, "token_classification", rows, **names)
     assert data["train"].features["labels"].feature.names == ["O", "I-PLACE", "B-PLACE"]
     assert [each for each in data["train"][0]["labels"] if each > 0] == [2, 1]
+
+
+def test_classes_of_a_column_count_though_no_row_has_them(tmp_path):
+    rows = [{"tokens": ["a", f"{i}"], "ner_tags": [0, 1]} for i in range(30)]
+    kind = datasets.List(datasets.ClassLabel(names=["O", "B-b", "I-b"]))
+    table = datasets.Dataset.from_list(rows).cast_column("ner_tags", kind)
+    table.to_parquet(tmp_path / "rows.parquet")
+    _, _, data = prepare(tmp_path, "token_classification", data=tmp_path / "rows.parquet")
+    assert data["train"].features["labels"].feature.names == ["O", "B-b", "I-b"]
+    assert [label for label in data["train"][0]["labels"] if label >= 0] == [0, 1]
 
 
 # ---- Heads ---------------------------------------------------------------------------------------

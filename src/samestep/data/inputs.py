@@ -66,6 +66,7 @@ class Input:
     form: RowFormat | None = None
     names: list[str] = field(default_factory=list)  # of all columns of the first row
     columns: Columns = field(default_factory=dict)
+    features: Mapping[str, Any] = field(default_factory=dict)  # of `datasets`, if it has any
     empty: set[File] = field(default_factory=set)  # without rows
 
     @property

@@ -42,8 +42,9 @@ def load_splits(
     masks: Iterable[str] = (),
     paths: Iterable[str] = (),
     upright: bool = False,
-) -> datasets.DatasetDict:
-    """The splits train and validation of the rows of task.data.
+) -> "Splits":
+    """The splits train and validation of the rows of task.data, and their `classes`: for a column
+    of a .parquet file or of the Hub the names of all classes that its type has.
 
     data       the config of the task, a DataConfig; or a path or name; or rows.
     columns    that rows must have. Cells of .csv and .tsv are text.
@@ -104,7 +105,16 @@ def load_splits(
         return stored
 
     splits = rows.load_rows(inputs, cfg, choose)
-    return _hide({name: part.remove_columns([*rows.NUMBERS]) for name, part in splits.items()})
+    found = _hide({name: part.remove_columns([*rows.NUMBERS]) for name, part in splits.items()})
+    found.classes = {name: _names_in(kind) for name, kind in inputs[0].features.items()}
+    return found
+
+
+def _names_in(feature: Any) -> list[str]:
+    """The names of the classes of a feature, or inside of it; empty: it has none."""
+    inner = getattr(feature, "feature", feature)
+    parts = [*inner.values()] if isinstance(inner, dict) else []
+    return getattr(inner, "names", None) or next(filter(None, map(_names_in, parts)), [])
 
 
 def _call(function: Callable[[_Row], Any], row: _Row) -> Any:
@@ -177,13 +187,19 @@ def _key_of(row: _Row) -> str:
     return json.dumps(row, default=digest)
 
 
-def _hide(splits: dict[str, datasets.Dataset]) -> datasets.DatasetDict:
+class Splits(datasets.DatasetDict):
+    """The rows to train and to evaluate on."""
+
+    classes: dict[str, list[str]]
+
+
+def _hide(splits: dict[str, datasets.Dataset]) -> Splits:
     """Rows whose batches do not see the places."""
     found = {}
     for name, part in splits.items():
         shown = [column for column in part.column_names if column != _PLACE]
         found[name] = part.with_format(None, columns=shown)
-    return datasets.DatasetDict(found)
+    return Splits(found)
 
 
 # ---- What is trained on --------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def _read_parquet(path: str, source: Input) -> _Numbered:
         # datasets does not know the types of some columns, such as maps.
         fields = [each for each in table.schema_arrow if each.name in columns]
         schema = pyarrow.schema(fields, table.schema_arrow.metadata)
-        features = Features.from_arrow_schema(schema)
+        source.features = features = Features.from_arrow_schema(schema)
         number = 0
         for batch in table.iter_batches(256, columns=schema.names):
             for row in batch.to_pylist():
@@ -309,6 +309,7 @@ def _read_dataset(path: str, source: Input) -> _Numbered:
         return
     columns = _columns_of(source, _read_cells(dataset[0], {}), dataset.column_names)
     part = dataset.select_columns([name for name in columns if name in dataset.column_names])
+    source.features = part.features
     for number, row in enumerate(part, 1):
         yield number, _read_cells(row, part.features)
 
