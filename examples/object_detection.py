@@ -84,7 +84,7 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
     splits = load_splits(cfg, ["image", "objects"], read, **options)
     seen = {kind for rows in splits.values() for row in rows["objects"] for kind in row["category"]}
     known, given = splits.classes.get("objects") or sorted(seen), labels.parse_names(cfg.labels)
-    if all(kind.isdecimal() for kind in seen):  # numbers of the classes
+    if seen and all(kind.isdecimal() for kind in seen):  # numbers of the classes
         known = [str(i) for i in range(len(given) or max(map(int, seen), default=0) + 1)]
     cfg.labels = labels.keep_names(given or known, folder)
     names = labels.parse_names(cfg.labels)

@@ -17,6 +17,7 @@ from samestep.ask.recorded_rows import Part
 from samestep.contract import contract
 from samestep.data.plain import load_splits, map_rows
 from samestep.data.sources import DataConfig
+from samestep.step.samples import hash_entries
 
 ORIENTATION = 0x0112
 
@@ -307,6 +308,7 @@ def test_own_classes_name_themselves(tmp_path):
     task, cfg, data = prepare(tmp_path, "object_detection", [*rows[:1], *rows])
     assert contract.bind(task, cfg, data).build_model().config.id2label == {0: "a, cat", 1: "dog"}
     assert [row["objects"]["category"] for row in data["train"]] == [[0], [1], []]
+    assert hash_entries(task.collate([data["train"][2]], data))  # boxes (0, 4)
     batch = task.collate([*data["train"]], data)
     assert task.count(batch) == 2
     assert torch.isfinite(task.loss_sum(task.build_model(cfg), batch))

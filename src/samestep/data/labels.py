@@ -139,8 +139,10 @@ def parse_names(text: str) -> list[str]:
 
 def keep_names(names: list[str], folder: Path) -> str:
     """The names of classes in `folder`, which a run that resumes keeps; or these, saved there: as
-    `parse_names` reads them."""
+    `parse_names` reads them. Raises ValueError where there are none."""
     known = read(folder).get("names") or names
+    if not known:
+        raise ValueError("task.data: no row has a class to learn; add rows with labels")
     (folder / FILE).write_text(json.dumps({"names": known}), encoding="utf-8")
     return json.dumps(known)
 

@@ -225,7 +225,8 @@ def hash_entries(batch: Any, first: str = "") -> str:
             continue
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
         flat = values.cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy())  # type: ignore
+        if flat.numel():  # an empty one may have any strides
+            digest.update(flat.view(torch.uint8).numpy())  # type: ignore
     return digest.hexdigest()[:16]
 
 
