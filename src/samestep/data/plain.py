@@ -237,8 +237,9 @@ def map_rows(
             try:
                 encoded = _call(encode, row)
             except ValueError as error:
-                named = str(error).startswith("task.")
-                raise ValueError(f"task.data: {row[_PLACE]}: " * (not named) + f"{error}") from None
+                if str(error).startswith("task."):
+                    raise
+                raise ValueError(f"task.data: {row[_PLACE]}: {error}") from None
             encoded = encoded if isinstance(encoded, list) else [encoded]
             for each in encoded:
                 for name, (gone, every) in each.pop("cut", {}).items():
