@@ -129,11 +129,29 @@ def test_the_key_has_the_code_that_prepare_data_reaches(tmp_path, case):
     )
 
 
-def test_all_of_a_task_is_in_the_key_if_another_module_imports_it(tmp_path):
+@pytest.mark.parametrize(
+    "file, counts",
+    [("back.py", True), ("vendor/a.py", False), ("wandb/a.py", False), ("env/bin/a.py", False)],
+)
+def test_all_of_a_task_is_in_the_key_if_another_file_names_its_loss(tmp_path, file, counts):
+    """A search of the text. Folders of others are no files of the project."""
     files = {"task.py": TASK.replace("{}", "", 1).replace("{}", "cfg.size")}
-    files["back.py"] = "def run():\n    import task\n    return task.loss_sum\n"
+    files |= {"env/pyvenv.cfg": "", "plain.py": "import task\n", file: "# as loss_sum does\n"}
     before = code(tmp_path / "a" / "b", **files)
-    assert code(tmp_path / "c" / "d", "return TOLD", "return 1", **files) != before
+    edited = code(tmp_path / "c" / "d", "return TOLD", "return 1", **files)
+    assert (edited != before) == counts
+    assert (file in before) == counts
+
+
+def test_a_file_counts_by_its_bytes(tmp_path):
+    """Another end of line is another file, and so is a byte that is no UTF-8."""
+    found, text = [], TASK.replace("{}", "", 1).replace("{}", "cfg.size")
+    for number, content in enumerate((b"# a\n", b"# a\r\n", b"# \xff\n", b"# \xfe\n")):
+        folder = tmp_path / str(number) / "project"
+        folder.mkdir(parents=True)
+        (folder / "helper.py").write_bytes(content)
+        found.append(code(folder, **{"task.py": text})["helper.py"])
+    assert len({*found}) == 4
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*/task.py")), ids=str)

@@ -1,7 +1,8 @@
 """The key of prepared data: fields of the task, the project's code, and the files of rows.
 
 The code is task.py without the functions that only training calls, and every other .py file of the
-project but train.py and tests. Where one of these functions is named elsewhere, all of it counts.
+project but train.py and tests, by its bytes. Where the name of one of these functions stands
+anywhere else in this code, all of task.py counts.
 """
 
 import ast
@@ -28,7 +29,9 @@ from samestep.state.provenance import LIBRARY, hash_functions, short_hash, state
 _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pretrained.py")
 # Functions of task.py that only training calls.
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
+_IS_NAMED = re.compile(rf"\b({'|'.join(sorted(_TRAINING))})\b")
 _NAMES = ("_column", "_split")  # ends of fields that name no file
+_FOREIGN = {"site-packages", "vendor", "wandb"}  # folders with files of others
 
 
 def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> str:
@@ -84,7 +87,7 @@ def _read_code(task: Any) -> dict[str, str]:
         if not file.endswith(".py") or file in (own.name, "train.py") or file[:6] == "tests/":
             continue
         if is_own(Path(path), own.parent) and not Path(path).resolve().is_relative_to(LIBRARY):
-            found[path] = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+            found[path] = Path(path).read_bytes().decode(errors="surrogateescape")
     return found
 
 
@@ -93,9 +96,7 @@ def code_of(task: Any) -> dict[str, str]:
     (own, text), *others = _read_code(task).items()
     folder, file = os.path.split(own)
     module, found = file.removesuffix(".py"), hash_functions(Path(own), file)
-    imports = re.compile(rf"^\s*(import|from) .*\b{module}\b", re.MULTILINE)
-    is_named = re.search(rf"\b({'|'.join(_TRAINING)})\b", text)
-    if not is_named and not any(imports.search(each) for _, each in others):
+    if not any(_IS_NAMED.search(each) for each in (text, *dict(others).values())):
         for name in _TRAINING:
             found.pop(f"{module}.{name}", None)
     for path, each in others:
@@ -103,10 +104,14 @@ def code_of(task: Any) -> dict[str, str]:
     return found
 
 
-def is_own(folder: Path, root: Path) -> bool:
-    """Whether a folder is one of the project, and not of an environment in it."""
-    below = folder.relative_to(root).parts if folder.is_relative_to(root) else (".",)
-    return not any(part.startswith(".") or part == "site-packages" for part in below)
+def is_own(path: Path, root: Path) -> bool:
+    """Whether a file or folder is one of the project: none that is hidden, of an environment or of
+    others. (files_below leaves out the folders of runs.)"""
+    below = path.relative_to(root).parts if path.is_relative_to(root) else (".",)
+    if any(part.startswith(".") or part in _FOREIGN for part in below):
+        return False
+    inside = [each for each in path.parents if each.is_relative_to(root)]
+    return not any((each / "pyvenv.cfg").exists() for each in inside)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
