@@ -43,7 +43,7 @@ endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
 .PHONY: help demo docs test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
-	bench-scale figure receipt audit gpu
+	bench-scale bench-small figure receipt audit gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench-scaling: $(TESTS)  ## measure the speed-up over 1, 2 and 4 devices: 10 min
 
 bench-scale: $(BENCH)  ## measure how 100 MB of text are prepared and read: 15 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
+
+bench-small: $(TESTS)  ## measure what the recipes of pretrained weights learn from few rows: 40 minutes
+	@$(SOURCES) $(VENV)/bin/python benchmarks/small_data.py $(ARGS)
 
 receipt: $(TESTS)  ## write docs/receipt.json, of the first run of the figure of README.md: a minute
 	@$(SOURCES) $(VENV)/bin/python benchmarks/figure.py --receipt

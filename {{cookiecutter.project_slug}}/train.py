@@ -25,7 +25,7 @@ from accelerate import Accelerator
 import task
 
 from samestep import (  # isort: skip
-    NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat,
+    NOTHING, ROUNDING, BatchSize, ClosedUnitInterval, DecayRate, Interval, NonNegativeFloat, Warmup,
     NonNegativeInt, PositiveInt, RunConfig, shutdown, RunStart, prepare_run, Ranks, Run, device,
     split_by_decay, Training, write_evaluation, finish,
 )  # fmt: skip
@@ -47,6 +47,9 @@ class Config(RunConfig):
     """Optimizer steps to train; 0: num_epochs decides."""
     num_epochs: NonNegativeFloat = 0.0
     """Passes over the training data, in place of max_steps."""
+    min_steps: NonNegativeInt = field(default=0, metadata=NOTHING)
+    """With num_epochs: while the rows give fewer steps, global_batch_size is halved, down to 4, and
+    passes are added, up to 10. 0: neither. A flag of num_epochs or global_batch_size: likewise."""
     global_batch_size: BatchSize = 32
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
@@ -68,8 +71,9 @@ class Config(RunConfig):
     # Learning rate schedule
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up; wsd: constant, then a linear decay."""
-    warmup_steps: NonNegativeInt = 50
-    """Steps over which the learning rate rises from zero to its peak."""
+    warmup_steps: Warmup = 50
+    """Steps over which the learning rate rises from zero to its peak; below 1: a part of all steps,
+    rounded up."""
     decay_fraction: ClosedUnitInterval = 0.2
     """wsd only: fraction of all steps, at the end, in which the learning rate decays."""
     final_lr_fraction: ClosedUnitInterval = 0.1
@@ -127,9 +131,12 @@ def lr_at(step: int, cfg: Config, max_steps: int) -> float:
     """Learning rate of this step, counted from 1. Nothing of a schedule is ever stored."""
     ratio = cfg.global_batch_size / cfg.reference_batch_size
     peak = cfg.learning_rate * ratio ** {"none": 0, "sqrt": 0.5, "linear": 1}[cfg.lr_scaling]
-    if step <= cfg.warmup_steps:
-        return peak * step / cfg.warmup_steps
-    decay_start = cfg.warmup_steps
+    warmup = cfg.warmup_steps
+    if warmup < 1:  # a part of all steps
+        warmup = math.ceil(round(warmup * max_steps, 6))
+    if step <= warmup:
+        return peak * step / warmup
+    decay_start = warmup
     if cfg.lr_schedule == "wsd":
         decay_start = max(decay_start, round(max_steps * (1 - cfg.decay_fraction)))
     decay_steps = max(max_steps - decay_start, 1)

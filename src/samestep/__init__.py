@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the table of contents: `contents` reads it
     from samestep.base.fields import NonNegativeFloat as NonNegativeFloat
     from samestep.base.fields import NonNegativeInt as NonNegativeInt
     from samestep.base.fields import PositiveInt as PositiveInt
+    from samestep.settings.config import Warmup as Warmup
 
     # train.py, from its start to its end
     from samestep.launch import shutdown as shutdown

@@ -63,10 +63,11 @@ class TaskConfig(StreamConfig, LoraFields, ModelConfig):
     context_length: Length = 64
     """Tokens in a sequence. One packed by best_fit may hold more than the model sees at once; each
     document in it may not."""
-    packing: Literal["auto", "stream", "best_fit"] = "auto"
+    packing: Literal["auto", "stream", "best_fit", "none", "if_many"] = "auto"
     """How sequences are filled. stream: with one document after the other, cut where a sequence
-    ends. best_fit: with whole documents that do not see each other. auto: stream for texts,
-    best_fit for prompts and chats."""
+    ends. best_fit: with whole documents that do not see each other. none: with one document. auto:
+    stream for texts, best_fit for prompts and chats. if_many: the same, but none for prompts and
+    chats that would fill fewer than 32 sequences."""
     overlong: Literal["split", "truncate"] = "split"
     """best_fit: a document that is too long continues in another sequence, or is truncated."""
     vocab_size: Vocabulary = 1024

@@ -177,6 +177,8 @@ def test_learning_rate_rises_to_its_peak_and_ends_at_its_share(schedule):
     rates = [train.lr_at(step, cfg, 100) for step in range(1, 102)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert max(rates) == 1.0
+    part = dataclasses.replace(cfg, warmup_steps=0.1)  # of all steps
+    assert [train.lr_at(step, part, 100) for step in range(1, 102)] == rates
     assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     if schedule == "wsd":
         assert rates[79] == 1.0 and rates[90] == pytest.approx(0.55)

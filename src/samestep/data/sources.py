@@ -35,7 +35,7 @@ _READ_BY = (
     ("text_column", "rows text"),
     ("prompt_column completion_column", "rows prompt", "rows chat"),
     ("messages_column tools_column train_on", "rows chat"),
-    ("overlong", "rows prompt", "rows chat", "packing best_fit"),
+    ("overlong", "rows prompt", "rows chat", "packing best_fit", "packing none"),
     ("lanes", "streaming True"),
     ("label_smoothing", "loss_type sigmoid"),
     ("simpo_gamma", "loss_type simpo"),

@@ -79,6 +79,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     if exported != training.step or run.sums is None:  # it has not just been evaluated
         scores = evaluate(training)
     assert scores is not None
+    run.advise(training)
     training.close()
     full_model = _export(run, training.exported, exported, scores)
     if not run.leave():

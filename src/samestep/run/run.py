@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,9 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from samestep.base import files
+from samestep.base import files, run_folder
 from samestep.base.console import print_json, print_on_main
-from samestep.base.errors import as_user_error, attempt
+from samestep.base.errors import as_user_error, attempt, catch
 from samestep.base.workers import count_cores
 from samestep.contract import contract, dtypes
 from samestep.launch import device
@@ -26,6 +27,7 @@ from samestep.processes.ranks import Ranks
 from samestep.report import tracking
 from samestep.run import probes
 from samestep.run.startup import RunStart, agree_on_start
+from samestep.settings import length
 from samestep.state import checkpoints, deepspeed, provenance, weights
 from samestep.state.optimizers import optimizer_settings, settings_as_text
 from samestep.step import context_parallel, exact, seeds, trial
@@ -159,7 +161,8 @@ class Run:
         trained = [p for p in model.parameters() if p.requires_grad]
         parameters = sum(p.numel() for p in trained)
         self.trained_bytes = sum(p.nbytes for p in trained)
-        self.share_trained = parameters / sum(p.numel() for p in model.parameters())
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.share_trained = parameters / self.parameters
         self.about = f"{parameters:,} parameters to train; {{items}} {self.unit} a step"
         with self.ranks.fail_together():
             if accelerator.is_main_process:
@@ -195,6 +198,8 @@ class Run:
     def prepare_steps(self, training: Any) -> dict[str, Any] | None:
         """Assign micro-batches by the speed of each device, if device_shares is auto, before the
         first step, and again at the next start; return a line for the log."""
+        if training.step == 0 and getattr(self.cfg.task, "model_name_or_path", ""):
+            training.open_log(0).note(event="begin", few_rows_loss=self.few_loss(training))
         plan, model, rows = training.plan, training.model, training.rows
         if self.cfg.device_shares != "auto" or len(plan.shares) == 1:
             return None
@@ -244,6 +249,31 @@ class Run:
             attempt("the tracker was not closed", self.accelerator.end_training)
 
     # ---- Evaluation
+
+    def few_loss(self, training: Any) -> float:
+        """Return the loss of a few held-out rows, evenly spread; NaN: the scores need more rows."""
+        count = len(self.validation)
+        few = range(0, count, -(-count // length.FEW_ROWS))
+        evaluation = training.evaluation(torch.utils.data.Subset(self.validation, few))
+        model, sums = training.exported, self.sums
+        with torch.no_grad():
+            for batch in evaluation:
+                evaluation.add(model(self.task.eval_sums, batch))
+                if hasattr(self.task, "eval_outputs"):
+                    evaluation.keep(model(self.task.eval_outputs, batch))
+        scores, _ = catch(self.score, evaluation)
+        self.sums = sums
+        return scores["eval_loss"] if scores else math.nan
+
+    def advise(self, training: Any) -> None:
+        """Print what to write if the loss of these rows hardly fell since the first step."""
+        lines = run_folder.read_metrics(self.output)
+        found = [line["few_rows_loss"] for line in lines if line.get("few_rows_loss") is not None]
+        if found := self.ranks.from_main(found):
+            rows, losses = self.manifest["data"]["samples"], (found[-1], self.few_loss(training))
+            given = rows, self.max_steps, losses, self.parameters
+            for line in length.remarks_on_loss(self.cfg, *given):
+                print_on_main(line)
 
     def score(self, evaluation: Evaluation) -> dict[str, float]:
         """Compute the scores of an evaluation: of outputs, on the main process, which has them."""

@@ -6,7 +6,6 @@ group. `--check` runs only this part.
 
 import dataclasses
 import inspect
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from samestep.processes import alike
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.report import tracking
-from samestep.settings import config
+from samestep.settings import config, length
 from samestep.state import checkpoints, consistency, provenance
 from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
@@ -89,12 +88,10 @@ class _ResumePoint(ResumePoint):
             self.max_steps = step
             return
         if cfg.num_epochs:
-            # 1.1 x 100 is 110.00000000000001
-            total = math.ceil(round(cfg.num_epochs * manifest["data"]["samples"], 6))
+            total = length.samples_of(cfg, manifest["data"]["samples"])
             self.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-        if cfg.warmup_steps >= self.max_steps:
-            steps = f"{cfg.warmup_steps}, and the run has {plural(self.max_steps, 'step')}"
-            self.remarks.append(f"the learning rate rises to the end: warmup_steps is {steps}")
+        rows = manifest["data"]["samples"]
+        self.remarks += length.remarks_on_length(cfg, rows, self.max_steps)
         if self.checkpoint:
             manifest["mixture"] = self.continue_mixture(manifest["mixture"])
         self.mixture = manifest["mixture"]
@@ -382,19 +379,22 @@ def prepare_run(
     cfg = read_config(config_class, about, arguments)
     output, layout = Path(cfg.output_dir), _read_layout(cfg)
     check_combinations(cfg, layout)
-    sizes, rank = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
-    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *rank)
-    if maximum := launched.most_processes():  # a machine too many would end the run of the others
-        replicas = maximum // layout.replica_size
-        in_step = replicas if layout.in_step else 0
-        plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
+    plan = _plan(cfg, layout)
     cfg.tracker = "none" if cfg.eval_only else cfg.tracker
     tracking.check_tracker(cfg.tracker)
+    run = run_of(cfg)
+    if run and not _read_settings(run / "config.yaml").get("min_steps"):  # it keeps its steps
+        cfg.min_steps = 0
     given = resolved_config(cfg)
     if is_main():  # before the data, whose preparation may take hours
         _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
     stored = read_question().get("prepared", "")  # samestep replay takes the data of then
-    data, bound, views, samples = read_data(cfg, task, run_of(cfg), stored)
+    data, bound, views, samples = read_data(cfg, task, run, stored)
+    chosen: list[str] = []
+    if getattr(cfg, "min_steps", 0) and cfg.num_epochs and not isinstance(views[0], Stream):
+        chosen = length.choose_steps(cfg, len(views[0]))
+        given |= {"global_batch_size": cfg.global_batch_size, "num_epochs": cfg.num_epochs}
+        plan = _plan(cfg, layout)
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back
@@ -402,7 +402,7 @@ def prepare_run(
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = _ResumePoint(max_steps=cfg.max_steps)
     resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
-    resume_point.remarks += config.remarks_on_rate(cfg)
+    resume_point.remarks += [*config.remarks_on_rate(cfg), *chosen]
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
     if is_main():
@@ -411,6 +411,17 @@ def prepare_run(
     return RunStart(
         cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
     )
+
+
+def _plan(cfg: Any, layout: Layout) -> StepPlan:
+    """Cut the global batch, and for as many processes as an elastic run may have."""
+    sizes, rank = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
+    plan = plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *rank)
+    if maximum := launched.most_processes():  # a machine too many would end the run of the others
+        replicas = maximum // layout.replica_size
+        in_step = replicas if layout.in_step else 0
+        plan_step(*sizes, replicas, cfg.exact, cfg.device_shares, 0, in_step)
+    return plan
 
 
 def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:

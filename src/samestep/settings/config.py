@@ -22,7 +22,13 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from samestep.base.console import one_line, without_credentials
-from samestep.base.fields import LARGEST, NOTHING, NonNegativeInt, check_ignored_fields
+from samestep.base.fields import (
+    LARGEST,
+    NOTHING,
+    Fraction,
+    NonNegativeInt,
+    check_ignored_fields,
+)
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 _HELP = {"-h", "--help"}
@@ -33,6 +39,7 @@ ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 # Types of train.py's fields; those of tasks are in base/fields.py.
 BatchSize = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
+Warmup = NonNegativeInt | Fraction  # of steps; a part of all steps
 DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]  # above, float32 rounds to 1
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -267,6 +274,11 @@ def _choose_length(cfg: Any, flags: dict, recipe: dict) -> None:
         cfg.max_steps = 0
     if not (cfg.max_steps or cfg.num_epochs):
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
+    if getattr(cfg, "min_steps", 0):
+        if {*names, "global_batch_size"} & {*flags} and "min_steps" not in flags:
+            cfg.min_steps = 0  # what a flag gives stays as it is
+        elif not cfg.num_epochs:
+            raise ValueError("min_steps has no effect with max_steps; give num_epochs")
 
 
 def remarks_on_rate(cfg: Any) -> list[str]:
@@ -307,7 +319,7 @@ _OTHER_NAMES = {
     "save_steps": "save_every",
     "save_total_limit": "keep_checkpoints",
     "resume_from_checkpoint ckpt_path": "resume",
-    "warmup_ratio": "it is warmup_steps here, a number of steps",
+    "warmup_ratio": "it is warmup_steps here: below 1 a part of the steps",
     "optim optimizer": "build_optimizer in train.py is where it is changed",
     "ddp_find_unused_parameters": "find_unused_parameters",
     "ddp bucket_cap_mb ddp_bucket_cap_mb ddp_broadcast_buffers gradient_compression": (

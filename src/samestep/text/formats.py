@@ -66,7 +66,7 @@ def check_config(cfg: Any) -> None:
 
 def is_packed(cfg: Any) -> bool:
     """Whether sequences hold whole documents, which do not see each other."""
-    return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
+    return cfg.rows in ("prompt", "chat") or cfg.packing in ("best_fit", "none")
 
 
 def _named_kinds(cfg: Any) -> list[str]:
@@ -85,7 +85,7 @@ def check_context_parallel(cfg: Any) -> None:
     where = "under context parallelism"
     rules = [
         ("rows", cfg.rows == "text", f"text {where}: packed sequences hold several documents"),
-        ("packing", cfg.packing != "best_fit", f"stream {where}"),
+        ("packing", cfg.packing not in ("best_fit", "none"), f"stream {where}"),
         ("attn_implementation", cfg.attn_implementation == "sdpa", f"sdpa {where}"),
         ("dropout", bool(cfg.model_name_or_path) or not cfg.dropout, f"0 {where}"),
         ("lora_dropout", not cfg.lora_dropout, f"0 {where}"),

@@ -21,6 +21,7 @@ from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
 BLOCK = 20_000_000  # tokens of the documents that are packed together, about
+MANY = 32  # sequences, below which packing if_many fills none
 READ = 100  # documents that are read at once: each may have a megabyte
 COLUMNS = ("input_ids", "loss_mask", "lengths", "bytes", "unigram_loss")
 Documents = Iterable[tuple[np.ndarray, np.ndarray]]  # token ids, and which are in the loss
@@ -36,6 +37,10 @@ def make_sequences(tokens: datasets.DatasetDict, cfg: Any, tokenizer: Any) -> da
     over each source; of cfg.validation_data all. Raises ValueError for a source that fills no
     sequence to train on.
     """
+    if cfg.packing == "if_many" and "loss_mask" in tokens["train"].column_names:
+        size = int(lengths_of(tokens["train"], "input_ids").sum())
+        if size < MANY * cfg.context_length and not cfg.streaming:
+            cfg.packing = "none"
     train, rows = (write_sequences(tokens[name], cfg, name) for name in ("train", "validation"))
     sizes = _token_bytes(tokenizer)
     losses = _unigram_losses(train, len(sizes))
@@ -164,7 +169,8 @@ def longest_piece(cfg: Any) -> int:
 
 def pack(documents: Documents, cfg: Any, longest: int, begin: int = 0) -> dict[str, Any]:
     """The sequences of a block of documents, which are numbered from `begin` on: best-fit
-    decreasing. `first` is the number of the document that a sequence begins with.
+    decreasing; where cfg.packing is none, a piece each. `first` is the number of the document that
+    a sequence begins with.
 
     A document of more than `longest` tokens continues in another sequence, or is truncated, as
     cfg.overlong says. Pieces without a token in the loss are left out.
@@ -175,7 +181,9 @@ def pack(documents: Documents, cfg: Any, longest: int, begin: int = 0) -> dict[s
             end = first + longest
             if mask[first + 1 : end].any():  # the first is not in the loss
                 pieces.append((ids[first:end], mask[first:end], number))
-    rows = _assign_rows([len(ids) for ids, _, _ in pieces], cfg.context_length)
+    rows = [[number] for number in range(len(pieces))]
+    if cfg.packing != "none":
+        rows = _assign_rows([len(ids) for ids, _, _ in pieces], cfg.context_length)
     lengths = [np.array([len(pieces[i][0]) for i in row], np.int32) for row in rows]
     tokens, masks = ([np.concatenate([pieces[i][n] for i in row]) for row in rows] for n in (0, 1))
     first = np.array([pieces[row[0]][2] for row in rows], int)
@@ -255,6 +263,8 @@ class Sequences(Rows):
         names = [name for name in COLUMNS if name in dataset.column_names]
         super().__init__(dataset, names, [], cfg)
         self.length = cfg.context_length
+        if cfg.packing == "none":
+            self.length = int(lengths_of(dataset, "input_ids").max())
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
         return training_rows(self.columns(places), self.length)
