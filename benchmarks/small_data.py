@@ -27,7 +27,7 @@ from pathlib import Path
 import compare
 
 HELD_OUT = 50
-PAIRS = (("1e-4", "80"), ("1e-3", "80"), ("1e-3", "200"), ("3e-3", "80"))  # rate, steps
+PAIRS = (("1e-4", "80"), ("3e-4", "80"), ("1e-3", "80"), ("1e-3", "200"))  # rate, steps
 # Of preferences, whose model is pulled away from where it was.
 SOFT_PAIRS = (("5e-6", "80"), ("5e-5", "80"), ("5e-5", "200"), ("2e-4", "80"))
 BASES = {

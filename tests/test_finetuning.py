@@ -159,5 +159,5 @@ def test_a_run_of_before_keeps_its_steps(project):
 
 def test_a_rate_that_changes_nothing_is_said_at_the_end(project):
     printed, _ = few_chats(project, "low", "--learning_rate", "1e-7")
-    said = "to learn more give --learning_rate 0.001 --num_epochs"
+    said = "to learn more give --learning_rate 0.0002 --num_epochs"
     assert said in printed and "--output_dir runs/low-2" in printed

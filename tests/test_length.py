@@ -81,11 +81,10 @@ def test_the_flags_of_a_line_give_a_run_that_is_long_enough(rows, given):
 @pytest.mark.parametrize(
     "task, parameters, rate",
     [
-        ({}, 9e5, 1e-3), ({}, 6e7, 3e-4), ({}, 5e8, 1e-4), ({}, 7e9, 2e-5),
-        ({"lora_rank": 8}, 9e5, 5e-3), ({"lora_rank": 8}, 7e9, 2e-4),
-        ({"beta": 0.1}, 9e5, 5e-5), ({"beta": 0.1}, 5e8, 5e-6), ({"label_column": ""}, 1.1e8, 3e-5),
+        ({}, 9e5, 2e-4), ({}, 6e7, 1e-4), ({}, 5e8, 5e-5), ({}, 1e9, 3e-5), ({}, 7e9, 2e-5),
+        ({"lora_rank": 8}, 9e5, 2e-3), ({"lora_rank": 8}, 7e9, 2e-4), ({"lora_rank": 0}, 7e9, 2e-5),
+        ({"beta": 0.1}, 9e5, 5e-5), ({"beta": 0.1}, 5e8, 5e-6),
         ({"lora_rank": 8, "beta": 0.1}, 5e8, 5e-5),
-        ({"lora_rank": 8, "label_column": ""}, 8e6, 3e-3),
     ],
 )  # fmt: skip
 def test_a_loss_that_hardly_fell_is_said_with_a_rate(task, parameters, rate):
@@ -96,10 +95,11 @@ def test_a_loss_that_hardly_fell_is_said_with_a_rate(task, parameters, rate):
         assert float(advised["--learning_rate"]) == pytest.approx(rate)
         assert advised["--output_dir"] == "runs/a-2" and "--num_epochs" in advised
     slow = length.remarks_on_loss(cfg, 49, 62, (2.0, 1.6), parameters)
-    assert bool(slow) == (rate > 1e-5)  # the rate is less than a tenth
+    assert bool(slow) == (rate > 3e-6)  # the rate is less than a third
     assert not length.remarks_on_loss(cfg, 49, 62, (2.0, 1.4), parameters)
     cfg.learning_rate = rate
     assert not length.remarks_on_loss(cfg, 49, 62, (2.0, 1.89), parameters)
     assert not length.remarks_on_loss(cfg, 49, 62, (2.0, math.nan), parameters)
     (line,) = length.remarks_on_loss(cfg, 9000, 1000, (2.0, 1.96), parameters)  # it is long enough
-    assert flags_in(line) == {"--learning_rate": f"{3 * rate:g}", "--output_dir": "runs/a-2"}
+    higher = min(3 * rate, 5e-3 if task.get("lora_rank") else 1e-3)
+    assert flags_in(line) == {"--learning_rate": f"{higher:g}", "--output_dir": "runs/a-2"}

@@ -394,7 +394,10 @@ def prepare_run(
     if getattr(cfg, "min_steps", 0) and cfg.num_epochs and not isinstance(views[0], Stream):
         chosen = length.choose_steps(cfg, len(views[0]))
         given |= {"global_batch_size": cfg.global_batch_size, "num_epochs": cfg.num_epochs}
-        plan = _plan(cfg, layout)
+        try:
+            plan = _plan(cfg, layout)
+        except UserError as error:
+            raise UserError("; ".join([*chosen, str(error)])) from None
     if isinstance(views[0], Stream):
         _check_stream(cfg, layout)
     if layout.cp > 1:  # each process takes a part from the front and one from the back

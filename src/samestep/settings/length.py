@@ -9,12 +9,17 @@ from typing import Any
 FEW_ROWS = 64  # held-out rows that are evaluated before the first step
 _SMALLEST, _PASSES = 4, 10  # rows of a step, and passes, to which min_steps goes
 _SHORT, _ENOUGH, _PART = 20, 100, 0.03  # steps of too short a run; those of an advised one, warm-up
-_HARDLY, _SLOWLY = 0.05, 0.25  # parts of the held-out loss; the latter at a tenth of the rates here
-# Peak learning rates for pretrained weights of up to so many parameters: TRL's and transformers'
-# examples; below 10 million measured by benchmarks/small_data.py. Adapters take ten times as much,
-# classes, which have a new head, 0.3 of it, preferences, which pull at a trained model, 0.05.
-_RATES = ((10**7, 1e-3), (10**8, 3e-4), (5 * 10**8, 1e-4), (3 * 10**9, 5e-5), (math.inf, 2e-5))
-_HIGHEST = 5e-3  # of adapters: see config.remarks_on_rate
+_HARDLY, _SLOWLY = 0.05, 0.25  # parts of the held-out loss; the latter at a third of the rates here
+# Peak learning rates for pretrained weights of up to so many parameters, and for preferences, which
+# move a trained model: those of TRL's and transformers' examples; of the smallest those that
+# benchmarks/small_data.py measures. Adapters take ten times as much.
+_RATES = (
+    (10**7, 2e-4, 5e-5),
+    (10**8, 1e-4, 1e-5),
+    (5 * 10**8, 5e-5, 5e-6),
+    (3 * 10**9, 3e-5, 2e-6),
+    (math.inf, 2e-5, 1e-6),
+)
 
 
 def warmup_of(cfg: Any, max_steps: int) -> int:
@@ -74,18 +79,17 @@ def remarks_on_loss(
 
     `losses`: before the first step and at the end. `parameters`: of the whole model."""
     before, after = losses
-    rate = next(rate for most, rate in _RATES if parameters <= most)
+    _, rate, of_preferences = next(each for each in _RATES if parameters <= each[0])
+    highest = 1e-3  # as config.remarks_on_rate has it
     if hasattr(cfg.task, "beta"):
-        rate *= 0.05
-    elif hasattr(cfg.task, "label_column"):
-        rate *= 0.3
+        rate = of_preferences
     if getattr(cfg.task, "lora_rank", 0):
-        rate = min(rate * 10, _HIGHEST)
-    least = _SLOWLY if cfg.learning_rate < rate / 10 else _HARDLY
+        rate, highest = 10 * rate, 5e-3
+    least = _SLOWLY if cfg.learning_rate < rate / 3 else _HARDLY
     if not after >= before - least * abs(before):
         return []
     if rate <= cfg.learning_rate:  # it was not enough for this model
-        rate = 3 * cfg.learning_rate
+        rate = max(cfg.learning_rate, min(3 * cfg.learning_rate, highest))
     longer = "" if steps >= _ENOUGH else f"{_longer(cfg, rows, steps)} "
     return [
         f"the loss of held-out rows was {before:.4f} before the first step, and is {after:.4f}; to "
@@ -98,6 +102,6 @@ def _longer(cfg: Any, rows: int, steps: int) -> str:
     flags = "" if 0 < cfg.warmup_steps <= _PART else f" --warmup_steps {_PART}"
     if not (cfg.num_epochs and rows):
         return f"--max_steps {max(steps, _ENOUGH)}{flags}"
-    size = min(cfg.global_batch_size, _SMALLEST)
+    size = min(cfg.global_batch_size, _SMALLEST, rows)
     epochs = max(math.ceil(_ENOUGH * size / rows), math.ceil(cfg.num_epochs))
     return f"--num_epochs {epochs} --global_batch_size {size}{flags}"
