@@ -322,7 +322,9 @@ def test_a_trained_model_is_asked_what_is_held_out(kit, config, monkeypatch):
 
 
 def test_documents_are_packed_a_block_of_tokens_after_the_other(monkeypatch):
-    cfg = SimpleNamespace(context_length=64, overlong="split", model_name_or_path="")
+    cfg = SimpleNamespace(
+        context_length=64, overlong="split", packing="auto", model_name_or_path=""
+    )
     found = {"input_ids": [[n] * 50 for n in range(90)], "loss_mask": [[1] * 50] * 90}
     monkeypatch.setattr(sequences, "BLOCK", 400)
     monkeypatch.setattr(sequences, "READ", 3)
@@ -334,7 +336,7 @@ def test_documents_are_packed_a_block_of_tokens_after_the_other(monkeypatch):
 def test_rows_that_are_filtered_or_mixed_are_not_read_as_they_are_stored():
     """Arrow's buffers hold all rows in their first order: before sequences are made, and after."""
     cfg = SimpleNamespace(context_length=8, data="a", model_name_or_path="", streaming=False)
-    cfg.overlong = "split"
+    cfg.overlong, cfg.packing = "split", "auto"
     ids = [[n] * (2 + n % 5) for n in range(30)]
     found = {"input_ids": ids, "loss_mask": [[1] * len(each) for each in ids]}
     tokens = datasets.Dataset.from_dict({**found, "source": [0] * 30})
