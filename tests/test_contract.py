@@ -187,7 +187,7 @@ def test_losses_are_added_in_the_order_of_the_micro_batches_whoever_computed_the
 
 
 def test_a_check_shows_a_row_and_a_batch_but_not_where_a_launcher_asks(quick, tmp_path):
-    flags = ["--output_dir", tmp_path / "run", "--check"]
+    flags = ["--output_dir", tmp_path / "run", "--check", "--max_steps", 20]
     *shown, last = quick(*flags).splitlines()
     assert shown[0].startswith("row ") and "  x: float32 (8, 8)" in shown
     assert "a batch of 8 rows:" in shown
