@@ -14,7 +14,7 @@ from PIL import EpsImagePlugin, Image
 
 from conftest import BakedProject
 from refusals import check_ended
-from samestep.images import images
+from samestep.data import images
 from samestep.report import model_card
 from small_models import new_model, word_tokenizer
 

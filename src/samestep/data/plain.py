@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow
 
 from samestep.base.console import one_line
-from samestep.data import files, rows
+from samestep.data import files, images, rows
 from samestep.data.inputs import Input, RowFormat, find_inputs
 from samestep.data.readers import drop_nulls
 from samestep.data.sources import DataConfig, IncompleteRow, check_data_config, require_value
@@ -140,8 +140,6 @@ def _require_values(name: str, value: Any) -> None:
 
 def _open(name: str, cell: Any, is_mask: bool, upright: bool) -> tuple[Any, Any]:
     """The Pillow images of a cell, and what is stored of them; raises IncompleteRow."""
-    from samestep.images import images
-
     if isinstance(cell, list):
         found = [_open(name, each, is_mask, upright) for each in cell]
         return [image for image, _ in found], [stored for _, stored in found]

@@ -2,7 +2,6 @@
 
     image_rows   labelled images of folders, tables or the Hub, held out by their content
     image_data   Images: the rows as arrays, when the model trains; crops, flips, mixup
-    images       one image: opened safely, upright, on white, cut to a square
 
 Prepared rows have the bytes of an image, or its path; a batch has pixels.
 """

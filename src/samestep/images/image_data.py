@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
+from samestep.data import images
+from samestep.data.images import resize
 from samestep.data.views import Rows
-from samestep.images import images
-from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
 # Other errors of the operating system may pass. Decoders raise OSError without a number.

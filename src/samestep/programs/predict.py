@@ -20,8 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from samestep.base.console import one_line
+from samestep.data.images import open_image, upright
 from samestep.end.export_check import load
-from samestep.images.images import open_image, upright
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 

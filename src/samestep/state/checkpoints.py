@@ -454,12 +454,13 @@ def check_settings(
     new = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
     changed = differences(before, {n: value for n, value in after.items() if n not in new})
     reason = f"{path} was made with other settings ({'; '.join(as_lines(changed))})"
-    if any(name.startswith("data ") for name in changed):
-        rows = [f"{each.get('data', {}).get('samples', 0):,}" for each in (saved, current)]
-        reason = f"the data changed: {' -> '.join(dict.fromkeys(rows))} rows; {reason}"
     same_data = saved.get("prepared") == current.get("prepared", "") != ""
     if changed and {*changed} <= {"data fingerprint", "data validation"} and same_data:
         reason = f"task.views gives other rows of the same data than at an earlier start: {reason}"
+    elif any(name.startswith("data ") for name in changed):
+        rows = [f"{each.get('data', {}).get('samples', 0):,}" for each in (saved, current)]
+        counted = " -> ".join(rows) if rows[0] != rows[1] else f"other {rows[0]}"
+        reason = f"the data changed: {counted} rows; {reason}"
     if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
         raise ValueError(f"{reason}, and a stream resumes over the same shards alone; {remedy}")
     if changed and not accept:
