@@ -13,11 +13,11 @@ import datasets
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, local_path
-from samestep.data import demo_data, labels, readers, sources
+from samestep.data import demo_data, images, labels, readers, sources
 from samestep.data.files import IMAGES, TABLES, File, file_ending, list_files
 from samestep.data.inputs import Input, RowFormat, find_inputs
 from samestep.data.rows import load_rows
-from samestep.images import image_data, images
+from samestep.images import image_data
 from samestep.models import pretrained
 
 BUNDLED = "digits"
