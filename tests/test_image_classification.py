@@ -21,8 +21,8 @@ from refusals import cases
 from same import check_same
 from samestep.base.errors import UserError
 from samestep.contract import contract
-from samestep.data import inputs
-from samestep.images import image_rows, images
+from samestep.data import images, inputs
+from samestep.images import image_rows
 from samestep.prepared import prepared
 from samestep.step.samples import SampleDataset
 from test_tasks import COLORS, STEPS, picture, refusal
