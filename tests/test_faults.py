@@ -301,7 +301,7 @@ def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):
     changed = ["--output_dir", output, "--max_steps", 6]
     edit(project.path / "task.py", "1000 * self.cfg.seed", "7")
     printed = project.train(1, *changed, codes=[2])
-    assert "train.py: the data changed: 37 rows; " in printed
+    assert "train.py: the data changed: 37 other rows; " in printed
     assert f"data fingerprint: {saved['data']['fingerprint']} -> " in printed
     project.train(1, *changed, "--accept_changes")
     (note,), (*_, last) = lines(output, "changes"), lines(output, "loss")

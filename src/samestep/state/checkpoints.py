@@ -459,7 +459,7 @@ def check_settings(
         reason = f"task.views gives other rows of the same data than at an earlier start: {reason}"
     elif any(name.startswith("data ") for name in changed):
         rows = [f"{each.get('data', {}).get('samples', 0):,}" for each in (saved, current)]
-        counted = " -> ".join(rows) if rows[0] != rows[1] else f"other {rows[0]}"
+        counted = " -> ".join(rows) if rows[0] != rows[1] else f"{rows[0]} other"
         reason = f"the data changed: {counted} rows; {reason}"
     if "lanes" in saved and {"seed", "data fingerprint"} & {*changed}:
         raise ValueError(f"{reason}, and a stream resumes over the same shards alone; {remedy}")

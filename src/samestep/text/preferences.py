@@ -197,7 +197,7 @@ def tokenize(batch: dict[str, list], tokenizer: Any, max_length: int) -> dict[st
     Raises ValueError for a chat template that fails or leaves out a part.
     """
     dtype = tokenizing.id_type(tokenizer)
-    kept = [name for name in NUMBERS if name in batch]
+    kept = [name for name in (*NUMBERS, "is_chat") if name in batch]
     found: dict[str, list] = {name: [] for name in (*TOKENS, *kept)}
     for pair in rows_of(batch):
         whole = [_tokenize_answer(pair, name, tokenizer) for name in ANSWERS]
