@@ -140,6 +140,11 @@ def list_slots(
     return slots, objects
 
 
+def count_hooks(model: torch.nn.Module) -> int:
+    """Return how many hooks of forward passes there are."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
 def copy_of(value: Any) -> Any:
     """Copy a value with what it holds; of a generator its state."""
     if torch.is_tensor(value):
@@ -213,9 +218,9 @@ class Inventory:
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
         self.rows, self.num_workers = None, 0  # see watch_rows
-        # Whether the first batch installed hooks: private flags say so, such as those of
-        # transformers' output_hidden_states, and are no state of the run.
-        self.installs = False
+        # Whether the first batch, or an evaluation before it, installed hooks: private flags say
+        # so, such as those of transformers' output_hidden_states, and are no state of the run.
+        self.installs, self.hooks = False, count_hooks(model)
         self.first = self.texts()
         self.saved: set[str] = set()  # paths that checkpoints have
         self.hashed: set[str] = set()  # those of them that are state: the loss depends on them

@@ -70,6 +70,8 @@ class Evaluation:
                 with context_parallel.split_rows(self.accelerator, batch):
                     yield batch
         trial.set_random_states(self.accelerator.device, states)
+        if self.ranks.layout.fsdp:  # the weights of the outermost module are still whole
+            sharding.reshard(self.model)
         if stop:
             self.run.end_stopped()
 

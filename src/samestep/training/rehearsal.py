@@ -92,7 +92,7 @@ class Rehearsal:
         training._save, training.look, training.next_step = self.save, self.look, self.next_step
         training.trials = [*training.trials, self.note_batches]
         training.end_stopped = self.end_stopped
-        self.is_stopping = False
+        self.is_stopping, self.recorded = False, 0  # the newest step
 
     def write(self, **line: Any) -> None:
         """Write a line of this process's record."""
@@ -165,7 +165,7 @@ class Rehearsal:
             step=step.number, batches=self.batches, losses=losses, norm=float(step.norm),
             draws=self.draws, state=state, loop=_see_loop(run),
         )  # fmt: skip
-        self.batches = {}
+        self.batches, self.recorded = {}, step.number
         if step.number == self.question["save"]:
             run.save()
             run.saver.wait()
@@ -178,8 +178,11 @@ class Rehearsal:
             type(self.training)._save(self.training)
 
     def end_stopped(self) -> None:
-        self.is_stopping = True
-        type(self.training).end_stopped(self.training)
+        """Record a step that stops in its evaluation, before the end of the body; then stop."""
+        run, self.is_stopping = self.training, True
+        if run.current and self.recorded < run.current.number == run.complete():
+            self.look()
+        type(run).end_stopped(run)
 
 
 # ---- What is described ---------------------------------------------------------------------------

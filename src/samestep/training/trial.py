@@ -240,11 +240,6 @@ def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
         )
 
 
-def _count_hooks(model: torch.nn.Module) -> int:
-    """Return how many hooks of forward passes there are."""
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
     """Choose as many of these as a device takes, at most four, with the last one."""
     maximum = min(max(2, plan.largest), 4)
@@ -265,11 +260,11 @@ def try_batch(
     accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
     step.losses = []
     batch = send_to_device(batch, accelerator.device)
-    hooks = _count_hooks(run.model)
     with context_parallel.split_rows(accelerator, batch):
         yield from step.compute(micro_batch, batch)
     trial.check_reduced(run.model)
-    run.saver.state.inventory.installs |= _count_hooks(run.model) != hooks
+    known = run.saver.state.inventory
+    known.installs |= inventory.count_hooks(known.model) != known.hooks
     states.append(trial.random_state(accelerator.device))
     draws, collate_draws = states[2] != states[0], states[1] != states[0]
     return trial.Computed(batch, num_items, {"": step.losses[0]}, draws, collate_draws)
