@@ -1,6 +1,6 @@
 """Extractive question answering (SQuAD): a sample is a question with all windows of its context.
 
-make train ARGS="--max_steps 180 --learning_rate 1e-3"
+make train ARGS="--max_steps 350 --learning_rate 2e-3 --warmup_steps 50"
 make train ARGS="--task.data squad --task.model_name_or_path google-bert/bert-base-uncased"
 """
 

@@ -1,6 +1,6 @@
 """Semantic segmentation (SegFormer): a class for each pixel; mean IoU over all pixels.
 
-make train ARGS="--max_steps 60 --learning_rate 4e-3"
+make train ARGS="--max_steps 400 --learning_rate 4e-3"
 make train ARGS="--task.data scenes --task.labels sky,road --task.model_name_or_path nvidia/mit-b0"
 """
 

@@ -1,6 +1,6 @@
 """Vision-language model (LLaVA and others): chats with images; the loss is that of the answers.
 
-make train ARGS="--max_steps 200 --learning_rate 2e-3 --task.train_vision true"
+make train ARGS="--max_steps 600 --learning_rate 2e-3 --task.train_vision true"
 make train ARGS="--task.data chats --task.model_name_or_path llava-hf/llava-1.5-7b-hf"
 """
 
