@@ -1,6 +1,6 @@
 """Masked language model (BERT, RoBERTa, ModernBERT): masks belong to the sample and the epoch.
 
-make train ARGS="--max_steps 150 --learning_rate 2e-3"
+make train ARGS="--max_steps 480 --learning_rate 4e-3"
 make train ARGS="--task.data texts.jsonl --task.model_name_or_path FacebookAI/roberta-base"
 """
 
@@ -11,11 +11,10 @@ from pydoc_data.topics import topics
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, ModernBertConfig
 from transformers.data import DataCollatorForTokenClassification
 
 from samestep import DataConfig, ModelConfig, load_splits, map_rows, pretrained, tokenizing
-from samestep.text.tokenizing import load_tokenizer
 
 UNIT = "masked_tokens"
 
@@ -42,10 +41,8 @@ def prepare_data(cfg: TaskConfig, folder: Path) -> datasets.DatasetDict:
         return [{"input_ids": ids} for ids in tokenizer(row["text"], **options)["input_ids"]]
 
     tokens = map_rows(splits, encode)
-    tokens["validation"] = tokens["validation"].map(
-        lambda row, i: mask(row, torch.Generator().manual_seed(i), cfg, tokenizer),
-        with_indices=True,
-    )
+    hide = lambda row, i: mask(row, torch.Generator().manual_seed(i), cfg, tokenizer)  # noqa: E731
+    tokens["validation"] = tokens["validation"].map(hide, with_indices=True)
     return tokens
 
 
@@ -62,12 +59,12 @@ def mask(row: dict, generator: torch.Generator, cfg: TaskConfig, tokenizer) -> d
 
 
 def augment(row: dict, generator: torch.Generator, cfg: TaskConfig, data) -> dict:
-    return mask(row, generator, cfg, load_tokenizer(data.folder))
+    return mask(row, generator, cfg, tokenizing.load_tokenizer(data.folder))
 
 
 def collate(rows: list[dict], data) -> dict:
     """input_ids, attention_mask and labels, int64 (B, T); labels of padding are -100."""
-    return DataCollatorForTokenClassification(load_tokenizer(data.folder))(rows)
+    return DataCollatorForTokenClassification(tokenizing.load_tokenizer(data.folder))(rows)
 
 
 def count(batch: dict) -> int:
@@ -75,8 +72,11 @@ def count(batch: dict) -> int:
 
 
 def build_model(cfg: TaskConfig, data) -> torch.nn.Module:
-    config = pretrained.small_bert(data.folder)
-    return pretrained.build_model(AutoModelForMaskedLM, cfg, config)
+    tokenizer = tokenizing.load_tokenizer(data.folder)
+    options = {f"{n}_id": getattr(tokenizer, f"{n}_id") for n in tokenizer.special_tokens_map}
+    options |= {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+    options |= {"num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    return pretrained.build_model(AutoModelForMaskedLM, cfg, ModernBertConfig(**options))
 
 
 def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
