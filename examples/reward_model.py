@@ -1,6 +1,6 @@
 """Reward model: the chosen one of two answers gets a higher reward (Bradley-Terry).
 
-make train ARGS="--max_steps 150 --learning_rate 1e-3"
+make train ARGS="--max_steps 100 --learning_rate 1e-3 --warmup_steps 20"
 make train ARGS="--task.data pairs.jsonl --task.model_name_or_path Qwen/Qwen3-0.6B"
 """
 
