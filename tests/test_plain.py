@@ -234,7 +234,7 @@ def permute(folder, names, head):
 HEADS = {
     "token_classification": ("classifier.", ["O", "I-b", "B-b"], "classifier"),
     "semantic_segmentation": ("classifier.", ["square", "ground", "disc"], "decode_head"),
-    "object_detection": ("class_labels_classifier", ["square", "disc"], "class_labels"),
+    "object_detection": ("class_labels_classifier", ["frame", "block"], "class_labels"),
 }
 
 
