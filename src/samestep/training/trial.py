@@ -263,8 +263,9 @@ def try_batch(
     with context_parallel.split_rows(accelerator, batch):
         yield from step.compute(micro_batch, batch)
     trial.check_reduced(run.model)
-    known = run.saver.state.inventory
-    known.installs |= inventory.count_hooks(known.model) != known.hooks
+    if not run.ranks.layout.deepspeed:  # which puts nothing back
+        known = run.saver.state.inventory
+        known.installs |= inventory.count_hooks(known.model) != known.hooks
     states.append(trial.random_state(accelerator.device))
     draws, collate_draws = states[2] != states[0], states[1] != states[0]
     return trial.Computed(batch, num_items, {"": step.losses[0]}, draws, collate_draws)
