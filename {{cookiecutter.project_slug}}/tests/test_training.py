@@ -56,7 +56,20 @@ def lines(output: Path, key: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
+def rehearsal():
+    """`samestep rehearse`, which runs beside the first tests."""
+    python = [sys.executable, "-m", "samestep"]
+    command = [*python, "rehearse", "--json", "--steps", "4", "--processes", "1", "2", "--"]
+    command += [*python, "launch", "--config_file", "configs/accelerate/cpu.yaml", "train.py"]
+    command += [*STEPS, *BATCH, *NO_DROPOUT, "--micro_batch_size", "2", "--exact", "true"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=PROJECT, env=ENV, **pipes) as run:
+        yield run
+        run.terminate()
+
+
+@pytest.fixture(scope="module")
+def first(rehearsal, tmp_path_factory):
     """The folder of a run of one process, and why it failed if it did."""
     output = tmp_path_factory.mktemp("one") / "run"
     try:
@@ -85,34 +98,6 @@ def test_a_run_leaves_what_the_readme_promises(one):
     assert [line["step"] for line in lines(one, "loss")] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines(one, "eval_loss")] == [3, 6]
     assert any((one / "model").iterdir())
-
-
-@pytest.fixture(scope="module")
-def rows():
-    """The rows of `samestep rehearse`: the first steps killed, stopped, cut otherwise."""
-    python = [sys.executable, "-m", "samestep"]
-    command = [*python, "rehearse", "--json", "--steps", "4", "--processes", "1", "2", "--"]
-    command += [*python, "launch", "--config_file", "configs/accelerate/cpu.yaml", "train.py"]
-    command += [*STEPS, *BATCH, *NO_DROPOUT, "--micro_batch_size", "2", "--exact", "true"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.run(command, cwd=PROJECT, env=ENV, **pipes)
-    found = json.loads(run.stdout)
-    assert "rows" in found, found.get("error")
-    return found["rows"]
-
-
-KINDS = ["after kill -9", "after SIGTERM", "other micro-batches", "2 processes"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rehearsal_leaves_the_same(rows, kind):
-    """To the bit, but for other micro-batches; `make rehearse` prints the whole table.
-
-    It fails for an optimizer that keeps more than `state`, by weight, and `param_groups`, which is
-    what a checkpoint has of it: write one class that keeps all of it there, as torch.optim does.
-    """
-    row = next(row for row in rows if row["run"].startswith(kind))
-    assert row["good"], "\n".join([row["result"], *row["more"]])
 
 
 def test_two_processes_train_the_same(one, tmp_path):
@@ -150,6 +135,28 @@ def test_a_finished_run_is_left_alone(one):
     before = (one / "metrics.jsonl").read_bytes()
     assert "is finished" in finish(start("", one))
     assert (one / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def rows(rehearsal):
+    """Its rows: the first steps killed, stopped, cut otherwise."""
+    found = json.loads(rehearsal.communicate()[0])
+    assert "rows" in found, found.get("error")
+    return found["rows"]
+
+
+KINDS = ["after kill -9", "after SIGTERM", "other micro-batches", "2 processes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_leaves_the_same(rows, kind):
+    """To the bit, but for other micro-batches; `make rehearse` prints the whole table.
+
+    It fails for an optimizer that keeps more than `state`, by weight, and `param_groups`, which is
+    what a checkpoint has of it: write one class that keeps all of it there, as torch.optim does.
+    """
+    row = next(row for row in rows if row["run"].startswith(kind))
+    assert row["good"], "\n".join([row["result"], *row["more"]])
 
 
 def test_the_learning_rate_is_that_of_the_groups():
