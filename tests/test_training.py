@@ -48,7 +48,7 @@ SCHEDULE = """
 import json, sys, train
 fields = {"learning_rate": 2.0, "warmup_steps": 4, "final_lr_fraction": 0.1, "decay_fraction": 0.5}
 for given in json.loads(sys.argv[1]):
-    cfg = train.Config(**fields, **given)
+    cfg = train.Config(**{**fields, **given})
     print(json.dumps([train.lr_at(step, cfg, 20) for step in range(1, 21)]))
 """
 
@@ -57,8 +57,9 @@ def test_the_learning_rate_warms_up_and_decays_as_its_schedule_says(project):
     """Step 1 has a fourth of the peak, step 4 all of it; the decay would be through at step 21."""
     cases = [{"lr_schedule": name} for name in ("constant", "linear", "cosine", "wsd")]
     cases.append({"global_batch_size": 64, "reference_batch_size": 16, "lr_scaling": "sqrt"})
+    cases.append({"lr_schedule": "linear", "warmup_steps": 0.17})  # of 20 steps, rounded up
     printed = project.run("python", "-c", SCHEDULE, json.dumps(cases)).stdout
-    constant, linear, cosine, wsd, scaled = map(json.loads, printed.splitlines())
+    constant, linear, cosine, wsd, scaled, part = map(json.loads, printed.splitlines())
     left = [(21 - step) / 16 for step in range(5, 21)]
     for rates in (constant, linear, cosine, wsd):
         assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
@@ -68,7 +69,7 @@ def test_the_learning_rate_warms_up_and_decays_as_its_schedule_says(project):
     assert cosine[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in half])
     late = [min((21 - step) / 10, 1) for step in range(5, 21)]
     assert wsd[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in late])
-    assert scaled == pytest.approx([2 * each for each in cosine])
+    assert scaled == pytest.approx([2 * each for each in cosine]) and part == linear
 
 
 PLAIN = """

@@ -281,13 +281,15 @@ def small_bert(folder: Path) -> Any:
     """The config of a small BERT for the tokenizer in `folder`, without dropout."""
     from transformers import AutoTokenizer, BertConfig
 
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
-    sizes |= {
-        "num_attention_heads": 4,
-        "vocab_size": len(AutoTokenizer.from_pretrained(folder)),
-        "num_hidden_layers": 2,
-    }
-    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
 
 
 def build_classifier(

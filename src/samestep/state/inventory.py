@@ -187,9 +187,11 @@ def fill(old: Any, value: Any) -> Any:
             old.clear()
             old.update(entries)
         return old
-    if isinstance(old, set | frozenset) and old == value:
-        return old
-    if isinstance(old, set) and isinstance(value, set | frozenset):
+    if isinstance(old, set | frozenset) and isinstance(value, set | frozenset):
+        if old == value:
+            return old
+        if isinstance(old, frozenset):
+            return type(old)(value)
         old.clear()
         old.update(value)
         return old
