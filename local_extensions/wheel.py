@@ -42,13 +42,13 @@ def contents() -> dict[str, bytes]:
 
 
 def metadata(number: str) -> str:
-    """What installers read; what one task, one tracker or DeepSpeed requires is an extra."""
+    """What installers read; what one task, one tracker, DeepSpeed or S3 requires is an extra."""
     project = (ROOT / "{{cookiecutter.project_slug}}" / "pyproject.toml").read_text("utf-8")
     lines = ["Requires-Python: " + re.search(r'^requires-python = "(.+)"$', project, re.M)[1]]
     for requirement in re.findall(r'^    "([\w-]+>=[\w.]+)",$', project, re.M):
         lines.append(f"Requires-Dist: {requirement}")
     extras = re.findall(r'^    "(\w+)": (.+),$', project, re.M)  # of tasks and of trackers
-    for name, found in [*extras, *re.findall(r"^(deepspeed) = (.+)$", project, re.M)]:
+    for name, found in [*extras, *re.findall(r"^(deepspeed|s3) = (.+)$", project, re.M)]:
         extra = name.replace("_", "-")
         lines.append(f"Provides-Extra: {extra}")
         for requirement in re.findall(r'"(.+?)"', found):

@@ -11,7 +11,7 @@ from samestep.ask import diff
 
 TIMES = "data_wait compute peer_wait slowest peak_memory_gb mfu".split()
 # Keys of lines that follow from times, or from when a run was started, stopped and saved.
-NO_NUMBERS = {"shares", "started", "changes", "save_seconds", "commit_seconds"}
+NO_NUMBERS = {"shares", "started", "changes", "save_seconds", "commit_seconds", "mirror_seconds"}
 
 
 def timeless(output):

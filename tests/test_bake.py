@@ -98,7 +98,7 @@ def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, 
     assert names & trackers == {tracker} & trackers
     assert ("peft" in names) == (task in ("causal_lm", "preference"))
     assert ("scikit-learn" in names) == ("classification" in task)
-    extras = {"dev", "deepspeed"} | (trackers - {tracker})
+    extras = {"dev", "deepspeed", "s3"} | (trackers - {tracker})
     assert set(metadata["optional-dependencies"]) == extras
     assert metadata["name"] == DEFAULT_SLUG and metadata["description"] == "My Training"
 

@@ -23,7 +23,8 @@ from samestep.base.launching import PREFIXES
 from samestep.state import state_hash
 
 VERSION = 1  # of what a receipt holds: one with another is not read
-OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout")  # of a machine
+# Those of a machine.
+OWN = ("output_dir", "tracker", "project", "offline", "upload_code", "timeout", "mirror")
 _LOCAL = re.compile(r"""(^|[\s"'=:,;(\[])(~|/\w|file:)""")
 SECRET = re.compile(r"(^|[_.])(token|key|password|secret|credentials?|(api|access|auth|hf)_\w+)$")
 _TOKEN = re.compile(r"\b(hf_|gh._|github_pat_|sk-|AKIA)\w{12}")

@@ -111,6 +111,7 @@ def started(
     and what it has started."""
     with open(log, "w") as file:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        envs = [env | {launching.NO_MIRROR: "1"} for env in envs]
         processes = [subprocess.Popen(command, env=env, cwd=folder, **streams) for env in envs]
     try:
         yield processes

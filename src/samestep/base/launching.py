@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+NO_MIRROR = "SAMESTEP_NO_MIRROR"  # a variable: of what `samestep audit`, replay, rehearse start
 STOPPED = 75  # exit code: stopped on request; the same command continues
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # of variables that a YAML becomes
 EXPORTED = "SAMESTEP_ENV"  # what else samestep env has set, as JSON: values now and before

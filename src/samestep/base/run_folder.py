@@ -57,7 +57,7 @@ class RunLock:
                 continue
             if self.is_intact():
                 self.file.truncate(0)
-                self.file.write(json.dumps(_describe_process()))
+                self.file.write(json.dumps(describe_process()))
                 self.file.flush()
                 return
             self.file.close()  # somebody has removed the folder
@@ -88,7 +88,7 @@ class RunLock:
             return False
 
 
-def _describe_process() -> dict:
+def describe_process() -> dict:
     """This process: its pid, its host, and the time as since."""
     since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -97,14 +97,16 @@ def _describe_process() -> dict:
 def write_status(output: Path, state: str | None = None, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries.
 
-    The state and `saved`, the step of the newest checkpoint, stay unless they are given; so does
-    what `notice` has written.
+    The state, `saved` and `mirrored_step`, the steps of the newest checkpoint here and there, stay
+    unless they are given; so does what `notice` has written.
     """
     path = output / "status.json"
     before = read_json_object(path)
     kept = {"state": state or before.get("state"), "saved": before.get("saved", 0)}
     kept["noticed"] = before.get("noticed", {})
-    text = json.dumps({**kept, **_describe_process(), **more}) + "\n"
+    if "mirrored_step" in before:
+        kept["mirrored_step"] = before["mirrored_step"]
+    text = json.dumps({**kept, **describe_process(), **more}) + "\n"
     try:
         replace_text(path, text)
     except OSError:

@@ -82,6 +82,8 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     run.advise(training)
     training.close()
     full_model = _export(run, training.exported, exported, scores)
+    if any(run.ranks.nodes):  # the main process is soon alone
+        run.mirror.upload()
     if not run.leave():
         return 0
     assert full_model is not None
@@ -99,6 +101,9 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     picture = picture or f"no picture: {one_line(problem)}"
     print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
     run.end_tracking()
+    if run.mirror.url and not run.mirror.upload(alone=True):  # the same command uploads it
+        training.write_status("finished", exit_code=1, exported=exported)
+        return 1
     return 0
 
 

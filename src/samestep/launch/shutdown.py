@@ -133,6 +133,8 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     for thread in threading.enumerate():
         if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
             thread.join()
+    if start and code:
+        start.mirror.end_failed()
     exit_process(code)
 
 

@@ -37,6 +37,14 @@ class Ranks:
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
         name = self.from_main(uuid.uuid4().hex)
         self.places = Places(layout.rank, layout.processes, name)
+        # For each process the first that sees the same run folder: see Mirror.join.
+        self.nodes = [0] * layout.processes
+
+    @property
+    def place_in_node(self) -> tuple[int, int]:
+        """Return the number of this process among those that see its run folder, and theirs."""
+        own, rank = self.nodes[self.layout.rank], self.layout.rank
+        return self.nodes[:rank].count(own), self.nodes.count(own)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.

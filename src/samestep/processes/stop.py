@@ -58,6 +58,11 @@ class StopRequest:
         self.end()
         raise KeyboardInterrupt
 
+    def left(self, grace: float) -> float:
+        """Return the seconds that are left of the grace since the first signal; at least 1."""
+        first = min(self.received.values(), default=time.monotonic())
+        return max(1.0, first + grace - time.monotonic())
+
     def requested(self) -> int:
         """1 if this process was asked to stop while it trains, else 0: for Ranks.sum_over_ranks."""
         orphaned = self.launcher is not None and os.getppid() != self.launcher

@@ -68,7 +68,7 @@ class Run:
         self.start, self.ranks, self.stop, self.task = start, ranks, stop, start.task
         self.cfg, self.output = start.cfg, start.output
         self.project = Path(inspect.getfile(type(start.cfg))).parent
-        self.plan, self.lock = start.plan, start.lock
+        self.plan, self.lock, self.mirror = start.plan, start.lock, start.mirror
         self.rows, self.validation = start.views
         self.accelerator: Any = None
         self.point = agree_on_start(ranks, start)
@@ -103,7 +103,7 @@ class Run:
         """Say why there is nothing to do; return the exit code."""
         print_on_main(self.start.summary())
         print_json(0, **self.start.answer())
-        return 0
+        return 0 if self.mirror.upload() else 1
 
     # ---- The accelerator and the model
 

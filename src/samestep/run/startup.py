@@ -5,6 +5,7 @@ group. `--check` runs only this part.
 """
 
 import dataclasses
+import functools
 import inspect
 import os
 import sys
@@ -34,6 +35,7 @@ from samestep.processes.ranks import Ranks
 from samestep.report import tracking
 from samestep.settings import config, length
 from samestep.state import checkpoints, consistency, provenance
+from samestep.state.mirror import Mirror
 from samestep.step.inputs import Stream, list_sources
 from samestep.step.order import first_mixture, next_mixture
 from samestep.step.plan import StepPlan, plan_step
@@ -51,10 +53,15 @@ class _ResumePoint(ResumePoint):
     mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
 
-    def find_checkpoint(self, cfg: Any, hashed: bool = True) -> None:
-        """Find the checkpoint to start from; raise ValueError where one is missing."""
+    def find_checkpoint(
+        self, cfg: Any, hashed: bool = True, mirror: Mirror | None = None, current: Any = None
+    ) -> None:
+        """Find the checkpoint to start from; raise ValueError where one is missing.
+
+        current: the manifest of this start, with which those of the mirror are compared."""
         output = Path(cfg.output_dir)
-        self.find(output, cfg.resume, cfg.eval_only, hashed)
+        check = functools.partial(checkpoints.check_settings, current=current, **_compared(cfg))
+        self.find(output, cfg.resume, cfg.eval_only, hashed, mirror, check)
         begins = not self.in_folder and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
@@ -80,10 +87,8 @@ class _ResumePoint(ResumePoint):
             else:
                 self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
-        fields = config.fields_of(type(cfg)).items()
-        defaults = {name: field.default for name, (_, field) in fields}
         project = Path(inspect.getfile(type(cfg))).parent
-        self.compare(manifest, cfg.accept_changes, effects, defaults, project)
+        self.compare(manifest, **_compared(cfg), project=project)
         if cfg.eval_only:  # a run whose last step is its first
             self.max_steps = step
             return
@@ -169,6 +174,7 @@ class RunStart:
     probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
     resume_point: _ResumePoint  # on the main process
+    mirror: Mirror  # which has no URL unless this command trains
 
     def summary(self) -> str:
         """Say why this command does not train: it only checks, or the run is finished."""
@@ -269,6 +275,13 @@ def change_effects(cfg: Any) -> dict[str, str]:
     if cfg.eval_only:  # only the task's settings affect an evaluation
         effects = {n: e if n.startswith("task.") else "nothing" for n, e in effects.items()}
     return effects
+
+
+def _compared(cfg: Any) -> dict[str, Any]:
+    """Return how settings are compared with a checkpoint's: see checkpoints.check_settings."""
+    fields = config.fields_of(type(cfg)).items()
+    defaults = {name: field.default for name, (_, field) in fields}
+    return {"accept": cfg.accept_changes, "effects": change_effects(cfg), "defaults": defaults}
 
 
 def _read_layout(cfg: Any) -> Layout:
@@ -386,8 +399,11 @@ def prepare_run(
     if run and not _read_settings(run / "config.yaml").get("min_steps"):  # it keeps its steps
         cfg.min_steps = 0
     given = resolved_config(cfg)
+    mirror, remarks = _mirror(cfg), []
     if is_main():  # before the data, whose preparation may take hours
-        _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
+        remarks += mirror.ask(cfg.resume)
+        if not mirror.url:
+            _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
     stored = read_question().get("prepared", "")  # samestep replay takes the data of then
     data, bound, views, samples = read_data(cfg, task, run, stored)
     chosen: list[str] = []
@@ -405,15 +421,25 @@ def prepare_run(
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
     resume_point = _ResumePoint(max_steps=cfg.max_steps)
     resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
-    resume_point.remarks += [*config.remarks_on_rate(cfg), *chosen]
+    resume_point.remarks += [*config.remarks_on_rate(cfg), *chosen, *remarks]
     # Until here nothing is written into the run folder. One process: verifying reads all bytes.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
     if is_main():
-        resume_point.find_checkpoint(cfg)
+        resume_point.find_checkpoint(cfg, mirror=mirror, current=manifest)
         resume_point.find_start(cfg, manifest, given)
     return RunStart(
-        cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point
-    )
+        cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point,
+        mirror,
+    )  # fmt: skip
+
+
+def _mirror(cfg: Any) -> Mirror:
+    """Return the mirror of a run that trains; a check or an evaluation has none."""
+    trains = not (cfg.check or cfg.eval_only)
+    return Mirror(
+        cfg.mirror if trains else "", Path(cfg.output_dir), keep=cfg.keep_checkpoints,
+        keep_every=cfg.keep_every, grace=cfg.mirror_grace, brings_best=cfg.export == "best",
+    )  # fmt: skip
 
 
 def _plan(cfg: Any, layout: Layout) -> StepPlan:
@@ -434,7 +460,10 @@ def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
     """
     facts = consistency.collect_facts(start.manifest, start.cfg.exact)
     alike.check_same(processes, facts)
-    resume_point = processes.from_main(start.resume_point)
-    if not (start.cfg.check or resume_point.finished):
+    point = processes.from_main(start.resume_point)
+    if start.mirror.url:
+        step = point.saved.get("step", 0) if point.in_folder else 0
+        start.mirror.join(processes, step, brings=not point.finished)
+    elif not (start.cfg.check or point.finished):
         consistency.check_shared(processes, start.output)
-    return resume_point
+    return point

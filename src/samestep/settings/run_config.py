@@ -57,6 +57,11 @@ class RunConfig:
     async_save: bool = field(default=False, metadata=NOTHING)
     """Write checkpoints in the background: training waits only for a copy to host memory, which
     takes as much memory as the checkpoint. Not with DeepSpeed."""
+    mirror: str = field(default="", metadata=NOTHING)
+    """URL of a copy of output_dir that outlives the machine, as s3://bucket/runs/mine: each save is
+    copied there behind training, and a start takes the newest valid checkpoint of both."""
+    mirror_grace: Seconds = field(default=25, metadata=NOTHING)
+    """Seconds after a signal in which the checkpoint of a stop is copied to the mirror."""
 
     check_export: bool = field(default=False, metadata=NOTHING)
     """Load the exported model by transformers, and compare its outputs with those of the trained

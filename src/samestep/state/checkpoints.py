@@ -69,15 +69,15 @@ def check_disk_space(folder: Path, size: float = 0) -> None:
 @contextlib.contextmanager
 def writing(folder: Path, step: int, ranks: Any) -> Iterator[Path]:
     """Give the partial folder of a step to all processes, which write into it. The body ends with
-    `commit`; the main process removes what did not become a checkpoint, which frees its space."""
-    partial, main = folder / f".step-{step:08d}.partial", ranks.layout.rank == 0
+    `commit`; the first of a node removes what is no checkpoint then, which frees its space."""
+    partial, is_first = folder / f".step-{step:08d}.partial", ranks.place_in_node[0] == 0
     try:
         with ranks.fail_together():
-            if main:
+            if is_first:
                 make_partial_folder(partial)
         yield partial
     finally:
-        if main:
+        if is_first:
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -138,16 +138,21 @@ def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict
     return describe_files(partial, names)
 
 
-def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
+def commit(
+    partial: Path, manifest: dict, files: dict[str, dict], here: dict[str, dict] | None = None
+) -> Path:
     """Turn a completely written folder into a checkpoint; return its path.
 
-    The main process calls it with what `hash_files` of all processes have returned. The order
+    The main process calls it with what `hash_files` of all processes have returned. `here`: of
+    those that see this folder, where nodes share none: the first of each calls it. The order
     matters: the contents reach the disk first, then the manifest that holds their digests, then the
     final name. What has that name is replaced: it is broken, or the run would have resumed from it.
     """
-    if unseen := sorted({*_file_sizes(partial)} ^ {*files}):
-        name = partial / unseen[0]
-        raise ValueError(f"{name} is not visible to every process; the run folder must be shared")
+    if unseen := sorted({*_file_sizes(partial)} ^ {*(files if here is None else here)}):
+        raise ValueError(
+            f"{partial / unseen[0]} is not visible to every process; the run folder must be "
+            "shared, or have a mirror"
+        )
     _write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
     if catch(verify, final)[0]:
@@ -262,17 +267,18 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
-def verify(path: Path, hashed: bool = True) -> dict:
+def verify(path: Path, hashed: bool = True, whole: bool = True) -> dict:
     """Return the manifest of a checkpoint if its files are the saved ones, and no others.
 
     Raises ValueError with the reason otherwise. Call it before anything in the folder is
-    deserialised. Without `hashed` only the sizes of files are compared.
+    deserialised. Without `hashed` only the sizes of files are compared; without `whole` other nodes
+    may have some of them.
     """
     manifest = read_manifest(path)
     saved = manifest["files"]
     try:
         sizes = _file_sizes(path)
-        for name in sorted({*sizes} ^ {*saved}):
+        for name in sorted({*sizes} ^ {*saved} if whole else {*sizes} - {*saved}):
             problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
             raise ValueError(f"{path / name} {problem}")
         changed = [name for name in sizes if sizes[name] != saved[name]["bytes"]]
@@ -346,6 +352,12 @@ def find_checkpoint(
         ) from None
 
 
+def are_parts(folder: Path) -> bool:
+    """Return whether all checkpoints in a folder lack only what other nodes have written."""
+    found = [catch(verify, path, False, False)[0] for path in list_checkpoints(folder)]
+    return all(manifest and "folders" in manifest for manifest in found)
+
+
 def check_none_saved(output: Path, remedy: str = "give another folder") -> None:
     """Raise ValueError if the run in this folder has saved a step, by its status.
 
@@ -359,9 +371,13 @@ def check_none_saved(output: Path, remedy: str = "give another folder") -> None:
         )
 
 
-def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> None:
+def prune(
+    newest: Path, keep: int, best: int | None, keep_every: int = 0, held: int | None = None,
+    whole: bool = True,
+) -> None:  # fmt: skip
     """Delete all checkpoints but the `keep` newest, that of step `best`, and those whose step is a
-    multiple of `keep_every`; keep 0 keeps all.
+    multiple of `keep_every`; keep 0 keeps all. held: a step that is being uploaded, and stays.
+    whole: see `verify`.
 
     `newest` is the checkpoint just committed. Those of later steps stay, and so do broken ones,
     which do not count among the newest. Only the sizes of files are compared.
@@ -369,10 +385,10 @@ def prune(newest: Path, keep: int, best: int | None, keep_every: int = 0) -> Non
     if not keep:
         return
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    intact = [path for path in older if catch(verify, path, False)[0]]
+    intact = [path for path in older if catch(verify, path, False, whole)[0]]
     for path in intact[keep:]:
         step = step_of(path)
-        if step != best and not (keep_every and step % keep_every == 0):
+        if step not in (best, held) and not (keep_every and step % keep_every == 0):
             remove(path)
 
 

@@ -79,16 +79,21 @@ def hash_project(project: Path | None, own: tuple[str, ...] = ()) -> dict[str, d
     return {file: hash_functions(path, file) for file, path in files.items()}
 
 
-def check_shared(processes: Ranks, output: Path) -> None:
-    """Raise UserError on all processes if one of them does not see the main one's run folder: each
-    must read the holder of its lock, which is the main one."""
-    if processes.layout.processes == 1:
-        return
+def sees_folder(processes: Ranks, output: Path) -> bool:
+    """Return whether this process sees the main one's run folder: it reads the holder of its lock,
+    which is the main one. All processes call it."""
     holder = processes.from_main(read_json_object(output / "lock"))
     deadline = time.monotonic() + _FOLDER_SECONDS
     while read_json_object(output / "lock") != holder and time.monotonic() < deadline:
         time.sleep(0.2)
-    is_shared = bool(holder) and read_json_object(output / "lock") == holder
+    return bool(holder) and read_json_object(output / "lock") == holder
+
+
+def check_shared(processes: Ranks, output: Path) -> None:
+    """Raise UserError on all processes if one of them does not see the main one's run folder."""
+    if processes.layout.processes == 1:
+        return
+    is_shared = sees_folder(processes, output)
     place = os.path.join(os.getcwd(), output)
     seen = processes.gather((socket.gethostname(), place, is_shared))
     main, shared, _ = seen[0]
@@ -96,5 +101,5 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if without:
         raise UserError(
             f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
-            "put it on a disk that all nodes share, under the same path"
+            "put it on a disk that all nodes share, under the same path, or give a mirror"
         )

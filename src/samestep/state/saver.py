@@ -15,6 +15,7 @@ from samestep.base.errors import attempt, catch
 from samestep.base.run_folder import RunLock
 from samestep.processes.ranks import SAVE_THREAD, Ranks
 from samestep.state import checkpoints, deepspeed, state_hash, tensor_files
+from samestep.state.mirror import Mirror
 from samestep.state.weights import TrainingState
 
 
@@ -26,15 +27,17 @@ class Saver:
     output: the folder of the run. lock: that of the folder, on the main process.
     state: what a checkpoint holds. manifest: the entries that all checkpoints have.
     keep, keep_every: which checkpoints stay, see checkpoints.prune.
+    mirror: where they are copied to.
     in_background: whether a thread writes, hashes and commits a copy in host memory.
     """
 
     def __init__(
         self, output: Path, ranks: Ranks, state: TrainingState, manifest: dict,
-        lock: RunLock | None, *, keep: int, keep_every: int = 0, in_background: bool = False,
+        lock: RunLock | None, mirror: Mirror, *, keep: int, keep_every: int = 0,
+        in_background: bool = False,
     ):  # fmt: skip
         self.output, self.folder, self.ranks = output, output / "checkpoints", ranks
-        self.state, self.manifest, self.lock = state, manifest, lock
+        self.state, self.manifest, self.lock, self.mirror = state, manifest, lock, mirror
         self.keep, self.keep_every, self.in_background = keep, keep_every, in_background
         self.main = ranks.layout.rank == 0
         self.step = 0  # of the newest checkpoint
@@ -93,6 +96,7 @@ class Saver:
             self.state.check_finite(parts)
             if self.lock:
                 self.lock.check_folder()
+            self.mirror.check()
         with checkpoints.writing(self.folder, manifest["step"], ranks) as partial:
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
                 if share:
@@ -100,20 +104,28 @@ class Saver:
                 else:
                     self.state.accelerator.save_state(partial, exclude_frozen_parameters=True)
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
-                layout = ranks.layout
-                hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            files = {name: about for part in ranks.gather(hashed) for name, about in part.items()}
+                hashed = checkpoints.hash_files(partial, *ranks.place_in_node)
+            by_node: dict[int, dict] = {node: {} for node in ranks.nodes}
+            for node, part in zip(ranks.nodes, ranks.gather(hashed), strict=True):
+                by_node[node] |= part
+            files = {name: about for part in by_node.values() for name, about in part.items()}
+            here = by_node[ranks.nodes[ranks.layout.rank]]
             # DeepSpeed's files have no hash of the state.
             listed = [*files] if share else []
             self.hashed = state_hash.describe_state(partial, listed, ranks, manifest)
             entries = {n: value for n, value in self.hashed.items() if n != "hash_seconds"}
             manifest |= {**entries, "previous": self.previous}
+            if len(by_node) > 1:  # each has what its processes wrote
+                manifest["folders"] = len(by_node)
+            is_first = ranks.place_in_node[0] == 0
             with ranks.fail_together():
-                if self.main:
-                    committed = checkpoints.commit(partial, manifest, files)
-                    best = manifest.get("best") or [None]
-                    kept = self.keep, best[0], self.keep_every
-                    attempt("older checkpoints stay", checkpoints.prune, committed, *kept)
+                if is_first:
+                    committed = checkpoints.commit(partial, manifest, files, here)
+            held = self.mirror.hold(manifest["step"], ranks)
+            best = manifest.get("best") or [None]
+            if is_first:
+                kept = self.keep, best[0], self.keep_every, held, not any(ranks.nodes)
+                attempt("older checkpoints stay", checkpoints.prune, committed, *kept)
         self.previous = state_hash.chain_hash(manifest)
 
     def note_saved(self, step: int) -> None:
@@ -146,11 +158,15 @@ class Saver:
             self.write_scores()
 
     def take_committed(self) -> list[dict]:
-        """Return lines about the saves in the background that are done."""
+        """Return lines about the saves in the background, and the uploads, that are done."""
         lines, self.committed = self.committed, []
         for line in lines:
             self.note_saved(line["committed_step"])
-        return lines
+        mirrored = self.mirror.take_notes()
+        for line in mirrored:
+            write = functools.partial(run_folder.write_status, mirrored_step=line["mirrored_step"])
+            attempt("status.json was not written", write, self.output)
+        return lines + mirrored
 
     # ---- Scores
 
@@ -176,11 +192,14 @@ class Saver:
                 self.lock.check_folder()
                 failure = f"the scores of step {self.step} are not in its checkpoint"
                 attempt(failure, checkpoints.add_to_manifest, self.folder, self.step, entries)
+                self.mirror.push(self.step)
 
     def load_best(self) -> int | None:
         """Load the weights with the smallest eval_loss; return their step, None without any."""
         best: Any = (None, {}, "")
         is_newest = self.best is not None and self.best[0] == self.step  # it is loaded
+        if self.best and not is_newest:
+            self.mirror.bring(self.best[0])
         with self.ranks.fail_together():
             if self.main and not is_newest:
                 best = checkpoints.find_best(self.folder, self.best)

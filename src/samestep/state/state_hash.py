@@ -65,7 +65,7 @@ def _hash_tensor(tensor: Tensor) -> str:
     """
     digest = hashlib.sha256()
     places = [[*zip(part.offsets, part.shape, strict=True)] for part in tensor.parts]
-    if sum(math.prod(part.shape) for part in tensor.parts) != math.prod(tensor.shape) or any(
+    if not _is_whole(tensor) or any(
         _overlap(one, other) for one, other in itertools.combinations(places, 2)
     ):
         raise ValueError(f"the parts of {tensor.parts[0].path.parent} do not make whole tensors")
@@ -84,6 +84,10 @@ def _hash_tensor(tensor: Tensor) -> str:
         whole[place] = np.frombuffer(values, np.uint8).reshape(*part.shape, bytes_each)
     digest.update(whole.reshape(-1).data)
     return digest.hexdigest()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return sum(math.prod(part.shape) for part in tensor.parts) == math.prod(tensor.shape)
 
 
 def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
@@ -148,12 +152,19 @@ def describe_state(folder: Path, files: list[str], ranks: Any, manifest: dict) -
     """Return the hash of the state in these files, "" without any, and the seconds it took.
 
     All processes must call it, when the files are on the disk. Each hashes a share of the tensors.
+    Where nodes share no folder, it is "" if one has a part of a tensor alone.
     """
     if not files:
         return {"state": ""}
     began = time.perf_counter()
+    if any(ranks.nodes):
+        with ranks.fail_together():
+            files = [name for name in files if (folder / name).exists()]
+            is_cut = not all(map(_is_whole, _list_tensors(folder, files).values()))
+        if any(ranks.gather(is_cut)):
+            return {"state": ""}
     with ranks.fail_together():
-        share = hash_tensors(folder, files, ranks.layout.rank, ranks.layout.processes)
+        share = hash_tensors(folder, files, *ranks.place_in_node)
     tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
     state = state_of(tensors, manifest)
     seconds = time.perf_counter() - began

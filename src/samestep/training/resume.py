@@ -1,5 +1,7 @@
 """Where a run starts: its newest valid checkpoint, and what has changed since."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,7 +9,9 @@ from accelerate import Accelerator
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
+from samestep.base.errors import catch
 from samestep.state import checkpoints, provenance
+from samestep.state.mirror import Mirror
 
 
 @dataclass
@@ -23,18 +27,32 @@ class ResumePoint:
     changed: dict[str, list] = field(default_factory=dict)
 
     def find(
-        self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True
-    ) -> None:
+        self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True,
+        mirror: Mirror | None = None, check: Callable | None = None,
+    ) -> None:  # fmt: skip
         """Find the checkpoint to start from: see checkpoints.find_checkpoint.
 
         evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
+        mirror: what is newer there comes into the folder. check: see Store.download.
 
         Raises ValueError where checkpoints exist but none can be used.
         """
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
             raise ValueError(f"the folder of the run, {output}, is a file; give another")
-        result = checkpoints.find_checkpoint(folder, resume, evaluates, hashed)
+        find = functools.partial(checkpoints.find_checkpoint, folder, resume, evaluates)
+        result, problem = catch(find, hashed)
+        if mirror and not (problem and resume == "never"):
+            is_here = result and result[0] and result[0].resolve().parent == folder.resolve()
+            is_newer, lines = mirror.fetch(result[1]["step"] if is_here else -1, check)
+            self.remarks += lines
+            if is_newer:  # and verified
+                result, problem = find(hashed=False), None
+            elif problem and mirror.url and checkpoints.are_parts(folder):
+                self.remarks.append(f"{folder} has parts of checkpoints that the mirror never had")
+                result, problem = (None, {}, []), None
+        if problem:
+            raise problem
         self.checkpoint, self.saved, passed_over = result
         self.remarks += [f"passed over: {reason}" for reason in passed_over]
         if self.checkpoint:

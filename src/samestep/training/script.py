@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -175,7 +176,14 @@ class Script:
         with self.ranks.fail_together():
             if training.accelerator.is_main_process:  # one process: verifying reads all bytes
                 self.lock = self.lock or run_folder.RunLock(self.folder)
-                point.find(self.folder, training.begins_from)
+                accept, none = training.accept_changes, {}
+                check = functools.partial(
+                    checkpoints.check_settings, current=self.manifest, effects=none, accept=accept,
+                    defaults=none,
+                )  # fmt: skip
+                point.remarks += training.mirror.ask()
+                given = {"mirror": training.mirror, "check": check}
+                point.find(self.folder, training.begins_from, **given)
                 if not point.checkpoint:
                     checkpoints.check_none_saved(self.folder)
                 point.compare(self.manifest, training.accept_changes, {}, {}, self.project)
@@ -184,6 +192,7 @@ class Script:
                 point.write_running(self.folder)
                 provenance.write_hardware(self.folder, self.manifest)
         point = self.ranks.from_main(point)
+        training.mirror.join(self.ranks, point.saved.get("step", 0) if point.in_folder else 0)
         self.hardware = describe_run(training.accelerator, self.plan.describe())
         print_on_main(f"{self.label}{self.hardware}")
         point.say(self.manifest["hardware"])
@@ -202,10 +211,12 @@ class Script:
         if state == "finished":
             training.close()
             training.write_status("finished", exit_code=0)
+            training.mirror.upload()
         elif not self.has_ended:
             training.saver.join()
             training.note_commits()
             training.write_status("stopped")
+            training.mirror.end_failed()
 
     def end_stopped(self, training: Any) -> None:
         """End the trackers of a process that ends, since it was asked to stop."""
@@ -223,7 +234,9 @@ def _end_in_one_line(run: Script) -> None:
     def say(_: type, error: BaseException, __: Any) -> None:
         program, output = Path(sys.argv[0]).name, run.folder if run.lock else None
         run.has_ended = True
-        sys.exit(failures.report(error, program, output, in_script=True))
+        code = failures.report(error, program, output, in_script=True)
+        run.training.mirror.end_failed()
+        sys.exit(code)
 
     sys.excepthook = say
 

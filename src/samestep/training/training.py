@@ -32,6 +32,7 @@ from samestep.processes import alike
 from samestep.processes.failures import Ended
 from samestep.report import speed
 from samestep.state import built, checkpoints, consistency, provenance
+from samestep.state.mirror import Mirror
 from samestep.state.saver import Saver
 from samestep.state.weights import TrainingState
 from samestep.step.evaluation import Evaluation
@@ -65,6 +66,8 @@ class Training:
     max_skipped_steps: so many in a row that are not finite end the run; 0: any number may be.
     rows_depend: whether the loss of a row depends on others by intent.
     accept_changes: whether a run resumes with other settings.
+    mirror: URL of a copy of the folder that outlives the machine, as s3://bucket/runs/mine.
+    mirror_grace: seconds after a signal in which the checkpoint of a stop is copied there.
     run: what train.py has prepared before the processes met; None in a script of one's own.
     """
 
@@ -75,7 +78,8 @@ class Training:
         settings: dict | None = None, exact: bool = False, augment: Callable | None = None,
         keep_checkpoints: int = 3, keep_every: int = 0, async_save: bool = False,
         num_workers: int | None = 0, log_every: int = 1, max_skipped_steps: int = 10,
-        rows_depend: bool = False, accept_changes: bool = False, run: Any = None,
+        rows_depend: bool = False, accept_changes: bool = False, mirror: str = "",
+        mirror_grace: int = 25, run: Any = None,
     ):  # fmt: skip
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.seed, self.exact = Path(folder), seed, exact
@@ -95,6 +99,8 @@ class Training:
                 if exact and isinstance(settings, dict):  # which must have the same
                     settings = {**settings, "micro_batch_size": micro_batch_size}
         self.lock: run_folder.RunLock | None = None  # of the folder, on the main process
+        kept = keep_checkpoints, keep_every
+        self.mirror = run.mirror if run else Mirror(mirror, self.folder, *kept, grace=mirror_grace)
         if run is None:
             run = script.Script(
                 self, rows, global_batch_size, micro_batch_size, settings or {},
@@ -142,8 +148,8 @@ class Training:
                 state.inventory.watch_rows(self.rows.dataset, self.num_workers)
         self.manifest |= built.describe(state)
         saver = Saver(
-            self.folder, self.ranks, state, self.manifest, self.lock, keep=self.keep_checkpoints,
-            keep_every=self.keep_every, in_background=self.async_save,
+            self.folder, self.ranks, state, self.manifest, self.lock, self.mirror,
+            keep=self.keep_checkpoints, keep_every=self.keep_every, in_background=self.async_save,
         )  # fmt: skip
         if point.checkpoint:
             with self.ranks.fail_together():
@@ -396,6 +402,7 @@ class Training:
         self._save()
         self.close()
         self.write_status("stopped", exit_code=STOPPED)
+        self.mirror.upload(self.run.stop.left(self.mirror.grace))
         print_on_main(f"stopped after step {self.step}; the same command continues the run")
         self.run.end_stopped(self)
         raise Ended(STOPPED)
