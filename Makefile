@@ -76,7 +76,7 @@ test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, 
 test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-all does
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
 
-torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
+torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1 MIRROR=1)
 	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../$(VENV)/bin/python torture.py
 
 faults: $(TESTS)  ## apply each of tests/faults/ to a copy, and print which quick tests catch it (ARGS=NAME)

@@ -13,6 +13,7 @@ import time
 
 import fsspec
 import pytest
+from moto.server import ThreadedMotoServer
 
 from conftest import (
     KILL,
@@ -41,11 +42,10 @@ OWN = ROOT / "tests" / "own_mirrored.py"
 SECRET = "a-key-that-no-file-may-hold"
 
 
-@pytest.fixture(scope="session")
-def server():
+@contextlib.contextmanager
+def serve():
     """The port of an S3 server with the bucket `runs`, and variables by which it is reached."""
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    served = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    served = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     served.start()
     _, port = served.get_host_and_port()
     given = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -56,6 +56,12 @@ def server():
     for name in given:
         del os.environ[name]
     served.stop()
+
+
+@pytest.fixture(scope="session")
+def server():
+    with serve() as port:
+        yield port
 
 
 @pytest.fixture
