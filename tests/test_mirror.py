@@ -5,6 +5,7 @@ A folder, and a real S3 server on this machine, are the stores.
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,17 +20,20 @@ from conftest import (
     KILL,
     ROOT,
     SOURCE,
+    TRAIN,
     BakedProject,
     before_calls,
     checkpoint,
     kill_before,
     lines,
+    manifest,
+    newest,
     preloader,
     reseal,
     status,
 )
 from refusals import check_line, table
-from same import check_same, exported_files
+from same import check_same, curve, exported_files
 from samestep.base.errors import Failed, UserError
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
@@ -46,6 +50,7 @@ SECRET = "a-key-that-no-file-may-hold"
 def serve():
     """The port of an S3 server with the bucket `runs`, and variables by which it is reached."""
     served = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     served.start()
     _, port = served.get_host_and_port()
     given = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -296,6 +301,12 @@ def test_files_beside_the_checkpoints_are_copied_and_links_are_not(url, tmp_path
     assert names == {"owner.json", "status.json", "metrics.jsonl", "model/weights-1"}
 
 
+def test_a_mirror_in_the_folder_itself_is_an_error(tmp_path):
+    for place in (tmp_path, tmp_path / "copy"):
+        with pytest.raises(UserError, match="lies in .*, which is copied"):
+            Mirror(f"file://{place}", tmp_path, 1).ask()
+
+
 @pytest.mark.parametrize(("given", "line"), table("mirrors"))
 def test_a_url_that_is_no_mirror(server, tmp_path, given, line):
     with pytest.raises(UserError) as error:
@@ -458,20 +469,26 @@ def test_a_store_that_does_not_take_the_end_ends_with_1_and_the_same_command_men
     assert (tmp_path / "store" / "model" / "weights.pt").exists()
 
 
-def nodes(folder, *flags, before="", program=(OWN,), **env):
-    """Two processes of a script, each in a folder that the other does not see: their ends."""
-    hurry = "from samestep.state import consistency\nconsistency._FOLDER_SECONDS = 0\n"
-    hurry = "from samestep.state import consistency\nconsistency._FOLDER_SECONDS = 0\n"
-    run, code = [], RUN.format(hurry + before)
-    for rank, given in enumerate(BakedProject(folder).envs(2)):
-        place = folder / f"node-{rank}"
+HURRY = "from samestep.state import consistency\nconsistency._FOLDER_SECONDS = 0\n"
+
+
+def nodes(places, command, **env):
+    """Two processes, each in a folder that the other does not see: their ends."""
+    envs, run = BakedProject(places[0]).envs(2), []
+    for place, given in zip(places, envs, strict=True):
         place.mkdir(exist_ok=True)
-        words = ["-c", code, *program, "--folder", "run", *flags]
-        run.append([str(place), given | env, [*map(str, words)], ""])
+        run.append([str(place), given | env, [*map(str, command)], ""])
     served = preloader()
     served.stdin.write(json.dumps([run, 240]) + "\n")
     served.stdin.flush()
     return json.loads(served.stdout.readline())
+
+
+def own_nodes(folder, *flags, before="", program=(OWN,), **env):
+    """The same of a script of one's own."""
+    places = [folder / f"node-{rank}" for rank in range(2)]
+    command = ["-c", RUN.format(HURRY + before), *program, "--folder", "run", *flags]
+    return nodes(places, command, **env)
 
 
 def check_parts(folder):
@@ -484,20 +501,40 @@ def check_parts(folder):
 def test_two_nodes_that_share_nothing_but_a_mirror_train_die_and_continue(folder, tmp_path):
     whole = own(tmp_path, 1, "whole", "--best")
     words = ["--mirror", folder, "--best"]
-    ends = nodes(tmp_path, *words, before=kill_before(5))
+    ends = own_nodes(tmp_path, *words, before=kill_before(5))
     assert [code for code, *_ in ends] == [-9, -9], ends  # the mirror has none yet
     there = f"{tmp_path}/store/checkpoints/step-*0[69]-*/manifest.json"
     waits = f"import glob\n    while len(glob.glob({there!r})) < 2: time.sleep(0.01)\n    {KILL}"
-    ends = nodes(tmp_path, *words, before=kill_before(11, f"\n    {waits}"))
+    ends = own_nodes(tmp_path, *words, before=kill_before(11, f"\n    {waits}"))
     assert [code for code, *_ in ends] == [-9, -9], ends
     assert "parts of checkpoints that the mirror never had" in ends[0][1]
     check_parts(tmp_path)
     shutil.rmtree(tmp_path / "node-1")
-    ends = nodes(tmp_path, *words)
+    ends = own_nodes(tmp_path, *words)
     printed = "".join(out + errors for _, out, errors in ends)
     assert [code for code, *_ in ends] == [0, 0], printed
     assert "downloaded file://" in printed and "best is step 6" in printed
     assert sha(printed) == sha(whole)
+
+
+def test_train_py_needs_no_disk_that_two_nodes_share(tiny, folder, tmp_path):
+    flags = [*FLAGS, "--exact", "true", "--micro_batch_size", 1, "--output_dir", "run"]
+    places = []
+    for name in ("whole", "one", "two"):
+        (tmp_path / name).mkdir()
+        places.append(tiny.copied(tmp_path / name).path)
+    BakedProject(places[0]).train(1, *flags)
+    for step, lost, code in ((5, 0, 75), (9, 1, 75), (99, 0, 0)):
+        before = HURRY + kill_before(step, "os.kill(os.getpid(), signal.SIGTERM)")
+        ends = nodes(places[1:], ["-c", TRAIN, before, *flags, "--mirror", folder])
+        assert [each for each, *_ in ends] == [code, code], ends
+        if code:
+            shutil.rmtree(places[1:][lost] / "run")
+    whole, run = (place / "run" for place in places[:2])
+    assert manifest(newest(run))["state"] == manifest(newest(whole))["state"] != ""
+    assert exported_files(run) == exported_files(whole)
+    assert curve(run) == curve(whole)
+    assert "downloaded" in ends[0][1] and not (places[2] / "run" / "model").exists()
 
 
 @pytest.mark.slow
@@ -508,11 +545,11 @@ def test_parts_of_weights_on_two_nodes_come_together(folder, tmp_path):
     env = launcher_env(str(yaml), 2, "no") | {"ACCELERATE_USE_CPU": "false"}
     words = ["--mirror", folder, "--fsdp"]
     given = {"program": (ON_CPU, OWN), **env}
-    ends = nodes(tmp_path, *words, before=kill_before(10, "os.kill(os.getpid(), 15)"), **given)
+    ends = own_nodes(tmp_path, *words, before=kill_before(10, "os.kill(os.getpid(), 15)"), **given)
     assert [code for code, *_ in ends] == [75, 75], ends
     check_parts(tmp_path)
     shutil.rmtree(tmp_path / "node-0")
-    ends = nodes(tmp_path, *words, before=kill_before(14, "os.kill(os.getpid(), 15)"), **given)
+    ends = own_nodes(tmp_path, *words, before=kill_before(14, "os.kill(os.getpid(), 15)"), **given)
     assert [code for code, *_ in ends] == [75, 75], ends
     printed = own(tmp_path, 1, "one", "--mirror", folder)
     assert "step-00000014-" in printed and sha(printed) == sha(whole)

@@ -73,6 +73,11 @@ class Mirror:
         begins beside what is there."""
         if not self.url:
             return []
+        protocol, _, place = self.url.partition("://")
+        if protocol == "file" and Path(place).resolve().is_relative_to(self.output.resolve()):
+            raise UserError(
+                f"mirror {self.url} lies in {self.output}, which is copied; give another"
+            )
         self.store = Store(self.url, secrets.token_hex(3), anew=resume == "never")
         if self.store.home != self.store.word:
             return []
