@@ -122,6 +122,7 @@ def steps_there(found):
 
 def test_the_newest_the_best_and_kept_ones_are_there_and_come_back(url, tmp_path):
     found, step, _ = start(url, tmp_path / "a", keep=1, keep_every=30)
+    (tmp_path / "a" / "wandb_run_id").write_text("0a1b")
     for step in (10, 20, 30, 40, 50):
         put(found, step, best=[10, 1.0] if step > 10 else None)
     assert steps_there(found) == [50, 30, 10]
@@ -131,6 +132,7 @@ def test_the_newest_the_best_and_kept_ones_are_there_and_come_back(url, tmp_path
     names = [path.name for path in checkpoints.list_checkpoints(tmp_path / "b" / "checkpoints")]
     assert names == ["step-00000050", "step-00000010"]
     assert status(tmp_path / "b") == {"saved": 50, "mirrored_step": 50}
+    assert (tmp_path / "b" / "wandb_run_id").read_text() == "0a1b"
 
 
 @pytest.mark.parametrize("damage", ["byte", "missing", "manifest", "other step"])
@@ -310,7 +312,7 @@ def test_a_mirror_in_the_folder_itself_is_an_error(tmp_path):
 @pytest.mark.parametrize(("given", "line"), table("mirrors"))
 def test_a_url_that_is_no_mirror(server, tmp_path, given, line):
     with pytest.raises(UserError) as error:
-        Mirror(given.format(folder=tmp_path), tmp_path, 1).ask()
+        Mirror(given.format(folder=tmp_path), tmp_path / "run", 1).ask()
     check_line(str(error.value), line.format(folder=tmp_path), "mirror ")
     assert "topsecret" not in str(error.value)
 
@@ -446,7 +448,8 @@ def test_only_a_run_that_trains_writes_there(tiny, folder, tmp_path):
     words = ["--output_dir", tmp_path / "a", *FLAGS, "--max_steps", 6]
     tiny.train(1, *words)
     for flag in ("--check", "--eval_only"):
-        tiny.train(1, *words, "--mirror", folder, flag)
+        printed = tiny.train(1, *words, "--mirror", folder, flag)
+        assert f"what {folder} holds is not looked at" in printed
     recipe = tmp_path / "a" / "config.yaml"
     recipe.write_text(recipe.read_text().replace("mirror: ''", f"mirror: {folder}"))
     tiny.ask("replay", tmp_path / "a", "--step", 6)

@@ -400,6 +400,8 @@ def prepare_run(
         cfg.min_steps = 0
     given = resolved_config(cfg)
     mirror, remarks = _mirror(cfg), []
+    if cfg.mirror and not mirror.url:
+        remarks.append(f"what {cfg.mirror} holds is not looked at: only a run that trains does")
     if is_main():  # before the data, whose preparation may take hours
         remarks += mirror.ask(cfg.resume)
         if not mirror.url:

@@ -102,9 +102,8 @@ class Mirror:
             best = (found.get("best") or [None])[0] if self.brings_best else None
             if best and not checkpoints.checkpoint_folder(self.folder, best).exists():
                 any(self.download(name, lines) for name in there if step_of(name) == best)
-            for name in ("metrics.jsonl", "status.json") if found or here < 0 else ():
-                if text := store.read(name):  # they belong to that checkpoint
-                    replace_text(self.output / name, text.decode(errors="replace"))
+            if found or here < 0:
+                store.download_files(self.output)
         return bool(found), lines
 
     def download(self, name: str, lines: list[str], check: Callable | None = None) -> dict:

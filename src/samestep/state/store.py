@@ -216,6 +216,18 @@ class Store:
         finally:
             remove(partial)
 
+    def download_files(self, output: Path) -> None:
+        """Download the files beside the folders, such as the id of a W&B run, that the run folder
+        lacks; metrics.jsonl and status.json belong to the newest checkpoint, and replace others."""
+        for path in self.fs.find(self.root, maxdepth=1):
+            name = path.removeprefix(f"{self.root}/")
+            is_newer = name in ("metrics.jsonl", "status.json")
+            if name in ("lock", OWNER) or name[0] == "." or "/" in name:
+                continue
+            if is_newer or not (output / name).exists():
+                self.fs.get_file(path, str(output / f".{name}.partial"))
+                (output / f".{name}.partial").replace(output / name)
+
     # ---- What is written
 
     def write_owner(self, step: int) -> None:
