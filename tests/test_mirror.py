@@ -303,10 +303,23 @@ def test_files_beside_the_checkpoints_are_copied_and_links_are_not(url, tmp_path
     assert names == {"owner.json", "status.json", "metrics.jsonl", "model/weights-1"}
 
 
-def test_a_mirror_in_the_folder_itself_is_an_error(tmp_path):
+def test_a_mirror_in_the_folder_of_a_run_is_an_error(folder, tmp_path):
     for place in (tmp_path, tmp_path / "copy"):
         with pytest.raises(UserError, match="lies in .*, which is copied"):
             Mirror(f"file://{place}", tmp_path, 1).ask()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "lock").touch()
+    with pytest.raises(UserError, match="is the folder of a run"):
+        Mirror(folder, tmp_path / "a", 1).ask()
+
+
+def test_a_full_disk_is_no_damage_of_what_lies_there(folder, tmp_path, monkeypatch):
+    found, *_ = start(folder, tmp_path / "a")
+    put(found, 10)
+    full = shutil.disk_usage(tmp_path)._replace(free=900)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(UserError, match="a checkpoint needs 0.0 MB, but only 0.0 MB are free"):
+        start(folder, tmp_path / "b")
 
 
 @pytest.mark.parametrize(("given", "line"), table("mirrors"))

@@ -78,6 +78,8 @@ def _check_url(url: str) -> None:
             f"mirror is {shown}; give s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
             "az://CONTAINER/FOLDER, hf://buckets/OWNER/BUCKET/FOLDER or file:///FOLDER"
         )
+    if protocol == "file" and Path(place, "lock").exists():
+        raise UserError(f"mirror {shown} is the folder of a run; give another")
     if protocol == "file" and not parent.is_dir():  # its disk may not be mounted
         raise UserError(f"mirror {shown}: there is no folder {parent}; create it, or mount it")
 
@@ -196,7 +198,9 @@ class Store:
             for file in saved["files"]:
                 if not (partial / file).resolve().is_relative_to(partial.resolve()):
                     raise UserError(f"{self.shown}: {name} names {one_line(file, 60)}, outside it")
-            checkpoints.check_disk_space(folder, sum(f["bytes"] for f in saved["files"].values()))
+            size = sum(about["bytes"] for about in saved["files"].values())
+            with as_user_error():
+                checkpoints.check_disk_space(folder, size)
             for file, about in saved["files"].items():
                 (partial / file).parent.mkdir(parents=True, exist_ok=True)
                 if catch(checkpoints.describe_files, final, [file])[0] == {file: about}:
