@@ -60,7 +60,8 @@ def reached(url: str) -> Iterator[None]:
         if isinstance(error, ImportError):
             text += f"; pip install {_STORES[url.partition(':')[0]][0]}"
         wrong = (ValueError, ImportError, FileNotFoundError, PermissionError)
-        raise (UserError if isinstance(error, wrong) else Failed)(text) from error
+        is_wrong = isinstance(error, wrong) or getattr(error, "status_code", 0) in (401, 403, 404)
+        raise (UserError if is_wrong else Failed)(text) from error
 
 
 def _check_url(url: str) -> None:
