@@ -339,6 +339,9 @@ BUSY = b"HTTP/1.1 503 Slow Down\r\nConnection: close\r\nContent-Length: %d\r\n\r
 )
 
 
+FAULTS = ["refused", "busy", "slow"]
+
+
 class Net:
     """A way to the server, at `port`, which a `fault` may break: refused, busy, cut or slow."""
 
@@ -372,7 +375,9 @@ class Net:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("fault", ["refused", "busy", "cut", "slow"])
+@pytest.mark.parametrize(
+    "fault", ["cut", *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS)]
+)
 def test_a_net_that_fails_loses_no_step(server, s3, tmp_path, monkeypatch, capsys, fault):
     net = Net(server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{net.port}")
@@ -533,6 +538,7 @@ def test_two_nodes_that_share_nothing_but_a_mirror_train_die_and_continue(folder
     assert sha(printed) == sha(whole)
 
 
+@pytest.mark.slow
 def test_train_py_needs_no_disk_that_two_nodes_share(tiny, folder, tmp_path):
     flags = [*FLAGS, "--exact", "true", "--micro_batch_size", 1, "--output_dir", "run"]
     places = []
