@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 
+import boto3
 import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
@@ -157,14 +158,62 @@ def test_a_damaged_one_is_passed_over_and_replaced(url, tmp_path, damage):
     assert start(url, tmp_path / "c")[1] == 20
 
 
-def test_a_byte_that_is_wrong_here_comes_from_there(url, tmp_path):
+@pytest.mark.parametrize("newest", [20, 30])
+def test_a_byte_that_is_wrong_here_comes_from_there(url, tmp_path, newest):
+    """Or the one before, if the mirror has no newer one."""
     found, *_ = start(url, tmp_path / "a")
     put(found, 10)
     put(found, 20)
-    broken = checkpoint(tmp_path / "a", 20) / "rank-0"
+    if newest == 30:
+        save(tmp_path / "a", 30)
+        shutil.rmtree(checkpoint(tmp_path / "a", 20))
+    broken = checkpoint(tmp_path / "a", newest) / "rank-0"
     broken.write_bytes(b"x" * broken.stat().st_size)
     _, step, said = start(url, tmp_path / "a")
     assert step == 20 and said[0].startswith("downloaded ")
+
+
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(url, tmp_path):
+    found, *_ = start(url, tmp_path / "a")
+    put(found, 10)
+    put(found, 20)
+    place = f"{found.store.root}/checkpoints/step-00000020-{found.store.word}"
+    found.store.fs.pipe_file(f"{place}/rank-1", b"?")
+    again, *_ = start(url, tmp_path / "b")
+    put(again, 30)
+    assert steps_there(start(url, tmp_path / "c")[0]) == [30, 10]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "number"),
+    [
+        (checkpoints, "read_manifest", 1),
+        (checkpoints, "verify", 1),
+        (store.Store, "download_files", 1),
+        (Mirror, "download", 2),
+    ],
+)
+def test_a_kill_during_the_download_loses_nothing(
+    folder, tmp_path, monkeypatch, place, name, number
+):
+    found, *_ = start(folder, tmp_path / "a", keep=1)
+    (tmp_path / "a" / "metrics.jsonl").write_text("lines")
+    for step in (10, 20):
+        put(found, step, best=[10, 1.0] if step > 10 else None)
+    killed, calls = getattr(place, name), []
+
+    def kill(*given):
+        calls.append(given)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return killed(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, kill)
+        start(folder, tmp_path / "b")
+    _, step, _ = start(folder, tmp_path / "b")
+    assert step == 20 and checkpoint(tmp_path / "b", 10).exists()
+    assert (tmp_path / "b" / "metrics.jsonl").read_text() == "lines"
 
 
 def test_none_that_is_valid_is_an_error_and_so_are_checkpoints_that_are_gone(url, tmp_path):
@@ -221,6 +270,32 @@ def test_the_last_start_owns_it_and_the_first_ends(url, tmp_path, capsys):
     assert steps_there(second) == [10]
     put(second, 20)
     assert steps_there(second) == [20, 10]
+
+
+def test_what_another_run_or_a_person_has_there_stays(url, tmp_path):
+    found, *_ = start(url, tmp_path / "a")
+    put(found, 10)
+    (tmp_path / "b").mkdir()
+    save(tmp_path / "b", 20)  # newer, and of another run
+
+    def check(place, manifest):
+        raise ValueError(f"{place} was made with lr {manifest['config']['lr']}")
+
+    with pytest.raises(UserError, match="was made with lr 1"):
+        start(url, tmp_path / "b", check=check)
+    found.store.fs.rm(found.store.root, recursive=True)
+    found.store.fs.pipe_file(f"{found.store.root}/model/weights.pt", b"hers")
+    with pytest.raises(UserError, match="holds files of no run"):
+        start(url, tmp_path / "c")
+
+
+def test_a_folder_that_a_console_has_created_is_a_mirror(s3, tmp_path):
+    """It is an object whose name ends with a slash."""
+    name, client = s3.removeprefix("s3://runs/"), boto3.client("s3")
+    for step in (10, 20):
+        client.put_object(Bucket="runs", Key=f"{name}/", Body=b"")
+        put(start(s3, tmp_path / f"{step}")[0], step)
+    assert start(s3, tmp_path / "c")[1] == 20
 
 
 def test_a_run_that_begins_anew_lies_beside_the_other(url, tmp_path):
@@ -474,6 +549,22 @@ def test_only_a_run_that_trains_writes_there(tiny, folder, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+def test_a_stop_waits_for_a_store_that_hangs_once(tiny, folder, tmp_path):
+    """And no more than that: what is left is said once."""
+    before = before_calls("samestep.state.store.Store.put", "time.sleep(99)")
+    before += kill_before(4, "os.kill(os.getpid(), signal.SIGTERM)")
+    words = ["--output_dir", tmp_path / "a", *FLAGS, "--mirror", folder, "--mirror_grace", 1]
+    printed = tiny.train(1, *words, before=before, codes=(75,))
+    assert printed.count("alone: the time was over") == 1
+
+
+def test_a_finished_run_whose_mirror_has_another_owner_ends_with_2(tiny, folder, tmp_path):
+    words = ["--output_dir", tmp_path / "a", *FLAGS, "--max_steps", 6, "--mirror", folder]
+    other = f"open({str(tmp_path / 'store' / 'owner.json')!r}, 'w').write('{{\"word\": \"0\"}}')"
+    taking = before_calls("samestep.end.ending.report", other)
+    assert "belongs to process" in tiny.train(1, *words, before=taking, codes=(2,))
+
+
 def test_a_store_that_does_not_take_the_end_ends_with_1_and_the_same_command_mends_it(
     tiny, folder, tmp_path
 ):
@@ -536,6 +627,15 @@ def test_two_nodes_that_share_nothing_but_a_mirror_train_die_and_continue(folder
     assert [code for code, *_ in ends] == [0, 0], printed
     assert "downloaded file://" in printed and "best is step 6" in printed
     assert sha(printed) == sha(whole)
+
+
+def test_a_node_that_does_not_reach_the_store_holds_up_no_end(folder, tmp_path):
+    before = "import os\nfrom samestep.state import mirror, store\nmirror._TURN = 1\n"
+    before += "if os.environ['RANK'] == '1': store.Store.put = lambda *_: 1 / 0\n"
+    ends = own_nodes(tmp_path, "--mirror", folder, before=before)
+    printed = "".join(out + errors for _, out, errors in ends)
+    assert [code for code, *_ in ends] == [0, 0], printed
+    assert "alone: OSError: ZeroDivisionError" in printed and "the notes are here alone" in printed
 
 
 @pytest.mark.slow

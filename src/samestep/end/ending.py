@@ -102,6 +102,7 @@ def finish(training: Training, evaluate: Callable[[Training], dict]) -> int:
     print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
     run.end_tracking()
     if run.mirror.url and not run.mirror.upload(alone=True):  # the same command uploads it
+        run.mirror.check()
         training.write_status("finished", exit_code=1, exported=exported)
         return 1
     return 0

@@ -133,7 +133,7 @@ def run(main: Callable, prepare: Callable, program: str = "train.py") -> None:
     for thread in threading.enumerate():
         if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
             thread.join()
-    if start and code:
+    if start and code not in (0, STOPPED):  # a stop has used its grace
         start.mirror.end_failed()
     exit_process(code)
 

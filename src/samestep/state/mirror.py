@@ -30,7 +30,7 @@ from samestep.base.launching import NO_MIRROR
 from samestep.base.run_folder import RunLock
 from samestep.processes.ranks import Ranks
 from samestep.state import checkpoints, consistency
-from samestep.state.checkpoints import MANIFEST
+from samestep.state.checkpoints import MANIFEST, checkpoint_folder
 from samestep.state.store import Store, list_files, reached, step_of
 
 _TURN = 60  # seconds that others wait for the main process before they meet again
@@ -63,6 +63,7 @@ class Mirror:
         self.followed = 0  # the step whose files this process of another node has uploaded
         self.asked = self.done = 0  # times that an upload was wanted, and the last that was tried
         self.hurries = False  # whether only the newest counts
+        self.lost = ""  # why what another node has written does not come
         self.failed, self.taken = "", ""  # why the last try failed, and who owns the mirror now
         self.notes: list[dict] = []  # lines about uploads, until they are logged
 
@@ -83,34 +84,41 @@ class Mirror:
             return []
         return [f"mirror {self.url} holds a run: this one begins beside it, in {self.store.shown}"]
 
-    def fetch(self, here: int, check: Callable | None = None) -> tuple[bool, list[str]]:
-        """Download the newest valid checkpoint that is newer than step `here`, -1 without any;
-        return whether there was one, and lines to print.
+    def fetch(self, here: dict, check: Callable | None = None) -> tuple[dict, list[str]]:
+        """Download the newest valid checkpoint that is newer than that with the manifest `here`,
+        empty without any; return its manifest, and lines to print.
 
         check: see Store.download. Raises UserError if checkpoints are there, and none can be used.
         """
         if not self.store:
-            return False, []
+            return {}, []
         store, lines = self.store, []
         with reached(self.url):
             there = store.complete()
-            newer = [name for name in there if step_of(name) > here]
-            found = next(filter(None, (self.download(n, lines, check) for n in newer)), {})
-            if newer and not found and here < 0:
+            newer = [name for name in there if step_of(name) > here.get("step", -1)]
+            if check and there and not newer:  # they may be of another run
+                newest = f"checkpoints/{there[0]}"
+                saved = catch(json.loads, store.read(f"{newest}/{MANIFEST}") or "")[0]
+                if saved:
+                    check(f"{store.shown}/{newest}", saved)
+            found = next(filter(None, (self.download(n, lines, check, True) for n in newer)), {})
+            if newer and not found and not here:
                 first = lines[0].partition(": ")[2]
                 raise UserError(f"no checkpoint in mirror {store.shown} is valid ({first})")
-            best = (found.get("best") or [None])[0] if self.brings_best else None
-            if best and not checkpoints.checkpoint_folder(self.folder, best).exists():
+            best = ((found or here).get("best") or [None])[0] if self.brings_best else None
+            if best and catch(checkpoints.verify, checkpoint_folder(self.folder, best), False)[1]:
                 any(self.download(name, lines) for name in there if step_of(name) == best)
-            if found or here < 0:
+            if not (found or here):
                 store.download_files(self.output)
-        return bool(found), lines
+        return found, lines
 
-    def download(self, name: str, lines: list[str], check: Callable | None = None) -> dict:
+    def download(
+        self, name: str, lines: list[str], check: Callable | None = None, files: bool = False
+    ) -> dict:
         """Download a checkpoint; return its manifest, empty if it is damaged; add a line."""
         assert self.store
         began = time.perf_counter()
-        saved, problem = self.store.download(name, self.folder, check)
+        saved, problem = self.store.download(name, self.folder, check, files)
         line = f"passed over in the mirror: {problem}"
         if saved:
             size = sum(about["bytes"] for about in saved["files"].values())
@@ -157,7 +165,7 @@ class Mirror:
             return
         if not self.upload():
             raise Failed(f"the nodes share no run folder, and mirror {self.url} lacks a step")
-        here = checkpoints.checkpoint_folder(self.folder, step)
+        here = checkpoint_folder(self.folder, step)
         with ranks.fail_together(), reached(self.url):
             if self.main:
                 name = self.store.find(step, (here / MANIFEST).read_bytes())
@@ -206,14 +214,18 @@ class Mirror:
         if not self.url or not self.ranks:
             return True
         share = self.ranks.from_main if not alone else lambda value: value
-        deadline = time.monotonic() + (seconds or 1e9)
+        deadline = time.monotonic() + (1e9 if seconds is None else seconds)
         with self.changed:
             self.asked, self.hurries = self.asked + 1, seconds is not None
             self.changed.notify_all()
+        self.lost = "the other nodes have ended" if alone else ""
         is_over = False
         while not is_over:  # no exchange waits longer than others may
             left = deadline - time.monotonic()
-            is_over = share(self.wait(min(_TURN, left)) or left <= 0)
+            is_over = share(self.wait(min(_TURN, self.ranks.timeout / 2, left)) or left <= 0)
+            if not alone and any(self.ranks.nodes):
+                failed = self.ranks.gather("" if self.main else self.failed)
+                self.lost = next(filter(None, failed), "")
         return share(self.tell())
 
     def end_failed(self) -> None:
@@ -233,7 +245,7 @@ class Mirror:
             return not self.taken
         last = max(self.store.manifests, default=0)
         status = read_json_object(self.output / "status.json")
-        if status.get("mirrored_step", 0) < last:
+        if last and status.get("mirrored_step") != last:
             text = json.dumps({**status, "mirrored_step": last}) + "\n"
             attempt("status.json was not written", replace_text, self.output / "status.json", text)
         if self.done >= self.asked and not self.failed:
@@ -323,7 +335,7 @@ class Mirror:
     def upload_step(self, step: int) -> dict | None:
         """Upload a checkpoint, or its manifest if that has got scores; return it, None if a newer
         one counts alone."""
-        store, here = self.store, checkpoints.checkpoint_folder(self.folder, step)
+        store, here = self.store, checkpoint_folder(self.folder, step)
         manifest = (here / MANIFEST).read_bytes()
         saved, name = json.loads(manifest), f"{here.name}-{store.word}"
         if store.manifests.get(step) == manifest:
@@ -339,8 +351,8 @@ class Mirror:
         while store.lacks(name, saved["files"]):
             if not goes_on():
                 return None
-            if not any(self.ranks.nodes):
-                raise OSError(f"{name} is not there as it was uploaded")
+            if self.lost or not any(self.ranks.nodes):
+                raise OSError(self.lost or f"{name} is not there as it was uploaded")
             time.sleep(1)  # another node uploads the rest
         store.put_manifest(step, name, manifest)
         return saved
@@ -354,7 +366,7 @@ class Mirror:
 
     def upload_parts(self, _: int) -> bool:
         step = self.store.check_owner().get("step", 0)
-        here = checkpoints.checkpoint_folder(self.folder, step)
+        here = checkpoint_folder(self.folder, step)
         if step != self.followed and (here / MANIFEST).exists():
             self.busy = step
             self.store.put_parts(f"{here.name}-{self.store.word}", here, lambda: True)

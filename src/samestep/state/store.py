@@ -107,12 +107,17 @@ class Store:
             self.fs, self.top = fsspec.url_to_fs(self.url, **options)
             if loop := getattr(self.fs, "loop", None):  # the call raises what its tasks would print
                 loop.set_exception_handler(lambda *_: None)
-            self.home = str(self.read_owner().get("home", ""))  # the folder of the run of now
+            owner = self.read_owner()
+            self.home = str(owner.get("home", ""))  # the folder of the run of now
             if not re.fullmatch(r"([0-9a-f]{6})?", self.home):
                 raise UserError(f"{self.url}/{OWNER} names {one_line(self.home, 60)} as a folder")
-            if anew and self.fs.find(self.root):
+            folders = self.listed()  # a bucket that is not there raises FileNotFoundError
+            names = [path.rpartition("/")[2] for path in self.fs.find(self.root)]
+            holds_files = any(name and name[0] != "." for name in names)
+            if anew and holds_files:
                 self.home = word
-            self.listed()  # a bucket that is not there raises FileNotFoundError
+            elif holds_files and not (owner or folders):
+                raise UserError(f"mirror {self.url} holds files of no run; give an empty folder")
 
     @property
     def root(self) -> str:
@@ -179,11 +184,14 @@ class Store:
             )
         return owner
 
-    def download(self, name: str, folder: Path, check: Callable | None = None) -> tuple[dict, str]:
+    def download(
+        self, name: str, folder: Path, check: Callable | None = None, files: bool = False
+    ) -> tuple[dict, str]:
         """Download a checkpoint into the folder of all; return its manifest, and why it is none.
 
         What lies in the folder already is not downloaded. check(place, manifest): is called before
-        tensors come. Raises UserError for a file that would lie elsewhere.
+        tensors come. files: whether those beside the folders come, too. Raises UserError for a file
+        that would lie elsewhere.
         """
         partial, there = folder / f".{name}.partial", f"{self.root}/checkpoints/{name}"
         final = folder / name.rpartition("-")[0]
@@ -209,6 +217,8 @@ class Store:
                 else:
                     self.fs.get_file(f"{there}/{file}", str(partial / file))
             checkpoints.verify(partial)
+            if files:  # first: a kill may come between
+                self.download_files(folder.parent)
             replace_folder(partial, final)
             return saved, ""
         except UserError:
@@ -227,7 +237,7 @@ class Store:
         for path in self.fs.find(self.root, maxdepth=1):
             name = path.removeprefix(f"{self.root}/")
             is_newer = name in ("metrics.jsonl", "status.json")
-            if name in ("lock", OWNER) or name[0] == "." or "/" in name:
+            if name in ("", "lock", OWNER) or name.startswith(".") or "/" in name:
                 continue
             if is_newer or not (output / name).exists():
                 self.fs.get_file(path, str(output / f".{name}.partial"))
@@ -279,7 +289,7 @@ class Store:
         """Delete checkpoints up to the newest as checkpoints.prune does, and incomplete ones. Of a
         step that several starts have uploaded, that of this one stays."""
         folders = {name: files for name, files in self.listed().items() if step_of(name) <= newest}
-        whole = [name for name in folders if MANIFEST in folders[name]]
+        whole = [name for name in self.complete() if name in folders]
         chosen = {step_of(n): n for n in sorted(whole, key=lambda n: n.endswith(self.word))}
         among = sorted(chosen, reverse=True)[: keep or None]
         kept = {chosen[step] for step in chosen if step in among or is_kept(step)}
@@ -302,9 +312,10 @@ def list_files(output: Path) -> list[str]:
     out are checkpoints and the status, which are copied otherwise, the lock, hidden files, links.
     """
     found = []
-    for path in sorted(output.rglob("[!.]*")):
-        parts = path.relative_to(output).parts
-        is_own = parts[0] not in ("checkpoints", "lock", "status.json") and not path.is_symlink()
-        if is_own and path.is_file() and not any(part.startswith(".") for part in parts):
-            found.append(str(path.relative_to(output)))
-    return sorted(found, key=lambda name: "/" in name)
+    for place, folders, names in os.walk(output):  # passes over what is deleted meanwhile
+        left_out = ("checkpoints", "lock", "status.json") if Path(place) == output else ()
+        folders[:] = [name for name in folders if name[0] != "." and name not in left_out]
+        paths = [Path(place, name) for name in names if name[0] != "." and name not in left_out]
+        files = [path for path in paths if path.is_file() and not path.is_symlink()]
+        found += [str(path.relative_to(output)) for path in files]
+    return sorted(found, key=lambda name: ("/" in name, name))

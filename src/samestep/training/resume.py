@@ -1,6 +1,5 @@
 """Where a run starts: its newest valid checkpoint, and what has changed since."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,14 +39,14 @@ class ResumePoint:
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
             raise ValueError(f"the folder of the run, {output}, is a file; give another")
-        find = functools.partial(checkpoints.find_checkpoint, folder, resume, evaluates)
-        result, problem = catch(find, hashed)
+        result, problem = catch(checkpoints.find_checkpoint, folder, resume, evaluates, hashed)
         if mirror and not (problem and resume == "never"):
             is_here = result and result[0] and result[0].resolve().parent == folder.resolve()
-            is_newer, lines = mirror.fetch(result[1]["step"] if is_here else -1, check)
+            found, lines = mirror.fetch(result[1] if is_here else {}, check)
             self.remarks += lines
-            if is_newer:  # and verified
-                result, problem = find(hashed=False), None
+            if found:  # and verified; what is newer here is damaged
+                place = checkpoints.checkpoint_folder(folder, found["step"])
+                result, problem = (place, found, result[2] if result else []), None
             elif problem and mirror.url and checkpoints.are_parts(folder):
                 self.remarks.append(f"{folder} has parts of checkpoints that the mirror never had")
                 result, problem = (None, {}, []), None
