@@ -216,6 +216,20 @@ def test_a_kill_during_the_download_loses_nothing(
     assert (tmp_path / "b" / "metrics.jsonl").read_text() == "lines"
 
 
+def test_what_is_deleted_during_the_download_is_looked_for_anew(url, tmp_path, monkeypatch):
+    found, *_ = start(url, tmp_path / "a", keep=1)
+    put(found, 10)
+    download = store.Store.download
+
+    def late(*given):
+        if not steps_there(found)[0] > 10:
+            put(found, 20)  # the start before lives
+        return download(*given)
+
+    monkeypatch.setattr(store.Store, "download", late)
+    assert start(url, tmp_path / "b")[1] == 20
+
+
 def test_none_that_is_valid_is_an_error_and_so_are_checkpoints_that_are_gone(url, tmp_path):
     found, *_ = start(url, tmp_path / "a")
     put(found, 10)

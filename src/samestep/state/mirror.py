@@ -92,17 +92,17 @@ class Mirror:
         """
         if not self.store:
             return {}, []
-        store, lines = self.store, []
+        store, lines, found, step = self.store, [], {}, here.get("step", -1)
         with reached(self.url):
-            there = store.complete()
-            newer = [name for name in there if step_of(name) > here.get("step", -1)]
-            if check and there and not newer:  # they may be of another run
+            # Listed anew for each: the start before may live, and delete.
+            while (there := store.complete()) and step_of(there[0]) > step and not found:
+                found = self.download(there[0], lines, check, True)
+            if check and there and not lines:  # they may be of another run
                 newest = f"checkpoints/{there[0]}"
                 saved = catch(json.loads, store.read(f"{newest}/{MANIFEST}") or "")[0]
                 if saved:
                     check(f"{store.shown}/{newest}", saved)
-            found = next(filter(None, (self.download(n, lines, check, True) for n in newer)), {})
-            if newer and not found and not here:
+            if lines and not (found or here):
                 first = lines[0].partition(": ")[2]
                 raise UserError(f"no checkpoint in mirror {store.shown} is valid ({first})")
             best = ((found or here).get("best") or [None])[0] if self.brings_best else None
@@ -306,7 +306,6 @@ class Mirror:
         whether all of it is there, False if a newer step came, and counts alone."""
         store = self.store
         store.check_owner()
-        store.write_owner(step)
         files = list_files(self.output)
         in_folders = [name for name in files if "/" in name]
         # metrics.jsonl before the checkpoint of its last line.
@@ -343,9 +342,9 @@ class Mirror:
         if step not in store.manifests and store.find(step, manifest):  # of an earlier start
             store.manifests[step] = manifest
             return saved
-        if step != self.busy:
-            self.busy = step
-            store.write_owner(step)  # other nodes upload it, too
+        self.busy = step
+        if any(self.ranks.nodes):
+            store.write_owner(step)  # they upload it, too
         goes_on = lambda: not self.hurries or step == self.newest  # noqa: E731
         store.put_parts(name, here, goes_on)
         while store.lacks(name, saved["files"]):
