@@ -392,6 +392,20 @@ def test_files_beside_the_checkpoints_are_copied_and_links_are_not(url, tmp_path
     assert names == {"owner.json", "status.json", "metrics.jsonl", "model/weights-1"}
 
 
+def test_a_folder_that_is_deleted_while_files_are_listed_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "one").touch()
+    scandir = os.scandir
+
+    def scan(path):
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert store.list_files(tmp_path) == ["one"]
+
+
 def test_a_mirror_in_the_folder_of_a_run_is_an_error(folder, tmp_path):
     for place in (tmp_path, tmp_path / "copy"):
         with pytest.raises(UserError, match="lies in .*, which is copied"):
