@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from samestep.state import state_hash
 
 SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
+SHAPES |= {"model.d": (70, 30), "state.d.exp_avg": (7, 1100), "model.e": (3000,)}
 DTYPES = {"model.b": torch.float64, "model.c": torch.bfloat16}
 
 
@@ -50,32 +51,57 @@ def write(folder, whole, cuts):
 
 
 def hash_of(folder, files, shares=1):
-    found = {}
+    """As if `shares` processes had a part of the files each: they join what they know."""
+    trees = {}
     for share in range(shares):
-        own = state_hash.hash_tensors(folder, files, share, shares)
-        assert not own.keys() & found.keys()
-        found |= own
+        own = state_hash.read_trees(folder, files[share::shares])
+        for name, tree in own.items():
+            trees[name] = trees[name].merge(tree) if name in trees else tree
+    found = state_hash._close(trees, folder)
     return found, state_hash.state_of(found, MANIFEST)
 
 
-@pytest.mark.parametrize("cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2}])
+def expected_hash(values, dtype):
+    """RFC 6962's MTH over leaves of 2^k rows, of 4,096 bytes at most, or of one row."""
+    content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+    row = len(content) // max(len(values), 1) if values.dim() else len(content)
+    size = row << max((4096 // max(row, 1)).bit_length() - 1, 0)
+
+    def tree(leaves):
+        if len(leaves) < 2:
+            return hashlib.sha256(b"\0" + leaves[0] if leaves else b"").digest()
+        half = 1 << (len(leaves) - 1).bit_length() - 1
+        return hashlib.sha256(b"\1" + tree(leaves[:half]) + tree(leaves[half:])).digest()
+
+    root = tree([content[i : i + size] for i in range(0, len(content), size or 1)])
+    return hashlib.sha256(f"{dtype} {[*values.shape]} ".encode() + root).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2, "model.d": 0}]
+)
 @pytest.mark.parametrize("shares", [1, 3])
 def test_a_state_has_one_hash_however_it_is_cut(tmp_path, cuts, shares):
     whole = tensors()
-    found, state = hash_of(tmp_path / "run", write(tmp_path / "run", whole, cuts), shares)
-    expected = {}
+    files = write(tmp_path / "run", whole, cuts)
+    found, state = hash_of(tmp_path / "run", files, shares)
+    assert found == state_hash.hash_tensors(tmp_path / "run", files)
+    before, expected = {}, {}
     for name, values in whole.items():
         content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}[str(values.dtype)[6:]]
-        expected[name] = [dtype, [*values.shape], hashlib.sha256(content).hexdigest()]
+        before[name] = [dtype, [*values.shape], hashlib.sha256(content).hexdigest()]
+        expected[name] = [*before[name][:2], expected_hash(values, dtype)]
     assert found == expected
     entries = [[name, name.partition(".")[0], *expected[name]] for name in sorted(expected)]
     rest = {"others": {"group.0": 1}, "step": 3, "samples": 24}
     rest |= dict.fromkeys(("lanes", "trains", "added_groups"))
     text = json.dumps([entries, rest], sort_keys=True)
     assert state == hashlib.sha256(text.encode()).hexdigest()
-    del expected["registered.0.n"]  # the first version counted weights and moments alone
-    text = json.dumps(dict(sorted(expected.items())))
+    found = state_hash.hash_tensors(tmp_path / "run", files, version=1)
+    assert found == before == state_hash.hash_tensors(tmp_path / "run", files, version=2)
+    del before["registered.0.n"]  # the first version counted weights and moments alone
+    text = json.dumps(dict(sorted(before.items())))
     first = state_hash.state_of(found, MANIFEST, version=1)
     assert first == hashlib.sha256(text.encode()).hexdigest()
 
@@ -140,4 +166,4 @@ def test_the_chain_names_all_entries_before(tmp_path):
     assert len({each["previous"] for each in entries}) == 3
     assert state_hash.chain_hash({"step": 3, "state": "", "previous": ""}) == ""
     alone = SimpleNamespace()  # DeepSpeed's files have no hash, and nothing is asked
-    assert state_hash.describe_state(tmp_path, [], alone, {}) == {"state": ""}
+    assert state_hash.describe_state(tmp_path, None, alone, {}) == {"state": ""}

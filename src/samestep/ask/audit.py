@@ -91,7 +91,7 @@ class _Audited:
         if state != save["state"] and "weights" in save:
             digits = save["weights"]
             given = {n: digits[8 * i : 8 * i + 8] for i, n in enumerate(self.receipt["names"])}
-            weights = record.weights_at(step)
+            weights = record.weights_at(step, save.get("version", 1))
             known = {name: weights.get(name) for name in given}
             print_line(f"    differs: {recorded_run.describe_weights(given, known)}")
         return state == save["state"]

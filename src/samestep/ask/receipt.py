@@ -59,7 +59,7 @@ def make(record: RecordedRun) -> dict[str, Any]:
     for each in chain:
         save = {name: each[name] for name in ("step", "state", "version")}
         if each["step"] in record.manifests:
-            weights = record.weights_at(each["step"])
+            weights = record.weights_at(each["step"], each["version"])
             save["weights"] = "".join(weights.get(name, 8 * "-") for name in names)
         saves.append(save)
     variables = record.started()["environment"]
@@ -91,7 +91,7 @@ def receipt(args: Namespace) -> None:
         exact = f"not exact: audit it on {count}, as here"
     size = f"{len(text) / 1e3:.1f} kB"
     print_line(f"{path}: {size}, states of steps {steps[0]} to {steps[-1]}, {exact}")
-    if older := [save["step"] for save in found["saves"] if save["version"] < state_hash.VERSION]:
+    if older := [save["step"] for save in found["saves"] if save["version"] == 1]:
         print_line(
             f"  up to step {older[-1]} a state is hashed without learning rates and averages"
         )
@@ -137,7 +137,7 @@ def read(path: Path) -> dict[str, Any]:
     for save in found["saves"]:
         check(_SAVE, save, path)
         weights, version = save.get("weights", ""), save.get("version", 1)
-        if version not in (1, state_hash.VERSION):
+        if version not in range(1, state_hash.VERSION + 1):
             raise UserError(f"{path} has states of version {version!r}; update samestep")
         if save["step"] <= before or len(weights) not in (0, 8 * len(names)):
             raise UserError(f"{path}: what it says of step {save['step']} is none of a run")

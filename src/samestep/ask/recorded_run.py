@@ -224,10 +224,10 @@ class RecordedRun:
         manifest = self.manifests[step]
         if manifest.get("state_version", 1) == version:
             return manifest["state"]
-        return state_hash.state_of(self.tensors_at(step), manifest, version)
+        return state_hash.state_of(self.tensors_at(step, version), manifest, version)
 
-    def tensors_at(self, step: int) -> dict[str, list]:
-        """Dtype, shape and SHA-256 of each tensor of a checkpoint.
+    def tensors_at(self, step: int, wanted: int = state_hash.VERSION) -> dict[str, list]:
+        """Dtype, shape and hash of each tensor of a checkpoint, by a version of the hash.
 
         Raises ValueError unless they are the state that the manifest names.
         """
@@ -235,17 +235,19 @@ class RecordedRun:
         if step not in self.manifests:
             raise UserError(f"{path} is no valid checkpoint")
         manifest = checkpoints.verify(path)
-        tensors = state_hash.hash_tensors(path, [*manifest["files"]])
-        version = manifest.get("state_version", 1)
+        version, files = manifest.get("state_version", 1), [*manifest["files"]]
+        tensors = state_hash.hash_tensors(path, files, version)
         if state_hash.state_of(tensors, manifest, version) != manifest["state"]:
             raise UserError(f"{path} does not hold the state that its manifest names")
-        return tensors
+        if (wanted > 2) == (version > 2):  # hashed alike
+            return tensors
+        return state_hash.hash_tensors(path, files, wanted)
 
-    def weights_at(self, step: int) -> dict[str, str]:
+    def weights_at(self, step: int, version: int = state_hash.VERSION) -> dict[str, str]:
         """8 hex digits of each weight of a checkpoint, of its values and its optimizer state, and
         of what else is state, such as the settings of a group. For errors see `tensors_at`."""
         weights: dict[str, list] = {}
-        for name, about in sorted(self.tensors_at(step).items()):
+        for name, about in sorted(self.tensors_at(step, version).items()):
             kind, _, weight = name.partition(".")
             if kind in ("state", "number"):  # state.WEIGHT.exp_avg
                 weight = weight.rpartition(".")[0]

@@ -16,6 +16,8 @@ _ALIKE = 1e-3  # largest relative difference of the sums of weights on devices o
 
 def check_same(ranks: Ranks, facts: dict[str, str]) -> None:
     """Raises UserError on all processes, which names machines and differences, if there are any."""
+    if not ranks.differ(repr(sorted(facts.items()))):
+        return
     everywhere = ranks.gather((socket.gethostname(), facts))
     one_machine = len({host for host, _ in everywhere}) == 1
     differences = []
@@ -54,8 +56,9 @@ def kind_of_device(device: torch.device) -> str:
 
 def say_kinds(ranks: Ranks, model: torch.nn.Module) -> None:
     """Says at the start how weights will be compared, if devices are of several kinds."""
-    kinds = {*ranks.gather(kind_of_device(next(model.parameters()).device))}
-    if len(kinds) > 1 and not ranks.layout.sharded:
+    kind = kind_of_device(next(model.parameters()).device)
+    if not ranks.layout.sharded and ranks.differ(kind):
+        kinds = {*ranks.gather(kind)}
         print_on_main(
             f"{len(kinds)} kinds of devices ({'; '.join(sorted(kinds))}): their weights are "
             f"compared by their sums, to {_ALIKE}"
@@ -75,10 +78,13 @@ def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
     if parts == layout.processes or layout.deepspeed or layout.stages > 1:
         return
     weights = [local(p.detach()) for p in model.parameters()]
+    kind, bits = kind_of_device(weights[0].device), hash_bits(weights)
+    copy, part = divmod(layout.rank, parts)
+    if not ranks.differ(f"{part} {kind} {bits}", copy, layout.processes // parts):
+        return
     trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     sizes = torch.stack([p.abs().sum(dtype=torch.float64) for p in trained or weights])
-    kind = kind_of_device(weights[0].device)
-    found = ranks.gather((kind, hash_bits(weights), float(sizes.sum())))
+    found = ranks.gather((kind, bits, float(sizes.sum())))
     first: dict[tuple, tuple] = {}  # of each part and kind
     for rank, each in enumerate(found):
         part = rank % parts
@@ -93,20 +99,23 @@ def check_alike(ranks: Ranks, model: torch.nn.Module, when: str) -> None:
 
 
 def check_equal(ranks: Ranks, digests: dict[str, str], when: str) -> None:
-    """Raises UserError unless these are the same on all processes; the line has the first name."""
-    if ranks.layout.processes == 1:
+    """Raises UserError unless these are the same on all processes of a stage; the line has the
+    first name."""
+    layout = ranks.layout
+    peers = layout.peers
+    text = f"{peers[0]} {sorted(digests.items())}"
+    if not ranks.differ(text, peers.index(layout.rank), len(peers)):
         return
-    everything = hashlib.sha256(repr(digests).encode()).hexdigest()
-    if len({*ranks.gather(everything)}) == 1:
-        return
-    first, *others = ranks.gather(digests)
-    for rank, other in enumerate(others, 1):
-        for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
+    everywhere = ranks.gather(digests)
+    for rank, other in enumerate(everywhere):
+        number = rank // layout.tp % layout.stages * layout.tp  # the first of its stage
+        for name in sorted({*everywhere[number], *other}):
+            if everywhere[number].get(name) != other.get(name):
                 raise UserError(
-                    f"{when} {name} differs between process 0 and process {rank}, and a checkpoint "
-                    "has one for all: compute it from what is the same on all processes, such as "
-                    "weights after optimizer.step() or numbers that accelerator.gather returns"
+                    f"{when} {name} differs between process {number} and process {rank}, and a "
+                    "checkpoint has one for all: compute it from what is the same on all "
+                    "processes, such as weights after optimizer.step() or numbers that "
+                    "accelerator.gather returns"
                 )
 
 

@@ -48,6 +48,13 @@ class Layout:
         return self.rank // self.replica_size
 
     @property
+    def peers(self) -> list[int]:
+        """Return the processes that hold the same weights, or parts of them: those of a stage."""
+        first = self.rank // self.tp % self.stages * self.tp
+        starts = range(first, self.processes, self.tp * self.stages)
+        return [rank for start in starts for rank in range(start, start + self.tp)]
+
+    @property
     def replica_name(self) -> str:
         """What a replica is called."""
         return "processes" if self.replica_size == 1 else f"groups of {self.replica_size} processes"

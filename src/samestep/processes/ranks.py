@@ -8,9 +8,11 @@ next exchange of the others fails, and they raise what it has told.
 import contextlib
 import copy
 import datetime
+import hashlib
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,66 @@ class Ranks:
             dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
+    def differ(self, text: str, copy: int | None = None, copies: int = 0) -> bool:
+        """Return to all processes whether they gave different texts: one sum of digests.
+
+        copy, copies: the number of this process in a group of so many, whose texts are compared;
+        each text begins with its group then. Without them all processes are one group.
+        """
+        if copy is None:
+            copy, copies = self.layout.rank, self.layout.processes
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int64)
+        # Numbers wrap around: those of equal texts add up to 0, others by chance, once in 2^256.
+        return bool(self.sum_arrays(digest * np.int64(1 if copy else 1 - copies)).any())
+
+    def join(self, values: dict[str, Any], merge: Callable[[Any, Any], Any]) -> dict[str, Any]:
+        """Merge the values that processes have for a name, in any order. Each process gets those of
+        a part of the names: in log2(processes) turns, in each of which two exchange a half."""
+        rank, processes, step = self.layout.rank, self.layout.processes, 1
+        paired = 1 << processes.bit_length() - 1
+        extra = processes - paired  # so many give all they have to a neighbor first
+        place = rank // 2 if rank < 2 * extra else rank - extra
+        if rank < 2 * extra and rank % 2:
+            self._send(values, rank - 1)
+            return {}
+        if rank < 2 * extra:
+            values = _merged(values, self._receive(rank + 1), merge)
+        while step < paired:
+            other = place ^ step
+            peer = 2 * other if other < extra else other + extra
+            halves: tuple[dict, dict] = {}, {}
+            for name, value in values.items():
+                halves[zlib.crc32(name.encode()) & step == place & step][name] = value
+            if place < other:
+                self._send(halves[False], peer)
+            received = self._receive(peer)
+            if place > other:
+                self._send(halves[False], peer)
+            values = _merged(halves[True], received, merge)
+            step *= 2
+        return values
+
+    def union(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of all processes by their names, on the main one; elsewhere no more than some.
+        Neighbors join theirs, in log2(processes) turns."""
+        rank, step = self.layout.rank, 1
+        while step < self.layout.processes:
+            if rank % (2 * step):
+                self._send(values, rank - step)
+                break
+            if rank + step < self.layout.processes:
+                values = values | self._receive(rank + step)
+            step *= 2
+        return values
+
+    def _send(self, value: Any, rank: int) -> None:
+        dist.send_object_list([value], rank, self.group)
+
+    def _receive(self, rank: int) -> Any:
+        values = [None]
+        dist.recv_object_list(values, rank, self.group)
+        return values[0]
+
     def from_main(self, value: Any) -> Any:
         """The main process's value, on every process."""
         values = [value]
@@ -105,20 +167,25 @@ class Ranks:
 
     def raise_everywhere(self, problem: Exception | None) -> None:
         """Raises the problems of all processes on every process, each distinct one once."""
+        if not self.sum_arrays(np.array([problem is not None], np.int64)).any():
+            return
         by_user, text = isinstance(problem, UserError), ""
         if problem:
             text = str(problem) or repr(problem)
             text = text if by_user else f"{type(problem).__name__}: {text}"
         who = f"process {self.layout.rank} on {socket.gethostname()}"
         problems = [each for each in self.gather((by_user, text, who)) if each[1]]
-        if not problems:
-            return
         if problem and not by_user:
             raise problem  # with its traceback
         named = len(problems) < self.layout.processes
         lines = [f"{who}: {text}" if named else text for _, text, who in problems]
         error = UserError if all(by_user for by_user, _, _ in problems) else Failed
         raise error("; ".join(dict.fromkeys(lines)))
+
+
+def _merged(values: dict, others: dict, merge: Callable[[Any, Any], Any]) -> dict:
+    found = {name: merge(values[name], other) for name, other in others.items() if name in values}
+    return values | others | found
 
 
 class PendingSum:

@@ -127,15 +127,18 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict]:
-    """Flush files to the disk; return their sizes and SHA-256, as `describe_files` does.
-
-    Each process takes one of `shares` parts of the files, after all of them have been written.
-    """
-    names = [*_file_sizes(partial)][share::shares]
+def hash_files(partial: Path, names: list[str] | None = None) -> dict[str, dict]:
+    """Flush files to the disk, without names all; return their sizes and SHA-256, as
+    `describe_files` does."""
+    names = list_files(partial) if names is None else names
     for name in names:
         fsync(partial / name)
     return describe_files(partial, names)
+
+
+def list_files(folder: Path) -> list[str]:
+    """List the files of a checkpoint, in the same order on each process that sees them."""
+    return [*_file_sizes(folder)]
 
 
 def commit(

@@ -94,12 +94,13 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if processes.layout.processes == 1:
         return
     is_shared = sees_folder(processes, output)
+    if not any(processes.sum_over_ranks(int(not is_shared))):
+        return
     place = os.path.join(os.getcwd(), output)
     seen = processes.gather((socket.gethostname(), place, is_shared))
     main, shared, _ = seen[0]
     without = dict.fromkeys(f"{place} on {host}" for host, place, is_seen in seen if not is_seen)
-    if without:
-        raise UserError(
-            f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
-            "put it on a disk that all nodes share, under the same path, or give a mirror"
-        )
+    raise UserError(
+        f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
+        "put it on a disk that all nodes share, under the same path, or give a mirror"
+    )

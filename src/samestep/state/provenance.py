@@ -72,11 +72,14 @@ def _describe_sharding(layout: Layout) -> str:
 def describe_hardware(ranks: Ranks, device_type: str, numbers: dict) -> dict[str, Any]:
     """Describe the hardware of all processes, which must call it. `numbers`: see `versions`."""
     name = {"cpu": numbers["cpu"], "cuda": numbers.get("gpu")}.get(device_type, device_type)
+    devices = {name: ranks.layout.processes}
+    if ranks.differ(str(name)):
+        devices = dict(Counter(ranks.gather(name)))
     return {
         "processes": ranks.layout.processes,
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         "sharding": _describe_sharding(ranks.layout),
-        "devices": dict(Counter(ranks.gather(name))),
+        "devices": devices,
         "threads": torch.get_num_threads(),
         "cpu_name": cpu_name(),
         **numbers,

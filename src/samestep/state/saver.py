@@ -73,7 +73,10 @@ class Saver:
             manifest["lanes"] = lanes
         share = None  # DeepSpeed writes what it holds
         if not self.ranks.layout.deepspeed:
-            share = tensor_files.take_share(tensors, self.ranks)
+            with self.ranks.fail_together():
+                share = tensor_files.take_share(tensors, self.ranks, self.state.alone)
+            if self.ranks.layout.stages == 1:  # else each knows the tensors of its stage
+                manifest["tensors"] = share.index
         if not self.in_background:
             self.write(self.ranks, share, manifest)
             self.note_saved(step)
@@ -104,19 +107,22 @@ class Saver:
                 else:
                     self.state.accelerator.save_state(partial, exclude_frozen_parameters=True)
             with ranks.fail_together(), checkpoints.report_full_disk(partial):
-                hashed = checkpoints.hash_files(partial, *ranks.place_in_node)
-            by_node: dict[int, dict] = {node: {} for node in ranks.nodes}
-            for node, part in zip(ranks.nodes, ranks.gather(hashed), strict=True):
-                by_node[node] |= part
-            files = {name: about for part in by_node.values() for name, about in part.items()}
-            here = by_node[ranks.nodes[ranks.layout.rank]]
+                number, count = ranks.place_in_node
+                own = share.files if share else checkpoints.list_files(partial)[number::count]
+                hashed = checkpoints.hash_files(partial, own)
+            node = ranks.nodes[ranks.layout.rank]
+            files = ranks.union({name: (node, about) for name, about in hashed.items()})
+            if any(ranks.nodes):  # the first of each node writes the manifest
+                files = ranks.from_main(files)
+            here = {name: about for name, (place, about) in files.items() if place == node}
+            files = {name: about for name, (_, about) in files.items()}
             # DeepSpeed's files have no hash of the state.
-            listed = [*files] if share else []
-            self.hashed = state_hash.describe_state(partial, listed, ranks, manifest)
+            own = own if share else None
+            self.hashed = state_hash.describe_state(partial, own, ranks, manifest)
             entries = {n: value for n, value in self.hashed.items() if n != "hash_seconds"}
             manifest |= {**entries, "previous": self.previous}
-            if len(by_node) > 1:  # each has what its processes wrote
-                manifest["folders"] = len(by_node)
+            if any(ranks.nodes):  # each has what its processes wrote
+                manifest["folders"] = len({*ranks.nodes})
             is_first = ranks.place_in_node[0] == 0
             with ranks.fail_together():
                 if is_first:

@@ -1,10 +1,14 @@
 """The hash of a training state: SHA-256 that depends on no layout, from the files of a checkpoint.
 
 It is that of all that a resumed run continues from: of each tensor the name, the kind, the dtype,
-the shape and the SHA-256 of the whole; and of the rest, such as learning rates, the JSON. One
-process, DDP and FSDP2 get the same hash for the same state, however many files hold it. Numbers
-that may differ between processes (counters of calls, times) are saved, and not hashed. This module
-needs neither torch nor accelerate.
+the shape and the hash of the whole; and of the rest, such as learning rates, the JSON. One process,
+DDP and FSDP2 get the same hash for the same state, however many files hold it. Numbers that may
+differ between processes (counters of calls, times) are saved, and not hashed. This module needs
+neither torch nor accelerate.
+
+The hash of a tensor is the tree of RFC 6962 over leaves of 2^k rows, of 4 kB together or of one
+row: each process hashes what it wrote, and neighbors join what they have. Before version 3 it was
+the SHA-256 of all bytes.
 """
 
 import hashlib
@@ -13,15 +17,16 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from samestep.state.checkpoints import hashing_threads, read_bytes
 
 PLACES = "DCP_SHARDING_INFO"  # the entry of a safetensors file with the places of its tensors
-VERSION = 2  # of the hash, as `state_version` in a manifest
+VERSION = 3  # of the hash, as `state_version` in a manifest
 _KINDS_OF_VERSION_1 = ("model.", "state.", "number.")  # see weights.py
+_LEAF = 4096  # bytes of a leaf of more than one row, at most
 
 
 class Part(NamedTuple):
@@ -58,7 +63,147 @@ def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _hash_tensor(tensor: Tensor) -> str:
+class Tree:
+    """The hash of a tensor of which any parts are known: nodes of its tree, and pieces of leaves.
+
+    shape: of the whole tensor. value_bytes: of a value.
+    """
+
+    def __init__(self, dtype: str, shape: list[int], value_bytes: int):
+        self.dtype, self.shape = dtype, shape
+        self.size = value_bytes * math.prod(shape)
+        self.leaf = max(value_bytes * math.prod(shape[1:]), 1)
+        while 2 * self.leaf <= _LEAF:
+            self.leaf *= 2
+        self.count = -(-self.size // self.leaf)  # leaves
+        self.nodes: dict[tuple[int, int], bytes] = {}  # by the first leaf, and their number
+        self.pieces: dict[int, list[tuple[int, bytes]]] = {}  # by leaf: first byte, and bytes
+        self.overlaps = False
+
+    def read(self, part: Part) -> None:
+        """Add a part, from its file: runs of bytes that follow each other in the whole, too."""
+        starts, run = _runs(part, self.shape)
+        with open(part.path, "rb", buffering=1 << 20) as file:
+            file.seek(part.start)
+            for start in starts:
+                end = start + run
+                while start < end:
+                    number, offset = divmod(start, self.leaf)
+                    whole = min(self.leaf, self.size - number * self.leaf)
+                    size = min(whole - offset, end - start)
+                    if size == whole:
+                        self.add(number, 1, _hash_leaf(file, size))
+                    else:
+                        self.pieces.setdefault(number, []).append((start, file.read(size)))
+                    start += size
+        self.join_pieces()
+
+    def add(self, first: int, width: int, digest: bytes) -> None:
+        """Add a node: of `width` leaves, a power of two. Two halves become their parent at once."""
+        while other := self.nodes.pop((first ^ width, width), b""):
+            left, right = (other, digest) if first & width else (digest, other)
+            digest = hashlib.sha256(b"\1" + left + right).digest()
+            first, width = first & ~width, 2 * width
+        self.overlaps |= (first, width) in self.nodes
+        self.nodes[first, width] = digest
+
+    def join_pieces(self) -> None:
+        """Join pieces that follow each other, and hash leaves that are whole."""
+        pieces, self.pieces = self.pieces, {}
+        for number, found in pieces.items():
+            joined: list[tuple[int, list[bytes]]] = []
+            end = -1
+            for start, content in sorted(found):
+                self.overlaps |= start < end
+                if start != end:
+                    joined.append((start, []))
+                joined[-1][1].append(content)
+                end = start + len(content)
+            known = [(start, b"".join(contents)) for start, contents in joined]
+            if len(known[0][1]) == min(self.leaf, self.size - number * self.leaf):
+                self.add(number, 1, hashlib.sha256(b"\0" + known[0][1]).digest())
+            else:
+                self.pieces[number] = known
+
+    def merge(self, other: "Tree") -> "Tree":
+        """Add what another tree knows of the same tensor; return this one."""
+        same = (self.dtype, self.shape, self.size) == (other.dtype, other.shape, other.size)
+        self.overlaps |= other.overlaps or not same
+        for (first, width), digest in other.nodes.items():
+            self.add(first, width, digest)
+        for number, pieces in other.pieces.items():
+            self.pieces.setdefault(number, []).extend(pieces)
+        self.join_pieces()
+        return self
+
+    def digest(self) -> str:
+        """Return the hash of the tensor; raise ValueError unless its parts are there, once."""
+        end, nodes = 0, sorted(self.nodes.items())
+        for (first, width), _ in nodes:
+            self.overlaps |= first != end
+            end = first + width
+        if self.overlaps or self.pieces or end != self.count:
+            raise ValueError("the parts do not make whole tensors")
+        root = nodes[-1][1] if nodes else hashlib.sha256().digest()
+        for _, left in reversed(nodes[:-1]):
+            root = hashlib.sha256(b"\1" + left + root).digest()
+        return hashlib.sha256(f"{self.dtype} {self.shape} ".encode() + root).hexdigest()
+
+
+def _runs(part: Part, whole: list[int]) -> tuple[list[int], int]:
+    """Return the first bytes in the whole tensor of runs of bytes that a part has, and their size,
+    in the order of its file."""
+    cut = [i for i, size in enumerate(part.shape) if size != whole[i]]
+    last = cut[-1] if cut else 0
+    if not part.size:
+        return [], 0
+    step = part.size // math.prod(part.shape)
+    steps = []  # bytes between two neighbors, of each dimension
+    for size in reversed(whole):
+        steps.insert(0, step)
+        step *= size
+    starts = np.array([sum(a * b for a, b in zip(part.offsets, steps, strict=True))])
+    for size, step in zip(part.shape[:last], steps, strict=False):
+        starts = (starts[:, None] + step * np.arange(size)).reshape(-1)
+    return starts.tolist(), part.size // len(starts)
+
+
+def _hash_leaf(file: BinaryIO, size: int) -> bytes:
+    digest = hashlib.sha256(b"\0")
+    while size and (content := file.read(min(size, 1 << 20))):
+        digest.update(content)
+        size -= len(content)
+    return digest.digest()
+
+
+def read_trees(folder: Path, files: list[str]) -> dict[str, Tree]:
+    """Return what the tensors in these files tell of their hashes, by name."""
+
+    def read(tensor: Tensor) -> Tree:
+        values = sum(math.prod(part.shape) for part in tensor.parts)
+        value_bytes = sum(part.size for part in tensor.parts) // max(values, 1)
+        tree = Tree(tensor.dtype, tensor.shape, value_bytes)
+        for part in tensor.parts:
+            tree.read(part)
+        return tree
+
+    tensors = _list_tensors(folder, files)
+    with hashing_threads() as pool:
+        return dict(zip(tensors, pool.map(read, tensors.values()), strict=True))
+
+
+def _close(trees: dict[str, Tree], folder: Path) -> dict[str, list]:
+    """Return dtype, shape and hash of tensors; raise ValueError unless all parts were there."""
+    try:
+        return {name: [tree.dtype, tree.shape, tree.digest()] for name, tree in trees.items()}
+    except ValueError:
+        raise ValueError(f"the parts of {folder} do not make whole tensors") from None
+
+
+# ---- Before version 3 ----------------------------------------------------------------------------
+
+
+def _hash_bytes(tensor: Tensor) -> str:
     """Return the SHA-256 of the bytes of a whole tensor, in C order.
 
     Raises ValueError unless its parts tile it: a resumed run would have other values in a gap.
@@ -96,19 +241,21 @@ def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
     return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in pairs)
 
 
-def hash_tensors(
-    folder: Path, files: list[str], share: int = 0, shares: int = 1
-) -> dict[str, list]:
-    """Return dtype, shape and SHA-256 of tensors by name, of one of `shares` parts of them."""
+# ---- The state -----------------------------------------------------------------------------------
+
+
+def hash_tensors(folder: Path, files: list[str], version: int = VERSION) -> dict[str, list]:
+    """Return dtype, shape and hash of the tensors in these files, by name.
+
+    Raises ValueError unless the files have all parts of each, once.
+    """
+    if version > 2:
+        return _close(read_trees(folder, files), folder)
     tensors = _list_tensors(folder, files)
-    sizes = {name: sum(part.size for part in tensor.parts) for name, tensor in tensors.items()}
-    names = sorted(tensors, key=lambda name: (-sizes[name], name))[share::shares]
     with hashing_threads() as pool:
-        digests = pool.map(_hash_tensor, [tensors[name] for name in names])
-        return {
-            name: [tensors[name].dtype, tensors[name].shape, digest]
-            for name, digest in zip(names, digests, strict=True)
-        }
+        digests = pool.map(_hash_bytes, tensors.values())
+        pairs = zip(tensors.items(), digests, strict=True)
+        return {name: [each.dtype, each.shape, digest] for (name, each), digest in pairs}
 
 
 def rest_of(manifest: dict) -> dict[str, Any]:
@@ -138,8 +285,8 @@ def without_numbers(packed: Any) -> Any:
 
 
 def state_of(tensors: dict[str, list], manifest: dict, version: int = VERSION) -> str:
-    """Hash a state, of what `hash_tensors` of all processes have returned together, and of the
-    manifest. Version 1 counted weights and moments alone."""
+    """Hash a state, of what `hash_tensors` returns of all files, and of the manifest. Version 1
+    counted weights and moments alone."""
     if version == 1:
         counted = {n: about for n, about in tensors.items() if n.startswith(_KINDS_OF_VERSION_1)}
         return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
@@ -148,25 +295,23 @@ def state_of(tensors: dict[str, list], manifest: dict, version: int = VERSION) -
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_state(folder: Path, files: list[str], ranks: Any, manifest: dict) -> dict[str, Any]:
-    """Return the hash of the state in these files, "" without any, and the seconds it took.
+def describe_state(
+    folder: Path, own: list[str] | None, ranks: Any, manifest: dict
+) -> dict[str, Any]:
+    """Return the hash of the state in a folder, "" without any, and the seconds it took.
 
-    All processes must call it, when the files are on the disk. Each hashes a share of the tensors.
-    Where nodes share no folder, it is "" if one has a part of a tensor alone.
+    All processes must call it, when their files are on the disk. Each hashes its `own`; None where
+    the files have no hash of the state.
     """
-    if not files:
+    if own is None:
         return {"state": ""}
     began = time.perf_counter()
-    if any(ranks.nodes):
-        with ranks.fail_together():
-            files = [name for name in files if (folder / name).exists()]
-            is_cut = not all(map(_is_whole, _list_tensors(folder, files).values()))
-        if any(ranks.gather(is_cut)):
-            return {"state": ""}
     with ranks.fail_together():
-        share = hash_tensors(folder, files, *ranks.place_in_node)
-    tensors = {name: about for hashed in ranks.gather(share) for name, about in hashed.items()}
-    state = state_of(tensors, manifest)
+        trees = read_trees(folder, own)
+    trees = ranks.join(trees, Tree.merge)
+    with ranks.fail_together():
+        tensors = _close(trees, folder)
+    state = ranks.from_main(state_of(ranks.union(tensors), manifest))
     seconds = time.perf_counter() - began
     return {"state": state, "state_version": VERSION, "hash_seconds": seconds}
 

@@ -76,6 +76,7 @@ class TrainingState:
     settings: list[dict] = field(default_factory=list)  # as it was built: see optimizer_settings
     sets_lr: bool = True  # whether the loop sets the learning rate of each step
     exact: bool = False  # whether processes have the same buffers, too
+    alone: set[str] = field(default_factory=set)  # of what was collected: what others do not have
     # Names of schedulers whose settings were changed since the checkpoint, which is accepted.
     changed: set[str] = field(default_factory=set)
 
@@ -263,7 +264,11 @@ class TrainingState:
             tensors |= {**of_others, **moments}
             for name, values in tensors.items():
                 check_kind(name, values)
-            digests = self.digests(others, tensors)
+            digests = self.digests(others, tensors) if self.layout.stages == 1 else {}
+            self.alone = {n for n in tensors.keys() - weights if not is_dtensor(tensors[n])}
+            for name in tensors.keys() - self.alone:
+                form = f"{tensors[name].dtype} {[*tensors[name].shape]}"
+                digests[f"what a checkpoint holds of {name}"] = form
             groups = full_groups(self.bare_optimizer().param_groups)
             trains = [name for name, p in self.parameters().items() if p.requires_grad]
             entries = {
@@ -273,12 +278,11 @@ class TrainingState:
             }
             if trains != self.trains:
                 entries["trains"] = trains
-        if self.layout.stages == 1:
-            alike.check_equal(self.ranks, digests, when)
+        alike.check_equal(self.ranks, digests, when)
         for line in self.remarks():
             print_on_main(line)
         if not self.accelerator.is_main_process:
-            tensors = {n: v for n, v in tensors.items() if n in weights or is_dtensor(v)}
+            tensors = {n: v for n, v in tensors.items() if n not in self.alone}
         return tensors, entries
 
     def digests(self, packed: dict, tensors: packing.Tensors) -> dict[str, str]:
@@ -334,14 +338,14 @@ class TrainingState:
                 f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
                 "per group); restore that, or give another folder"
             )
-        others = self.load_weights(path, saved, manifest)
-        if self.layout.deepspeed:  # it has restored all settings
+        reader = None if self.layout.deepspeed else TensorReader(path, saved)
+        others = self.load_weights(path, saved, manifest, reader)
+        if reader is None:  # DeepSpeed has restored all settings
             for group in self.optimizer.param_groups:
                 i = group["number"]
                 changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
                 group.update({name: self.settings[i][name] for name in changed})
             return
-        reader = TensorReader(path)
         for name in self.changed:  # new settings count
             optimizers.fast_forward(self.others()[name], others[name])
         for names in saved.get("added_groups", ()):  # by the loop, at a step before
@@ -368,7 +372,9 @@ class TrainingState:
         settings = optimizers.settings_as_text([{key: value} for value in values])
         return bool(self.changed) and settings[0] != settings[1]
 
-    def load_weights(self, path: Path, saved: dict, manifest: dict) -> dict[str, Any]:
+    def load_weights(
+        self, path: Path, saved: dict, manifest: dict, reader: TensorReader | None = None
+    ) -> dict[str, Any]:
         """Restore the weights and buffers of a checkpoint, and what else evaluation depends on.
         Return all that `pack_others` has saved, by its names.
 
@@ -379,8 +385,8 @@ class TrainingState:
             _check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return {}
-        reader, bare = TensorReader(path), self.model()
-        objects = self.others()
+        bare, objects = self.model(), self.others()
+        reader = reader or TensorReader(path, saved)
         if "scaler" in objects and "scaler" not in saved["others"]:
             raise ValueError(
                 f"{path} was not trained in fp16; give the YAML that it was trained with"

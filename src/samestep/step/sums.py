@@ -43,7 +43,10 @@ class EvaluationSums:
 
         Raises UserError if batches differ in the names or shapes of their sums.
         """
-        first, *rest = (layout for layouts in ranks.gather(self.layouts) for layout in layouts)
+        layouts = self.layouts
+        if ranks.differ(repr(layouts)):
+            layouts = [layout for gathered in ranks.gather(layouts) for layout in gathered]
+        first, *rest = layouts
         for other in [layout for layout in rest if layout != first]:
             raise UserError(
                 f"task.eval_sums returns tensors {first} for one batch, and {other} for another; "
