@@ -52,8 +52,9 @@ def join(end: Callable[[BaseException], Any]) -> "Rendezvous | None":
 
 
 class Rendezvous:
-    """A process among several. Their store has `preparing/RANK` and `ready/RANK`, one `error`, and
-    `done/RANK` of a process that will not ask again: only then may the store end."""
+    """A process among several. Their store has `preparing/RANK` and `ready/RANK`, one `error`, how
+    many are ready, `go` once all are, and how many will not ask again: when all will not, it may
+    end. No process asks for the keys of all, unless it waits long."""
 
     def __init__(self, rank: int, processes: int, end: Callable[[BaseException], Any]):
         self.rank, self.end_process = rank, end
@@ -65,6 +66,11 @@ class Rendezvous:
         self.store: Any = None  # once there is a connection
         self.lost = ""  # why there is none any more
         self.error: list[str] = []  # of another process: its kind, who has it, its text
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        # One process of a node asks often; of a thousand, all others ask more rarely.
+        self.asking = processes / node if is_first else processes
+        self.has_left, self.leaving = False, threading.Lock()
         self.preparing, self.over = True, threading.Event()  # over: the main thread ends by itself
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
@@ -80,7 +86,8 @@ class Rendezvous:
             store = dist.PrefixStore("words", self.connect(_OPERATION))
             store.set(f"preparing/{self.rank}", self.host)
             self.store = store
-            while not self.over.wait(LOOK) and not self.look():
+            pause = LOOK * max(1, self.asking / 1000)
+            while not self.over.wait(pause) and not self.look():
                 pass
         except Exception as error:  # of the network, or of the store
             self.lost = str(error).partition("\n")[0]
@@ -101,47 +108,61 @@ class Rendezvous:
         """The error of another process, if there is one."""
         if self.store and not self.error and self.store.check(["error"]):
             self.error = json.loads(self.store.get("error"))
-            self.store.set(f"done/{self.rank}", "")
+            self.ask_no_more()
         return self.error
+
+    def ask_no_more(self) -> None:
+        """Counts this process among those that the store need not wait for."""
+        with self.leaving:
+            if not self.has_left:
+                self.has_left = True
+                self.store.add("done", 1)
 
     def wait(self, timeout: int) -> dist.Store:
         """Waits until all processes are ready; returns a store for their group.
 
         Raises the error of another process, or Failed if one is not ready after `timeout` seconds.
         """
-        began, line_due = time.monotonic(), _FIRST_LINE
+        began, line_due = time.monotonic(), _FIRST_LINE + (LOOK if self.rank else 0)
+        pause = 0.05 * max(1, self.asking / 100)
         # gloo waits at its address, unless it is told an interface.
         address = catch(socket.gethostbyname, self.host)[0] or "127.0.0.1"
-        ready, everybody = False, [f"ready/{rank}" for rank in self.all]
-        self.preparing = False
+        ready, self.preparing = False, False
         try:
-            while not ready or not self.store.check(everybody):
+            while not ready or not self.store.check(["go"]):
                 if self.lost or self.look():
                     raise self.error_of_others()
                 if self.store and not ready:
                     self.store.set(f"ready/{self.rank}", f"{self.host} at {address}")
+                    if self.store.add("ready", 1) == len(self.all):
+                        self.store.set("go", "")
                     ready = True
                 waited = time.monotonic() - began
                 if waited > min(line_due, timeout):
                     line_due += _NEXT_LINE
-                    names, missing = self.late()
+                    names, missing = self.late(is_known=waited <= timeout)
                     remedy = "prepare the data first, with samestep prepare, or raise --timeout"
                     if waited > timeout:
                         raise Failed(f"waited {timeout} s for {names}; {remedy}", missing)
+                    if self.store and not self.rank:
+                        self.store.set("late", names)
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         print(f"waiting for {names}", flush=True)
-                time.sleep(0.05)
+                time.sleep(pause)
             return self.connect(datetime.timedelta(seconds=timeout))
         except dist.DistError as error:
             self.lost = str(error).partition("\n")[0]
             raise self.error_of_others() from error
 
-    def late(self) -> tuple[str, list[int]]:
-        """Who is not ready, in words, and their ranks."""
+    def late(self, is_known: bool) -> tuple[str, list[int]]:
+        """Who is not ready, in words, and their ranks; the words of the main process, if known."""
         if not self.store:
             return f"process 0 to begin; all meet at {self.place}", [0]
-        late = [rank for rank in self.all if not self.store.check([f"ready/{rank}"])]
-        begun = [rank for rank in late if self.store.check([f"preparing/{rank}"])]
+        if is_known and self.rank and self.store.check(["late"]):
+            return self.store.get("late").decode(), []
+        late = self.lacking("ready", [*self.all])
+        not_begun = {*self.lacking("preparing", late)}
+        begun = [rank for rank in late if rank not in not_begun]
         hosts = [self.store.get(f"preparing/{rank}").decode() for rank in begun]
         names = [*dict.fromkeys(hosts)]
         verb = "prepares" if len(names) == 1 else "prepare"
@@ -149,6 +170,15 @@ class Rendezvous:
         if absent := [str(rank) for rank in late if rank not in begun]:
             words.append(f"process {some(absent)} to begin")
         return ", and for ".join(words), late
+
+    def lacking(self, key: str, ranks: list[int]) -> list[int]:
+        """Which of these have no such key: few requests where few have none."""
+        if not ranks or self.store.check([f"{key}/{rank}" for rank in ranks]):
+            return []
+        half = len(ranks) // 2
+        if not half:
+            return ranks
+        return self.lacking(key, ranks[:half]) + self.lacking(key, ranks[half:])
 
     def unreachable(self, library: str, problem: str) -> Failed:
         """The error of processes that reach the store, and not each other."""
@@ -209,9 +239,8 @@ class Rendezvous:
             return self.error_of_others()
         if not timed_out:
             return Failed("lost the connection to another process, which has died")
-        found = {rank: catch(self.store.check, [f"waiting/{rank}"])[0] for rank in self.all}
-        missing = [rank for rank in self.all if not found[rank]]
-        missing = [0] if found[0] is None else missing  # it served the store
+        missing, problem = catch(self.lacking, "waiting", [*self.all])
+        missing = [0] if problem else missing  # it served the store
         answer = f"no answer from process {some([*map(str, missing)])}" if missing else "all answer"
         return Failed(f"waited {timeout} s for the other processes; {answer}", missing)
 
@@ -239,9 +268,9 @@ class Rendezvous:
                 kind = "stop"
             word = json.dumps([kind, f"process {self.rank} on {self.host}", text])
             catch(self.store.compare_set, "error", "", word)
-        catch(self.store.set, f"done/{self.rank}", "")
-        done = [f"done/{rank}" for rank in self.all]
-        while self.serves and may_wait() and catch(self.store.check, done)[0] is False:
+        catch(self.ask_no_more)
+        others_ask = lambda: self.store.add("done", 0) < len(self.all)  # noqa: E731
+        while self.serves and may_wait() and catch(others_ask)[0]:
             time.sleep(0.02)
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,7 @@ from samestep.step.plan import StepPlan, plan_step
 from samestep.step.samples import FINGERPRINT_ROWS
 from samestep.training import rehearsal
 from samestep.training.replay import read_question
-from samestep.training.resume import ResumePoint
+from samestep.training.resume import ResumePoint, find_together
 
 
 @dataclass
@@ -54,14 +54,15 @@ class _ResumePoint(ResumePoint):
     finished: str = ""  # why there is nothing left to do
 
     def find_checkpoint(
-        self, cfg: Any, hashed: bool = True, mirror: Mirror | None = None, current: Any = None
-    ) -> None:
+        self, cfg: Any, mirror: Mirror | None = None, current: Any = None,
+        broken: dict[Path, str] | None = None,
+    ) -> None:  # fmt: skip
         """Find the checkpoint to start from; raise ValueError where one is missing.
 
         current: the manifest of this start, with which those of the mirror are compared."""
         output = Path(cfg.output_dir)
         check = functools.partial(checkpoints.check_settings, current=current, **_compared(cfg))
-        self.find(output, cfg.resume, cfg.eval_only, hashed, mirror, check)
+        self.find(output, cfg.resume, cfg.eval_only, False, mirror, check, broken)
         begins = not self.in_folder and not (cfg.eval_only and self.checkpoint)
         if begins and cfg.resume != "never" and not (output / "model").exists():
             checkpoints.check_none_saved(output, "give --resume never, or another --output_dir")
@@ -83,7 +84,7 @@ class _ResumePoint(ResumePoint):
         if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
             path, saved, lost = checkpoints.find_best(folder, self.best)
             if path:  # it may be older than the newest
-                self.checkpoint, self.saved = path, saved
+                self.checkpoint, self.saved, self.verified = path, saved, True
             else:
                 self.remarks.append(f"{lost}: the newest is evaluated")
         step, samples = self.saved.get("step", 0), self.saved.get("samples", 0)
@@ -173,7 +174,9 @@ class RunStart:
     views: tuple  # the rows to train and to evaluate on
     probes: list[list[tuple]]  # samples of each, to try the task on
     manifest: dict  # what the manifests of this run have in common
-    resume_point: _ResumePoint  # on the main process
+    resume_point: _ResumePoint  # on the main process; its files are verified by all
+    # Finds it again on the main process, without checkpoints that are broken, and why.
+    find: Callable[[dict[Path, str]], _ResumePoint]
     mirror: Mirror  # which has no URL unless this command trains
 
     def summary(self) -> str:
@@ -405,7 +408,7 @@ def prepare_run(
     if is_main():  # before the data, whose preparation may take hours
         remarks += mirror.ask(cfg.resume)
         if not mirror.url:
-            _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg, hashed=False)
+            _ResumePoint(max_steps=cfg.max_steps).find_checkpoint(cfg)
     stored = read_question().get("prepared", "")  # samestep replay takes the data of then
     data, bound, views, samples = read_data(cfg, task, run, stored)
     chosen: list[str] = []
@@ -421,17 +424,23 @@ def prepare_run(
     if layout.cp > 1:  # each process takes a part from the front and one from the back
         check_parts(views[0], bound, 2 * layout.cp)
     manifest = _collect_manifest(cfg, data, views, samples.fingerprints)
-    resume_point = _ResumePoint(max_steps=cfg.max_steps)
-    resume_point.remarks += _remarks_on_rows(manifest, data, views, samples.fingerprints)
-    resume_point.remarks += [*config.remarks_on_rate(cfg), *chosen, *remarks]
-    # Until here nothing is written into the run folder. One process: verifying reads all bytes.
+    remarks = [*config.remarks_on_rate(cfg), *chosen, *remarks]
+    remarks = _remarks_on_rows(manifest, data, views, samples.fingerprints) + remarks
+    mixture = manifest["mixture"]
+
+    def find(broken: dict[Path, str]) -> _ResumePoint:
+        point = _ResumePoint(max_steps=cfg.max_steps, remarks=[*remarks])
+        manifest["mixture"] = mixture
+        point.find_checkpoint(cfg, mirror, manifest, broken)
+        point.find_start(cfg, manifest, given)
+        return point
+
+    # Until here nothing is written into the run folder.
     lock = run_folder.RunLock(output) if is_main() and not cfg.check else None
-    if is_main():
-        resume_point.find_checkpoint(cfg, mirror=mirror, current=manifest)
-        resume_point.find_start(cfg, manifest, given)
+    resume_point = find({}) if is_main() else _ResumePoint(max_steps=cfg.max_steps)
     return RunStart(
         cfg, given, output, lock, plan, data, bound, views, samples.probes, manifest, resume_point,
-        mirror,
+        find, mirror,
     )  # fmt: skip
 
 
@@ -462,10 +471,12 @@ def agree_on_start(processes: Ranks, start: RunStart) -> _ResumePoint:
     """
     facts = consistency.collect_facts(start.manifest, start.cfg.exact)
     alike.check_same(processes, facts)
-    point = processes.from_main(start.resume_point)
+    is_finished = processes.from_main(bool(start.resume_point.finished))
+    if not (start.mirror.url or start.cfg.check or is_finished):
+        consistency.check_shared(processes, start.output)
+    find = lambda broken: start.find(broken) if broken else start.resume_point  # noqa: E731
+    point = start.resume_point = find_together(processes, start.mirror, find)
     if start.mirror.url:
         step = point.saved.get("step", 0) if point.in_folder else 0
         start.mirror.join(processes, step, brings=not point.finished)
-    elif not (start.cfg.check or point.finished):
-        consistency.check_shared(processes, start.output)
     return point

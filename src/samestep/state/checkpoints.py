@@ -270,6 +270,27 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
+def changed_file(path: Path, saved: dict[str, dict], names: list[str]) -> str:
+    """Return why the first of these files is not the saved one; "" without any."""
+    try:
+        current = describe_files(path, names)
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror}: {error.filename})"
+    changed = [name for name in names if current[name] != saved[name]]
+    return f"{path / changed[0]} is not the file that was saved" if changed else ""
+
+
+def verify_together(path: Path, saved: dict[str, dict], ranks: Any) -> str:
+    """Return on all processes why a file is not the saved one, "" without any. Each process that
+    sees the main one's folder hashes its share of the files; all call it."""
+    number, count = ranks.place_in_node
+    is_seen = not ranks.nodes[ranks.layout.rank]
+    reason = changed_file(path, saved, sorted(saved)[number::count] if is_seen else [])
+    if not any(ranks.sum_over_ranks(bool(reason))):
+        return ""
+    return min(filter(None, ranks.gather(reason)))
+
+
 def verify(path: Path, hashed: bool = True, whole: bool = True) -> dict:
     """Return the manifest of a checkpoint if its files are the saved ones, and no others.
 
@@ -285,13 +306,12 @@ def verify(path: Path, hashed: bool = True, whole: bool = True) -> dict:
             problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
             raise ValueError(f"{path / name} {problem}")
         changed = [name for name in sizes if sizes[name] != saved[name]["bytes"]]
-        if hashed and not changed:
-            current = describe_files(path, [*sizes])
-            changed = [name for name in sizes if current[name] != saved[name]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     if changed:
         raise ValueError(f"{path / changed[0]} is not the file that was saved")
+    if hashed and (reason := changed_file(path, saved, [*sizes])):
+        raise ValueError(reason)
     return manifest
 
 
@@ -315,15 +335,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(
-    folder: Path, resume: str, named_first: bool = False, hashed: bool = True
-) -> tuple[Path | None, dict, list[str]]:
+    folder: Path, resume: str, named_first: bool = False, hashed: bool = True,
+    broken: dict[Path, str] | None = None,
+) -> tuple[Path | None, dict, list[str]]:  # fmt: skip
     """Find the checkpoint to resume from, its manifest, and why others were passed over.
 
     It tries the newest valid checkpoint in the folder, then the path that `resume` names, then the
     beginning (None, with an empty manifest). With `named_first`, for evaluation only, the named
-    path comes first. Without `hashed` only the sizes of files are compared. Raises ValueError if
-    checkpoints exist but none can be used: a run must not silently start from the beginning.
+    path comes first. Without `hashed` only the sizes of files are compared. broken: why others are
+    known to be no checkpoints. Raises ValueError if checkpoints exist but none can be used: a run
+    must not silently start from the beginning.
     """
+
+    def check(path: Path) -> dict:
+        if broken and path in broken:
+            raise ValueError(broken[path])
+        return verify(path, hashed)
+
     passed_over, named = [], resume not in ("auto", "never")
     for path in [] if named and named_first else list_checkpoints(folder):
         if resume == "never":
@@ -332,7 +360,7 @@ def find_checkpoint(
                 "from them, or another folder to start afresh"
             )
         try:
-            manifest = verify(path, hashed)
+            manifest = check(path)
         except ValueError as reason:
             passed_over.append(str(reason))
             continue
@@ -347,7 +375,7 @@ def find_checkpoint(
     if not named:
         return None, {}, []
     try:
-        return Path(resume), verify(Path(resume), hashed), []
+        return Path(resume), check(Path(resume)), []
     except ValueError as reason:
         raise ValueError(
             f"resume: {reason}; give auto, never or the folder of a checkpoint, "

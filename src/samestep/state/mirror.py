@@ -127,6 +127,19 @@ class Mirror:
         lines.append(line)
         return saved
 
+    def find_nodes(self, ranks: Ranks) -> None:
+        """Find out which processes see the main one's run folder. All processes call it."""
+        if not self.url or self.ranks:
+            return
+        self.ranks = ranks
+        self.output.mkdir(parents=True, exist_ok=True)
+        about = os.stat(self.output)
+        shares = consistency.sees_folder(ranks, self.output)
+        if any(ranks.sum_over_ranks(not shares)):
+            place = None if shares else (socket.gethostname(), about.st_dev, about.st_ino)
+            places = ranks.gather(place)
+            ranks.nodes = [places.index(each) for each in places]
+
     def join(self, ranks: Ranks, step: int, brings: bool = True) -> None:
         """Write into the mirror from here on: the start that did so ends at its next save.
 
@@ -134,15 +147,10 @@ class Mirror:
         that does not see this folder gets that checkpoint into its own. All processes call it, once
         the main one has found its start.
         """
+        self.find_nodes(ranks)
         self.ranks = ranks
         if not self.url:
             return
-        self.output.mkdir(parents=True, exist_ok=True)
-        about = os.stat(self.output)
-        shares = consistency.sees_folder(ranks, self.output)
-        place = None if shares else (socket.gethostname(), about.st_dev, about.st_ino)
-        places = ranks.gather(place)
-        ranks.nodes = [places.index(each) for each in places]
         with ranks.fail_together(), reached(self.url):
             if self.store:
                 self.store.write_owner(step)

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import catch
+from samestep.processes.ranks import Ranks
 from samestep.state import checkpoints, provenance
 from samestep.state.mirror import Mirror
 
@@ -21,6 +23,7 @@ class ResumePoint:
     in_folder: bool = False  # whether it lies in that of this run; a run may begin from another's
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
+    verified: bool = False  # whether all bytes of its files were
     remarks: list[str] = field(default_factory=list)  # lines to print
     # Accepted changes of settings, and of code: what was before, and is now.
     changed: dict[str, list] = field(default_factory=dict)
@@ -28,18 +31,22 @@ class ResumePoint:
     def find(
         self, output: Path, resume: str = "auto", evaluates: bool = False, hashed: bool = True,
         mirror: Mirror | None = None, check: Callable | None = None,
+        broken: dict[Path, str] | None = None,
     ) -> None:  # fmt: skip
         """Find the checkpoint to start from: see checkpoints.find_checkpoint.
 
         evaluates: whether the run only evaluates. hashed: whether all bytes are verified.
         mirror: what is newer there comes into the folder. check: see Store.download.
+        broken: see checkpoints.find_checkpoint.
 
         Raises ValueError where checkpoints exist but none can be used.
         """
         folder = output / "checkpoints"
         if output.exists() and not output.is_dir():
             raise ValueError(f"the folder of the run, {output}, is a file; give another")
-        result, problem = catch(checkpoints.find_checkpoint, folder, resume, evaluates, hashed)
+        given = folder, resume, evaluates, hashed, broken
+        result, problem = catch(checkpoints.find_checkpoint, *given)
+        self.verified = hashed
         if mirror and not (problem and resume == "never"):
             is_here = result and result[0] and result[0].resolve().parent == folder.resolve()
             found, lines = mirror.fetch(result[1] if is_here else {}, check)
@@ -47,6 +54,7 @@ class ResumePoint:
             if found:  # and verified; what is newer here is damaged
                 place = checkpoints.checkpoint_folder(folder, found["step"])
                 result, problem = (place, found, result[2] if result else []), None
+                self.verified = True
             elif problem and mirror.url and checkpoints.are_parts(folder):
                 self.remarks.append(f"{folder} has parts of checkpoints that the mirror never had")
                 result, problem = (None, {}, []), None
@@ -91,6 +99,30 @@ class ResumePoint:
         saved = self.saved.get("step", 0) if self.in_folder else 0
         before = {} if saved else {"noticed": {}}
         run_folder.write_status(output, "running", saved=saved, **before)
+
+
+def find_together(
+    ranks: Ranks, mirror: Mirror, find: Callable[[dict[Path, str]], ResumePoint]
+) -> Any:
+    """Return where the run starts, as the main process finds it, once all have verified its files:
+    each hashes its share. All processes call it.
+
+    find: finds it, without checkpoints that are known to be broken, and why.
+    """
+    broken: dict[Path, str] = {}
+    while True:
+        point = ResumePoint()
+        with ranks.fail_together():
+            if ranks.layout.rank == 0:
+                point = find(broken)
+        point = ranks.from_main(point)
+        mirror.find_nodes(ranks)
+        if not point.checkpoint or point.verified:
+            return point
+        reason = checkpoints.verify_together(point.checkpoint, point.saved["files"], ranks)
+        if not reason:
+            return point
+        broken[point.checkpoint] = reason
 
 
 def describe_run(accelerator: Accelerator, step: str, kept: str = "") -> str:

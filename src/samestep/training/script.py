@@ -29,7 +29,7 @@ from samestep.state import checkpoints, consistency, provenance, weights
 from samestep.step import exact, samples, seeds
 from samestep.step.model import bare_model, form_of, is_compiled
 from samestep.step.plan import plan_step
-from samestep.training.resume import ResumePoint, describe_run
+from samestep.training.resume import ResumePoint, describe_run, find_together
 
 # Names that tell what a line of metrics is about; others are refused where the line is written.
 NOT_VALUES = ("step", "started", "event", "state", "committed_step", "eval_loss")
@@ -172,26 +172,29 @@ class Script:
 
     def find_start(self, training: Any) -> ResumePoint:
         """Lock the folder, and find where the run starts."""
-        point = ResumePoint()
-        with self.ranks.fail_together():
-            if training.accelerator.is_main_process:  # one process: verifying reads all bytes
-                self.lock = self.lock or run_folder.RunLock(self.folder)
-                accept, none = training.accept_changes, {}
-                check = functools.partial(
-                    checkpoints.check_settings, current=self.manifest, effects=none, accept=accept,
-                    defaults=none,
-                )  # fmt: skip
-                point.remarks += training.mirror.ask()
-                given = {"mirror": training.mirror, "check": check}
-                point.find(self.folder, training.begins_from, **given)
-                if not point.checkpoint:
-                    checkpoints.check_none_saved(self.folder)
-                point.compare(self.manifest, training.accept_changes, {}, {}, self.project)
-                if point.in_folder:
-                    point.best = point.saved.get("best")
-                point.write_running(self.folder)
-                provenance.write_hardware(self.folder, self.manifest)
-        point = self.ranks.from_main(point)
+        asked: list[str] = []
+
+        def find(broken: dict[Path, str]) -> ResumePoint:
+            self.lock = self.lock or run_folder.RunLock(self.folder)
+            if not broken:
+                asked.extend(training.mirror.ask())
+            point, accept, none = ResumePoint(remarks=[*asked]), training.accept_changes, {}
+            check = functools.partial(
+                checkpoints.check_settings, current=self.manifest, effects=none, accept=accept,
+                defaults=none,
+            )  # fmt: skip
+            given = {"mirror": training.mirror, "check": check, "broken": broken}
+            point.find(self.folder, training.begins_from, hashed=False, **given)
+            if not point.checkpoint:
+                checkpoints.check_none_saved(self.folder)
+            point.compare(self.manifest, training.accept_changes, {}, {}, self.project)
+            if point.in_folder:
+                point.best = point.saved.get("best")
+            point.write_running(self.folder)
+            provenance.write_hardware(self.folder, self.manifest)
+            return point
+
+        point = find_together(self.ranks, training.mirror, find)
         training.mirror.join(self.ranks, point.saved.get("step", 0) if point.in_folder else 0)
         self.hardware = describe_run(training.accelerator, self.plan.describe())
         print_on_main(f"{self.label}{self.hardware}")
