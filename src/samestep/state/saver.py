@@ -111,11 +111,11 @@ class Saver:
                 own = share.files if share else checkpoints.list_files(partial)[number::count]
                 hashed = checkpoints.hash_files(partial, own)
             node = ranks.nodes[ranks.layout.rank]
-            files = ranks.union({name: (node, about) for name, about in hashed.items()})
+            found = ranks.union({name: (node, *each.values()) for name, each in hashed.items()})
             if any(ranks.nodes):  # the first of each node writes the manifest
-                files = ranks.from_main(files)
-            here = {name: about for name, (place, about) in files.items() if place == node}
-            files = {name: about for name, (_, about) in files.items()}
+                found = ranks.from_main(found)
+            files = {n: {"bytes": size, "sha256": digest} for n, (_, size, digest) in found.items()}
+            here = {name: files[name] for name, (place, *_) in found.items() if place == node}
             # DeepSpeed's files have no hash of the state.
             own = own if share else None
             self.hashed = state_hash.describe_state(partial, own, ranks, manifest)

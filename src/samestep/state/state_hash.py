@@ -12,16 +12,17 @@ the SHA-256 of all bytes.
 """
 
 import hashlib
-import itertools
 import json
 import math
+import mmap
 import time
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from samestep.state.checkpoints import hashing_threads, read_bytes
+from samestep.state.checkpoints import hashing_threads
 
 PLACES = "DCP_SHARDING_INFO"  # the entry of a safetensors file with the places of its tensors
 VERSION = 3  # of the hash, as `state_version` in a manifest
@@ -32,9 +33,7 @@ _LEAF = 4096  # bytes of a leaf of more than one row, at most
 class Part(NamedTuple):
     """A tensor of a file, which may be a part of a sharded one."""
 
-    path: Path
-    start: int  # byte of the file
-    size: int
+    content: memoryview  # of the file
     shape: list[int]
     offsets: list[int]  # of its first value in the whole tensor
 
@@ -44,23 +43,47 @@ class Tensor(NamedTuple):
     shape: list[int]
     parts: list[Part]
 
+    @property
+    def value_bytes(self) -> int:
+        """Return the bytes of a value; 0 for a tensor without any."""
+        values = sum(math.prod(part.shape) for part in self.parts)
+        return sum(len(part.content) for part in self.parts) // max(values, 1)
+
 
 def _list_tensors(folder: Path, files: list[str]) -> dict[str, Tensor]:
     """List tensors, by name, from the headers of safetensors files in a folder."""
     tensors: dict[str, Tensor] = {}
     for path in (folder / name for name in sorted(files)):
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start].tobytes())
         places = json.loads(header.pop("__metadata__")[PLACES])
         for name, about in header.items():
             begin, end = about["data_offsets"]
             place = places[name]
             tensor = tensors.setdefault(name, Tensor(about["dtype"], place["shape"], []))
-            start = 8 + length + begin
-            part = Part(path, start, end - begin, about["shape"], place["saved_offsets"])
-            tensor.parts.append(part)
+            values = content[start + begin : start + end]
+            tensor.parts.append(Part(values, about["shape"], place["saved_offsets"]))
     return tensors
+
+
+def _runs(part: Part, whole: list[int]) -> list[tuple[int, memoryview]]:
+    """Return the runs of bytes of a part that follow each other in the whole tensor, too, each with
+    its first byte there."""
+    if not part.content:
+        return []
+    cut = [i for i, size in enumerate(part.shape) if size != whole[i]]
+    step = len(part.content) // math.prod(part.shape)
+    steps: list[int] = []  # bytes between two neighbors, of each dimension
+    for size in reversed(whole):
+        steps.insert(0, step)
+        step *= size
+    starts = np.array([sum(a * b for a, b in zip(part.offsets, steps, strict=True))])
+    for size, step in zip(part.shape[: max(cut, default=0)], steps, strict=False):
+        starts = (starts[:, None] + step * np.arange(size)).reshape(-1)
+    size = len(part.content) // len(starts)
+    return [(s, part.content[i * size : (i + 1) * size]) for i, s in enumerate(starts.tolist())]
 
 
 class Tree:
@@ -81,21 +104,19 @@ class Tree:
         self.overlaps = False
 
     def read(self, part: Part) -> None:
-        """Add a part, from its file: runs of bytes that follow each other in the whole, too."""
-        starts, run = _runs(part, self.shape)
-        with open(part.path, "rb", buffering=1 << 20) as file:
-            file.seek(part.start)
-            for start in starts:
-                end = start + run
-                while start < end:
-                    number, offset = divmod(start, self.leaf)
-                    whole = min(self.leaf, self.size - number * self.leaf)
-                    size = min(whole - offset, end - start)
-                    if size == whole:
-                        self.add(number, 1, _hash_leaf(file, size))
-                    else:
-                        self.pieces.setdefault(number, []).append((start, file.read(size)))
-                    start += size
+        """Add a part."""
+        for start, content in _runs(part, self.shape):
+            end = start + len(content)
+            at = start
+            while at < end:
+                number, offset = divmod(at, self.leaf)
+                whole = min(self.leaf, self.size - number * self.leaf)
+                values = content[at - start : at - start + whole - offset]
+                if len(values) == whole:
+                    self.add(number, 1, _hash_leaf(values))
+                else:
+                    self.pieces.setdefault(number, []).append((at, values.tobytes()))
+                at += len(values)
         self.join_pieces()
 
     def add(self, first: int, width: int, digest: bytes) -> None:
@@ -121,7 +142,7 @@ class Tree:
                 end = start + len(content)
             known = [(start, b"".join(contents)) for start, contents in joined]
             if len(known[0][1]) == min(self.leaf, self.size - number * self.leaf):
-                self.add(number, 1, hashlib.sha256(b"\0" + known[0][1]).digest())
+                self.add(number, 1, _hash_leaf(known[0][1]))
             else:
                 self.pieces[number] = known
 
@@ -150,29 +171,9 @@ class Tree:
         return hashlib.sha256(f"{self.dtype} {self.shape} ".encode() + root).hexdigest()
 
 
-def _runs(part: Part, whole: list[int]) -> tuple[list[int], int]:
-    """Return the first bytes in the whole tensor of runs of bytes that a part has, and their size,
-    in the order of its file."""
-    cut = [i for i, size in enumerate(part.shape) if size != whole[i]]
-    last = cut[-1] if cut else 0
-    if not part.size:
-        return [], 0
-    step = part.size // math.prod(part.shape)
-    steps = []  # bytes between two neighbors, of each dimension
-    for size in reversed(whole):
-        steps.insert(0, step)
-        step *= size
-    starts = np.array([sum(a * b for a, b in zip(part.offsets, steps, strict=True))])
-    for size, step in zip(part.shape[:last], steps, strict=False):
-        starts = (starts[:, None] + step * np.arange(size)).reshape(-1)
-    return starts.tolist(), part.size // len(starts)
-
-
-def _hash_leaf(file: BinaryIO, size: int) -> bytes:
+def _hash_leaf(content: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(b"\0")
-    while size and (content := file.read(min(size, 1 << 20))):
-        digest.update(content)
-        size -= len(content)
+    digest.update(content)
     return digest.digest()
 
 
@@ -180,9 +181,7 @@ def read_trees(folder: Path, files: list[str]) -> dict[str, Tree]:
     """Return what the tensors in these files tell of their hashes, by name."""
 
     def read(tensor: Tensor) -> Tree:
-        values = sum(math.prod(part.shape) for part in tensor.parts)
-        value_bytes = sum(part.size for part in tensor.parts) // max(values, 1)
-        tree = Tree(tensor.dtype, tensor.shape, value_bytes)
+        tree = Tree(tensor.dtype, tensor.shape, tensor.value_bytes)
         for part in tensor.parts:
             tree.read(part)
         return tree
@@ -200,47 +199,6 @@ def _close(trees: dict[str, Tree], folder: Path) -> dict[str, list]:
         raise ValueError(f"the parts of {folder} do not make whole tensors") from None
 
 
-# ---- Before version 3 ----------------------------------------------------------------------------
-
-
-def _hash_bytes(tensor: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a whole tensor, in C order.
-
-    Raises ValueError unless its parts tile it: a resumed run would have other values in a gap.
-    """
-    digest = hashlib.sha256()
-    places = [[*zip(part.offsets, part.shape, strict=True)] for part in tensor.parts]
-    if not _is_whole(tensor) or any(
-        _overlap(one, other) for one, other in itertools.combinations(places, 2)
-    ):
-        raise ValueError(f"the parts of {tensor.parts[0].path.parent} do not make whole tensors")
-    if all(part.shape[1:] == tensor.shape[1:] for part in tensor.parts):  # cut by rows
-        for part in sorted(tensor.parts, key=lambda part: part.offsets):
-            for piece in read_bytes(part.path, part.start, part.size):
-                digest.update(piece)
-        return digest.hexdigest()
-    first = tensor.parts[0]
-    bytes_each = first.size // math.prod(first.shape)
-    whole = np.empty([*tensor.shape, bytes_each], np.uint8)
-    for part in tensor.parts:
-        values = b"".join(read_bytes(part.path, part.start, part.size))
-        ends = [start + size for start, size in zip(part.offsets, part.shape, strict=True)]
-        place = tuple(map(slice, part.offsets, ends))
-        whole[place] = np.frombuffer(values, np.uint8).reshape(*part.shape, bytes_each)
-    digest.update(whole.reshape(-1).data)
-    return digest.hexdigest()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return sum(math.prod(part.shape) for part in tensor.parts) == math.prod(tensor.shape)
-
-
-def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
-    """Return whether two parts share a value: (offset, size) of each dimension."""
-    pairs = zip(one, other, strict=True)
-    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in pairs)
-
-
 # ---- The state -----------------------------------------------------------------------------------
 
 
@@ -252,10 +210,21 @@ def hash_tensors(folder: Path, files: list[str], version: int = VERSION) -> dict
     if version > 2:
         return _close(read_trees(folder, files), folder)
     tensors = _list_tensors(folder, files)
-    with hashing_threads() as pool:
-        digests = pool.map(_hash_bytes, tensors.values())
-        pairs = zip(tensors.items(), digests, strict=True)
-        return {name: [each.dtype, each.shape, digest] for (name, each), digest in pairs}
+    return {n: [each.dtype, each.shape, _hash_bytes(each, folder)] for n, each in tensors.items()}
+
+
+def _hash_bytes(tensor: Tensor, folder: Path) -> str:
+    """Return the hash of a tensor before version 3: of its bytes, in C order."""
+    digest, end = hashlib.sha256(), 0
+    runs = [run for part in tensor.parts for run in _runs(part, tensor.shape)]
+    for start, content in sorted(runs, key=itemgetter(0)):
+        if start == end:
+            digest.update(content)
+            end += len(content)
+    size = tensor.value_bytes * math.prod(tensor.shape)
+    if not size == end == sum(len(part.content) for part in tensor.parts):
+        raise ValueError(f"the parts of {folder} do not make whole tensors")
+    return digest.hexdigest()
 
 
 def rest_of(manifest: dict) -> dict[str, Any]:
