@@ -111,10 +111,13 @@ class Saver:
                 own = share.files if share else checkpoints.list_files(partial)[number::count]
                 hashed = checkpoints.hash_files(partial, own)
             node = ranks.nodes[ranks.layout.rank]
-            found = ranks.union({name: (node, *each.values()) for name, each in hashed.items()})
+            found = {}
+            for name, each in hashed.items():
+                found[name] = node, each["bytes"], bytes.fromhex(each["sha256"])
+            found = ranks.union(found)
             if any(ranks.nodes):  # the first of each node writes the manifest
-                found = ranks.from_main(found)
-            files = {n: {"bytes": size, "sha256": digest} for n, (_, size, digest) in found.items()}
+                found, manifest = ranks.from_main((found, manifest))
+            files = {n: {"bytes": size, "sha256": sha.hex()} for n, (_, size, sha) in found.items()}
             here = {name: files[name] for name, (place, *_) in found.items() if place == node}
             # DeepSpeed's files have no hash of the state.
             own = own if share else None
