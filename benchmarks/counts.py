@@ -1,13 +1,12 @@
 """Counts what a process receives, opens and asks for, by phase, on more and more processes.
 
-    python benchmarks/counts.py                          # W = 2, 4, 8, 16 under DDP and FSDP2
-    python benchmarks/counts.py --against CHECKOUT       # beside another state of the library
+    python benchmarks/counts.py                # of the library on PYTHONPATH: W = 2, 4, 8, 16
 
-W gloo processes of this machine train 150 layers of 16 x 16 for ten steps with `Training`, save at
-steps 5 and 10, and resume. Counted is the most that any of them has: calls of torch.distributed,
-the bytes that they bring (an object that all gather counts W times), files of tensors that it opens
-to read, and keys in the largest request to the store where processes meet. The gradients that DDP
-and FSDP2 exchange are not counted.
+W gloo processes of this machine train 150 layers of 16 x 16 for ten steps with `Training`, under
+DDP and FSDP2, save at steps 5 and 10, and resume. Counted is the most that any of them has: calls
+of torch.distributed, the bytes that they bring (an object that all gather counts W times), files of
+tensors that it opens to read, and keys in the largest request to the store where processes meet.
+The gradients that DDP and FSDP2 exchange are not counted.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,80 +25,49 @@ import compare
 
 PHASES = {"meet": 1, "start": 1, "steps": 10, "save": 2, "resume": 1}  # how often each happens
 COLUMNS = ("calls", "bytes", "files", "keys")
+TENSORS = ("all_reduce", "broadcast", "all_to_all_single")
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "recv_object_list")
+found: Counter = Counter()  # of this process, by phase and column
+phase = ""
 
 
-def size_of(name: str, given: tuple) -> int:
-    """The bytes that a call of torch.distributed has brought to this process."""
-    if name in ("all_reduce", "broadcast", "all_to_all_single"):
-        return given[0].nbytes
-    if name in ("broadcast_object_list", "recv_object_list"):
-        return len(pickle.dumps(given[0]))
-    values = {"all_gather_object": given[0], "gather_object": given[1:2] and given[1]}.get(name)
-    return sum(len(pickle.dumps(value)) for value in values or ())
+def counting(name: str, call: Any) -> Any:
+    """A function of a library, whose calls are counted."""
+
+    def counted(*given: Any, **named: Any) -> Any:
+        result = call(*given, **named)
+        found[phase, "files" if name == "safe_open" else "calls"] += 1
+        if name in TENSORS:
+            found[phase, "bytes"] += given[0].nbytes
+        elif name in OBJECTS:
+            values = given[0] if name != "gather_object" else given[1] or ()
+            found[phase, "bytes"] += sum(len(pickle.dumps(value)) for value in values)
+        elif name == "check":
+            found[phase, "calls"] -= 1
+            found[phase, "keys"] = max(found[phase, "keys"], len(given[1]))
+        return result
+
+    return counted
 
 
-class Counts:
-    """What this process does, by phase and kind. It stands in for functions of the libraries."""
-
-    def __init__(self) -> None:
-        import safetensors
-        import torch.distributed as dist
-
-        self.phase, self.found, self.keys = "", Counter(), 0
-        for name in dir(dist):
-            kinds = ("all_reduce", "broadcast", "all_to_all_single")
-            if name in kinds or (name.endswith(("object", "object_list")) and name[0] != "_"):
-                setattr(dist, name, self.counting(name, getattr(dist, name)))
-        safetensors.safe_open = self.counting("files", safetensors.safe_open)
-        sys.addaudithook(self.note_open)
-        check = dist.Store.check
-
-        class Store(dist.PrefixStore):
-            def check(store, keys: list[str]) -> bool:  # noqa: N805
-                self.keys = max(self.keys, len(keys))
-                return check(store, keys)
-
-        dist.PrefixStore = Store
-
-    def note_open(self, event: str, given: tuple) -> None:
-        is_file = event == "open" and str(given[0]).endswith(".safetensors")
-        if is_file and given[1] in ("r", "rb"):
-            self.found[self.phase, "files"] += 1
-
-    def counting(self, name: str, call: Any) -> Any:
-        def counted(*given: Any, **named: Any) -> Any:
-            result = call(*given, **named)
-            if name == "files":
-                self.found[self.phase, "files"] += 1
-                return result
-            self.found[self.phase, "calls"] += 1
-            self.found[self.phase, "bytes"] += size_of(name, given)
-            return result
-
-        return counted
-
-    def by_phase(self) -> dict[str, dict[str, float]]:
-        self.found["meet", "keys"] = self.keys
-        kinds = {
-            phase: {c: self.found[phase, c] / n for c in COLUMNS} for phase, n in PHASES.items()
-        }
-        return {phase: kinds[phase] for phase in PHASES}
+def note_open(event: str, given: tuple) -> None:
+    if event == "open" and given[1] == "rb" and str(given[0]).endswith(".safetensors"):
+        found[phase, "files"] += 1
 
 
-def train(counts: Counts, layout: str, folder: Path) -> None:
+def train(layout: str, folder: Path) -> None:
     """Trains, or resumes, as one of the processes."""
+    global phase
     import torch
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    import samestep
+    from samestep import Training
+    from samestep.launch import rendezvous
 
-    package = samestep.Ranks.__module__.rpartition(".")[0]
-    place = "launch" if package.endswith("processes") else "project"  # of an older library
-    rendezvous = importlib.import_module(f"samestep.{place}.rendezvous")
-    counts.phase = "meet"
+    phase = "meet"
     rendezvous.form_group(300, rendezvous.join(lambda _: os._exit(1)))
-    counts.phase, plugin = "", None
+    phase, plugin = "", None
     if layout == "FSDP2":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -110,113 +77,96 @@ def train(counts: Counts, layout: str, folder: Path) -> None:
     rows = [{"x": torch.randn(16, generator=torch.Generator().manual_seed(i))} for i in range(64)]
     is_resumed = (folder / "checkpoints").exists()
     accelerator.wait_for_everyone()
-    counts.phase = "resume" if is_resumed else "start"
+    phase = "resume" if is_resumed else "start"
     size = 64 // accelerator.num_processes
-    training = samestep.Training(
-        accelerator, model, optimizer, rows, folder=folder, seed=0, global_batch_size=64,
-        micro_batch_size=size, settings={},
-    )  # fmt: skip
+    training = Training(accelerator, model, optimizer, rows, folder=folder, seed=0,
+                        global_batch_size=64, micro_batch_size=size)  # fmt: skip
     training.resume()
-    counts.phase, save = "steps", training.save
-
-    def counted_save() -> None:
-        counts.phase = "save"
-        save()
-        counts.phase = "steps"
-
-    training.save = counted_save
-    for step in training.steps(0 if is_resumed else 10, save_every=5):
+    phase = "steps"
+    for step in training.steps(0 if is_resumed else 10):
         for batch in step:
             with accelerator.accumulate(model):
                 step.backward(model(batch["x"]).square().sum())
         step.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    counts.phase = ""
+        if step.number % 5 == 0:
+            phase = "save"
+            training.save()
+            phase = "steps"
+    phase = ""
     accelerator.wait_for_everyone()
 
 
-def child(layout: str, processes: int, folder: Path) -> None:
-    """Forks the processes of a run, then those that resume it; prints the most of each count."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def fork(layout: str, processes: int, folder: Path) -> None:
+    """Forks the processes of a run, then those that resume it; each writes its counts."""
     os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}
-    counts = Counts()
-    if layout == "FSDP2":  # as in the tests, whose CPU stands in for a GPU
-        os.environ |= {"ACCELERATE_USE_CPU": "false"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+    import safetensors
+    import torch.distributed as dist
+
+    for name in (*TENSORS, *OBJECTS, "send_object_list"):
+        setattr(dist, name, counting(name, getattr(dist, name)))
+    safetensors.safe_open = counting("safe_open", safetensors.safe_open)
+    check = counting("check", dist.PrefixStore.check)
+    dist.PrefixStore = type("Store", (dist.PrefixStore,), {"check": lambda *given: check(*given)})
+    sys.addaudithook(note_open)
+    if layout == "FSDP2":  # as in the tests, where the CPU stands in for a GPU
+        os.environ["ACCELERATE_USE_CPU"] = "false"
         sys.path.append(str(compare.HERE.parent / "tests"))
         importlib.import_module("sharded_on_cpu")
-    for name in ("accelerate", "samestep.training.training", "samestep.core.training"):
-        if importlib.util.find_spec(name.rpartition(".")[0] or name):
-            importlib.import_module(name)
+    importlib.import_module("samestep.training.training")
     for start in range(2):
-        os.environ["MASTER_PORT"] = str(port + start)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            os.environ["MASTER_PORT"] = str(server.getsockname()[1])
         forked = []
         for rank in range(processes):
-            if number := os.fork():
-                forked.append(number)
-                continue
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            code = 1
-            try:
-                train(counts, layout, folder / "run")
-                (folder / f"{start}-{rank}.json").write_text(json.dumps(counts.by_phase()))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
-        if any([os.waitpid(number, 0)[1] for number in forked]):
-            sys.exit("a process has failed")
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    most = {p: {c: max(each[p][c] for each in found) for c in COLUMNS} for p in PHASES}
-    print(json.dumps(most))
+            forked.append(os.fork())
+            if not forked[-1]:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                train(layout, folder / "run")
+                counts = {p: {c: found[p, c] / n for c in COLUMNS} for p, n in PHASES.items()}
+                (folder / f"{start}-{rank}.json").write_text(json.dumps(counts))
+                os._exit(0)
+        for _ in range(processes):
+            if os.wait()[1]:
+                os.killpg(0, 9)
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> dict:
-    """The counts of each state of the library, layout and number of processes."""
-    found: dict = {}
-    places = {"now": compare.HERE.parent} | ({"before": asked.against} if asked.against else {})
-    for name, checkout in places.items():
-        for layout in asked.layouts:
-            for processes in asked.processes:
-                place = folder / f"{name}-{layout}-{processes}"
-                place.mkdir()
-                words = [__file__, "--child", layout, str(processes), str(place)]
-                env = compare.environment(PYTHONPATH=str(checkout.resolve() / "src"))
-                run = subprocess.run(
-                    [sys.executable, *words], env=env, capture_output=True, text=True
-                )
-                if run.returncode:
-                    sys.exit(run.stdout + run.stderr)
-                counted = json.loads(run.stdout.splitlines()[-1])
-                found.setdefault(f"{layout}, {name}", {})[processes] = counted
-    return {"counts": found}
+    """The most of each count, by layout and number of processes."""
+    counts: dict = {layout: {} for layout in asked.layouts}
+    for layout, size in [(each, size) for each in asked.layouts for size in asked.processes]:
+        place = folder / f"{layout}-{size}"
+        place.mkdir()
+        words = [sys.executable, __file__, "--fork", layout, str(size), str(place)]
+        subprocess.run(words, env=compare.environment(), check=True, process_group=0)
+        each = [json.loads(path.read_text()) for path in place.glob("*.json")]
+        most = {p: {c: max(one[p][c] for one in each) for c in COLUMNS} for p in PHASES}
+        counts[layout][size] = most
+    return {"counts": counts}
 
 
 def describe(report: dict) -> str:
-    """A row for each phase and count, with how much the last number of processes adds."""
+    """A row for each phase and count, with the ratio of the last two numbers of processes."""
     rows = []
-    for name, found in report["counts"].items():
-        for phase in PHASES:
-            for column in COLUMNS:
-                counted = [each[phase][column] for each in found.values()]
-                if any(counted):
-                    grows = f"{counted[-1] / counted[-2]:.2f}" if counted[-2:-1] > [0] else "-"
-                    rows.append([name, phase, column, *(f"{n:,.0f}" for n in counted), grows])
-    sizes = [f"W = {processes}" for processes in next(iter(report["counts"].values()))]
-    return compare.markdown(["", "phase", "count", *sizes, "grows"], rows)
+    for layout, counts in report["counts"].items():
+        for phase, column in [(phase, column) for phase in PHASES for column in COLUMNS]:
+            each = [counted[phase][column] for counted in counts.values()]
+            if each[-1]:
+                shown = [f"{n:,.0f}" for n in each]
+                rows.append([layout, phase, column, *shown, f"{each[-1] / (each[-2] or 1):.2f}"])
+    return compare.markdown(["", "phase", "count", *counts, "grows"], rows)
 
 
 def main() -> None:
     parser = compare.parser_of(__doc__, "counts")
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--layouts", nargs="+", default=["DDP", "FSDP2"])
-    parser.add_argument("--against", type=Path, help="another checkout")
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
-        return
-    compare.publish(parser.parse_args(), measure, describe)
+    if sys.argv[1:2] == ["--fork"]:
+        fork(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        compare.publish(parser.parse_args(), measure, describe)
 
 
 if __name__ == "__main__":
