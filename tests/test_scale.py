@@ -46,8 +46,9 @@ def test_who_writes_a_value_is_computed_as_torch_cuts_it(sizes, placements, shap
         holders = tensor_files._holders_of(mesh, tuple(placements), Layout(count, rank))
         cuts, distance = tensor_files._cuts_of(mesh, tuple(placements))
         assert rank in holders
-        found[rank] = (holders[-1] - distance, cuts), place_of(
-            shape, sizes, mesh.get_coordinate(), placements
+        found[rank] = (
+            (holders[-1] - distance, cuts),
+            place_of(shape, sizes, mesh.get_coordinate(), placements),
         )
         parts = [found[peer][1] for peer in holders if peer in found]
         assert all(part == parts[0] for part in parts)

@@ -61,39 +61,27 @@ def take_share(
     A process that has a part alone writes it. What several have is assigned by size to eight of
     them at most, evenly spread. All processes of a stage have the same names and shapes.
     """
-    rank, peers, held, index = ranks.layout.rank, ranks.layout.peers, {}, {}
-    for name, values in sorted(tensors.items()):
-        holders = peers
+    rank, peers, loads = ranks.layout.rank, ranks.layout.peers, {}
+    share = Share(rank, {}, {}, {})
+    for name, values in sorted(tensors.items(), key=lambda each: (-each[1].nbytes, each[0])):
+        holders, cuts, distance = peers, [], 0
         if name in alone:
             holders = [rank]
         elif is_dtensor(values):
             holders = _holders_of(values.device_mesh, values.placements, ranks.layout)
-        held[name] = holders[:: -(-len(holders) // _WRITERS)]
-    writers = assign({n: tensors[n].nbytes for n in held}, {n: len(w) for n, w in held.items()})
-    share = Share(rank, {}, {}, index)
-    for name, values in sorted(tensors.items()):
-        part, writer, shape = local(values).detach(), held[name][writers[name]], [*values.shape]
-        dtype = str(part.dtype).removeprefix("torch.")
-        index[name] = [dtype, shape, writer, []]
-        if is_dtensor(values):
             cuts, distance = _cuts_of(values.device_mesh, values.placements)
-            index[name] = [dtype, shape, writer - distance, cuts]
+        writers = holders[:: -(-len(holders) // _WRITERS)]
+        # The largest first, each to the writer with the least.
+        queue = loads.setdefault(len(writers), [(0, i) for i in range(len(writers))])
+        least, number = queue[0]
+        heapq.heapreplace(queue, (least + values.nbytes, number))
+        part, writer, shape = local(values).detach(), writers[number], [*values.shape]
+        dtype = str(part.dtype).removeprefix("torch.")
+        share.index[name] = [dtype, shape, writer - distance, cuts]
         if writer == rank and (part.numel() or not values.numel()):  # else too few rows
             place = {"saved_offsets": _offsets_of(values), "shape": shape, "dtype": dtype}
             share.parts[name], share.places[name] = part, place
     return share
-
-
-def assign(sizes: dict[str, int], writers: dict[str, int]) -> dict[str, int]:
-    """Return the number of the writer of each tensor, of so many: the largest first, each to the
-    writer with the least."""
-    loads = {count: [(0, number) for number in range(count)] for count in {*writers.values()}}
-    chosen = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least, number = (queue := loads[writers[name]])[0]
-        heapq.heapreplace(queue, (least + sizes[name], number))
-        chosen[name] = number
-    return chosen
 
 
 @functools.lru_cache
@@ -214,10 +202,9 @@ class TensorReader:
         self.opened: set[str] = set()
         # By tensor: a file, the offsets of its part and its shape.
         self.parts: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
-        self.shapes: dict[str, torch.Size] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for name, (dtype, shape, *_) in self.index.items():
-            self.shapes[name], self.dtypes[name] = torch.Size(shape), getattr(torch, dtype)
+        index = sorted(self.index.items())
+        self.shapes = {name: torch.Size(shape) for name, (_, shape, *_) in index}
+        self.dtypes = {name: getattr(torch, dtype) for name, (dtype, *_) in index}
         if not self.index:
             self._open_all()
 
