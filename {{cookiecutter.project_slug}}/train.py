@@ -52,9 +52,9 @@ class Config(RunConfig):
     passes are added, up to 10. 0: neither. A flag of num_epochs or global_batch_size: likewise."""
     global_batch_size: BatchSize = 32
     """Samples in an optimizer step, over all processes."""
-    micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
-    """Largest number of samples that a device takes at once; lower it when memory runs out. The
-    result stays the same to rounding, except for randomness in the model (dropout)."""
+    micro_batch_size: BatchSize | Literal["auto"] = field(default=32, metadata=ROUNDING)
+    """Maximum of samples that a device takes at once; auto: as many as fit, fewer when memory runs
+    out. The result stays the same to rounding, except for randomness in the model (dropout)."""
 
     # Optimizer
     learning_rate: NonNegativeFloat = 3e-3

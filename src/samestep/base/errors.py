@@ -69,9 +69,10 @@ def describe_os_error(error: OSError) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the machine or a GPU ran out of memory."""
-    words = r"out of memory|not enough memory|allocate memory"
+    words = r"out of memory|not enough memory|allocate memory|ALLOC_FAILED"
     full = isinstance(error, RuntimeError) and re.search(words, str(error))
-    return bool(full) or isinstance(error, MemoryError)
+    of_torch = type(error).__name__ == "OutOfMemoryError"  # this module needs no torch
+    return bool(full) or of_torch or isinstance(error, MemoryError)
 
 
 def catch(function: Callable, *arguments: Any) -> tuple[Any, Exception | None]:

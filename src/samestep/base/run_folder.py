@@ -98,14 +98,15 @@ def write_status(output: Path, state: str | None = None, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries.
 
     The state, `saved` and `mirrored_step`, the steps of the newest checkpoint here and there, stay
-    unless they are given; so does what `notice` has written.
+    unless they are given; so does what `notice` has written, and a micro_batch_size that was found.
     """
     path = output / "status.json"
     before = read_json_object(path)
     kept = {"state": state or before.get("state"), "saved": before.get("saved", 0)}
     kept["noticed"] = before.get("noticed", {})
-    if "mirrored_step" in before:
-        kept["mirrored_step"] = before["mirrored_step"]
+    for name in ("mirrored_step", "micro_batch_size"):
+        if name in before:
+            kept[name] = before[name]
     text = json.dumps({**kept, **describe_process(), **more}) + "\n"
     try:
         replace_text(path, text)

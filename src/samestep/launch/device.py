@@ -110,6 +110,7 @@ def check_combinations(cfg: Any, layout: Layout) -> None:
     trains = not cfg.check  # a check may run on another machine
     there = {
         "exact": cfg.exact,
+        "micro_batch_size auto": cfg.micro_batch_size == "auto",
         "compile": cfg.compile,
         "async_save": cfg.async_save,
         "device_shares": cfg.device_shares != "equal",

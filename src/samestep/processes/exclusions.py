@@ -17,6 +17,10 @@ _EXCLUDED = {
     "async_save": ("DeepSpeed",),
     "fp16": ("sharded weights", "a CPU"),
     "fp8": ("DeepSpeed", "tensor parallelism", "context parallelism", "stages"),
+    "micro_batch_size auto": (  # a step that began to communicate cannot be computed again
+        *("exact", "a stream", "device_shares", "SyncBatchNorm", "static_graph"),
+        *("tensor parallelism", "context parallelism", "stages", "DeepSpeed"),
+    ),
 }
 
 
@@ -25,4 +29,7 @@ def check(there: dict[str, bool]) -> None:
     for name, others in _EXCLUDED.items():
         for other in others:
             if there.get(name) and there.get(other):
-                raise UserError(f"{name} cannot be combined with {other}; leave one of them out")
+                remedy = "leave one of them out"
+                if name == "micro_batch_size auto":
+                    remedy = "give a number, such as the one that auto found in another run"
+                raise UserError(f"{name} cannot be combined with {other}; {remedy}")

@@ -77,7 +77,8 @@ def exit_code_of(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:
         return 1, describe_os_error(error)
     if is_out_of_memory(error):
-        return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
+        remedy = "give --micro_batch_size auto, or a lower number, and start again"
+        return 1, f"the memory is full: {error}; {remedy}"
     if isinstance(error, SystemExit) and error.code == STOPPED:
         return STOPPED, "stopped before the first step; the same command starts again"
     if isinstance(error, SystemExit):

@@ -56,13 +56,14 @@ class _Probe:
 
     def __init__(self, run: Any, training: Any):
         self.run, self.model, self.task = run, training.model, run.task
+        self.training = training
         self.limit, self.ends = tolerance(training)
         self.outputs: Batch = {}  # of validation rows
         self.dependent = training.rows_depend
 
     def check_sums(self, samples: list[tuple]) -> None:
         """Check eval_sums on samples, and the metrics of their sums."""
-        chosen = choose(samples, self.run.plan)
+        chosen = choose(samples, self.training)
         together = self.compute("eval_sums", chosen)
         if together.draws:
             print_on_main(
@@ -99,7 +100,7 @@ class _Probe:
         """Compare the outputs of rows together with those of each alone."""
         if not hasattr(self.task, "eval_outputs"):
             return
-        chosen = choose(samples, self.run.plan)
+        chosen = choose(samples, self.training)
         before = trial.random_state(self.run.accelerator.device)
         self.outputs = self.rows_of([chosen])
         drawn = before != trial.random_state(self.run.accelerator.device)

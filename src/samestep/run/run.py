@@ -125,6 +125,8 @@ class Run:
         if accelerator.is_main_process and not cfg.eval_only:
             text = yaml.safe_dump(self.start.given, sort_keys=False, allow_unicode=True)
             files.replace_text(self.output / "config.yaml", text)
+            if self.plan.is_auto:
+                self.point.find_size(self.output, hardware, self.ranks.layout.sharded)
             provenance.write_hardware(self.output, self.manifest)
             self.keep_identity()
             self.point.write_running(self.output)

@@ -214,7 +214,8 @@ def describe_changes(changes: dict[str, list]) -> list[str]:
 
 def hardware_line(before: dict, now: dict) -> str:
     """Say what differs between the hardware of a checkpoint and of now; empty: nothing."""
-    if not (changed := differences(before, now)):
+    found = {"micro_batch_size": ""}  # of auto
+    if not (changed := differences(before | found, now | found)):
         return ""
     text = one_line("; ".join(as_lines(changed)), 500)
     return f"the hardware or a version changed, rounding may differ: {text}"

@@ -16,6 +16,13 @@ from typing import Any
 
 from samestep.base.errors import UserError
 
+_FEW = 8  # samples of a batch that is computed before the search of auto
+
+
+def number_of(micro_batch_size: int | str, samples: int) -> int:
+    """Return a micro_batch_size as a number; for auto that of a batch before the search."""
+    return min(_FEW, samples) if isinstance(micro_batch_size, str) else micro_batch_size
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -31,6 +38,7 @@ class StepPlan:
     shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
     stride: int = 1  # between two micro-batches of a rank
+    is_auto: bool = False  # whether micro_batch_size is yet to be found: see memory.py
 
     @property
     def count(self) -> int:
@@ -57,6 +65,8 @@ class StepPlan:
 
     def describe(self, ranks: str = "processes") -> str:
         """Write the samples of a step as a product, and what its factors count."""
+        if self.is_auto:
+            return f"{self.samples} samples, micro_batch_size auto"
         shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
@@ -105,19 +115,21 @@ def count_micro_batches(
 
 
 def plan_step(
-    global_batch_size: int, micro_batch_size: int, ranks: int, exact: bool = False,
+    global_batch_size: int, micro_batch_size: int | str, ranks: int, exact: bool = False,
     device_shares: str | list[float] = "equal", rank: int = 0, in_step: int = 0,
 ) -> StepPlan:  # fmt: skip
     """Cut a step into micro-batches, and assign them to the ranks.
 
-    micro_batch_size: maximum of samples in a micro-batch; with exact their number.
+    micro_batch_size: maximum of samples in a micro-batch; with exact their number; auto: few, until
+        it is found.
     ranks: data-parallel ones, of which `rank` is this one.
     device_shares: "equal", "auto" (equal until speeds are measured), or a speed for each rank.
     in_step: so many neighbors share weights, so all ranks compute as many micro-batches; 0: none.
 
     Raises UserError for a cut that is impossible.
     """
-    samples, size = global_batch_size, micro_batch_size
+    samples, is_auto = global_batch_size, micro_batch_size == "auto"
+    size = number_of(micro_batch_size, samples)
     speeds = [1.0] * ranks
     if isinstance(device_shares, list):
         speeds = device_shares
@@ -148,4 +160,4 @@ def plan_step(
             f"assigned to {ranks} process{'es' if ranks > 1 else ''}; {remedy}"
         )
     shares = assign_micro_batches(count, speeds, least=1)
-    return StepPlan(samples, size, shares, rank, in_step if exact and in_step else 1)
+    return StepPlan(samples, size, shares, rank, in_step if exact and in_step else 1, is_auto)

@@ -52,10 +52,13 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         self.check_order("not begun", "another loop over the batches")
-        self.gradient = "not added up"
-        for give_others in self.run.trials:  # a few rows, before the first step
-            yield from give_others(self.run, self)
-        yield from self.compute_all()
+        self.gradient, run = "not added up", self.run
+        for give_others in run.trials:  # a few rows, before the first step
+            yield from give_others(run, self)
+        if run.memory:  # which computes it again where it does not fit
+            yield from run.memory.compute(self)
+        else:
+            yield from self.compute_all()
         self.reduce()
         if self.number % self.run.log_every == 0:
             self.run.metrics.monitor.read_losses(self)
@@ -88,13 +91,31 @@ class Step:
                 "the forward pass and step.backward inside, once for each batch"
             )
 
-    def backward(self, loss: torch.Tensor | Callable[[], torch.Tensor], mean: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor | Callable[[], torch.Tensor], mean: bool = False
+    ) -> torch.Tensor:
         """Add the gradient of a batch: of the sum of the losses of its items, or of their mean.
+        Return the sum, without a gradient; NaN where memory ran out, and it is computed again.
 
         loss: a float32 of shape (), or a function that computes it.
         mean: whether it is a mean. One of your own divides by 0 where no item is in the loss, and
             its gradient is NaN: give the sum. F.cross_entropy's mean may be given.
         """
+        memory, calls = self.run.memory, len(self.losses)
+        if not memory:
+            self.add_gradient(loss, mean)
+        elif callable(loss):
+            with memory.attempt(self.batch):
+                self.add_gradient(loss, mean)
+            if memory.is_out:
+                self.losses[calls:] = [torch.tensor(math.nan)]
+        else:
+            memory.say_plain()
+            self.add_gradient(loss, mean)
+        return self.losses[-1]
+
+    def add_gradient(self, loss: Any, mean: bool) -> None:
+        """Add the gradient of a loss, or of what a function computes: see `backward`."""
         run, batch = self.run, self.batch
         assert batch
         if callable(loss):
@@ -108,7 +129,7 @@ class Step:
             with as_user_error():
                 inputs.check_loss(loss, torch.is_grad_enabled())
             self.leaves = trial.leaves_of(loss)
-        elif run.gradients.weights.steps == 1 and not self.losses:
+        elif run.gradients.weights.steps == 1 and not self.losses and not run.memory:
             with run.ranks.fail_together():
                 inputs.check_loss(loss)
         self.losses.append(loss.detach())

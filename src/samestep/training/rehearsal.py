@@ -22,7 +22,7 @@ from samestep.processes.failures import Ended
 from samestep.processes.sharding import full_tensor, local
 from samestep.state import inventory, packing
 from samestep.step import trial
-from samestep.step.plan import count_micro_batches
+from samestep.step.plan import count_micro_batches, number_of
 from samestep.step.samples import collate, hash_entries
 from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step
@@ -43,9 +43,9 @@ def read_question() -> dict[str, Any]:
     return json.loads(os.environ.get("SAMESTEP_REHEARSAL", "{}"))
 
 
-def choose_size(samples: int, size: int, exact: bool, question: dict[str, Any]) -> int:
+def choose_size(samples: int, size: int | str, exact: bool, question: dict[str, Any]) -> int:
     """Return the micro_batch_size of the question, at most that of the run."""
-    sizes, _ = _list_sizes(samples, size, exact, question)
+    sizes, _ = _list_sizes(samples, number_of(size, samples), exact, question)
     return sizes[min(question["cut"], len(sizes) - 1)]
 
 

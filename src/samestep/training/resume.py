@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import catch
 from samestep.processes.ranks import Ranks
+from samestep.base.files import read_text
 from samestep.state import checkpoints, provenance
 from samestep.state.mirror import Mirror
 
@@ -24,6 +26,7 @@ class ResumePoint:
     saved: dict = field(default_factory=dict)  # its manifest
     best: list | None = None  # the step and the eval_loss of the best evaluation that was saved
     verified: bool = False  # whether all bytes of its files were
+    micro_batch_size: int = 0  # that auto has found on this hardware; 0: none
     remarks: list[str] = field(default_factory=list)  # lines to print
     # Accepted changes of settings, and of code: what was before, and is now.
     changed: dict[str, list] = field(default_factory=dict)
@@ -89,6 +92,22 @@ class ResumePoint:
             print_on_main(remark)
         if line := provenance.hardware_line(self.saved.get("hardware", hardware), hardware):
             print_on_main(line)
+
+    def find_size(self, output: Path, hardware: dict, sharded: bool) -> None:
+        """Find the micro_batch_size of auto, as of the checkpoint, or of a start on this hardware
+        that has saved nothing yet; add it to the hardware. The main process calls it.
+
+        sharded: whether a start that ran out of memory has noted half of it.
+        """
+        written, _ = catch(lambda: yaml.safe_load(read_text(output / "hardware.yaml")))
+        written = written if isinstance(written, dict) else {}
+        known = [self.saved.get("hardware", {}), written]
+        for before in reversed(known) if sharded else known:
+            same = {name: before.get(name) for name in hardware} == hardware
+            if same and not self.micro_batch_size:
+                self.micro_batch_size = before.get("micro_batch_size", 0)
+        if self.micro_batch_size:
+            hardware["micro_batch_size"] = self.micro_batch_size
 
     def same_validation(self, manifest: dict) -> bool:
         """Return whether the checkpoint was evaluated on the rows of today, as settings say."""

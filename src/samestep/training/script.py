@@ -64,7 +64,7 @@ class Script:
     )
 
     def __init__(
-        self, training: Any, rows: Any, global_batch_size: int, micro_batch_size: int,
+        self, training: Any, rows: Any, global_batch_size: int, micro_batch_size: int | str,
         settings: dict, functions: dict[str, Callable | None],
     ):  # fmt: skip
         self.training, self.folder = training, training.folder
@@ -75,10 +75,10 @@ class Script:
         self.stop = StopRequest(launcher_process())
         _end_in_one_line(self)  # first: it tells errors in status.json, too
         accelerator, is_exact, seed = training.accelerator, training.exact, training.seed
-        check_whole(
-            1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size,
-            log_every=training.log_every,
-        )  # fmt: skip
+        check_whole(1, global_batch_size=global_batch_size, log_every=training.log_every)
+        if micro_batch_size != "auto":
+            check_whole(1, micro_batch_size=micro_batch_size)
+        exclusions.check({"micro_batch_size auto": micro_batch_size == "auto", "exact": is_exact})
         check_whole(
             0, seed=seed, keep_checkpoints=training.keep_checkpoints,
             keep_every=training.keep_every, num_workers=training.num_workers or 0,
@@ -190,6 +190,9 @@ class Script:
             point.compare(self.manifest, training.accept_changes, {}, {}, self.project)
             if point.in_folder:
                 point.best = point.saved.get("best")
+            if self.plan.is_auto:
+                is_sharded = self.ranks.layout.sharded
+                point.find_size(self.folder, self.manifest["hardware"], is_sharded)
             point.write_running(self.folder)
             provenance.write_hardware(self.folder, self.manifest)
             return point

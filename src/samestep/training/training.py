@@ -43,7 +43,9 @@ from samestep.step.seeds import BEFORE, seed_micro_batch
 from samestep.step.step import Step, watch_optimizer
 from samestep.training import rehearsal, replay, script
 from samestep.training.log import RunLog
+from samestep.training.memory import Memory
 from samestep.training.resume import ResumePoint
+from samestep.training.search import find_size
 from samestep.training.trial import try_loop
 
 
@@ -53,7 +55,8 @@ class Training:
     rows: a dataset with len() and [i].
     folder: of the run. `checkpoints`, `metrics.jsonl` and `status.json` lie in it.
     seed: of the order of the rows, of what is drawn in a step, and of the generators from here on.
-    global_batch_size: rows of a step, over all processes; micro_batch_size: of a batch, at most.
+    global_batch_size: rows of a step, over all processes; micro_batch_size: of a batch, at most;
+        auto: as many as fit into memory, and fewer where it runs out.
     collate(list of rows): a batch.
     count(batch): its items in the loss, from its labels alone; without it the number of its rows.
     settings: those that determine the result; a run that resumes must have the same.
@@ -73,7 +76,7 @@ class Training:
 
     def __init__(
         self, accelerator: Accelerator, model: Any, optimizer: Any, rows: Any, *,
-        folder: str | Path, seed: int, global_batch_size: int, micro_batch_size: int,
+        folder: str | Path, seed: int, global_batch_size: int, micro_batch_size: int | str,
         collate: Callable = default_collate, count: Callable | None = None,
         settings: dict | None = None, exact: bool = False, augment: Callable | None = None,
         keep_checkpoints: int = 3, keep_every: int = 0, async_save: bool = False,
@@ -111,6 +114,10 @@ class Training:
         self.manifest: dict[str, Any] = run.manifest  # the entries that all checkpoints have
         self.rows = SampleDataset(rows, self.task, seed, run.mixture)
         self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
+        self.memory: Memory | None = None  # of micro_batch_size auto
+        if self.plan.is_auto:
+            self.memory = Memory(self)
+            self.trials.insert(self.trials.index(try_loop), find_size)
         self.exported = model  # what is evaluated and exported: an average of the weights may be
         self.modules = 0  # that were loaded at the last save
         self.has_looked = False  # at what the first step changes
@@ -140,6 +147,9 @@ class Training:
             return self.step
         self.point = point = run.find_start(self)
         self.lock = run.lock
+        if self.memory and (size := self.ranks.from_main(point.micro_batch_size)):
+            self.memory.use(self.memory.cut(size))
+            print_on_main(f"{run.label}micro_batch_size auto: as before, {self.plan.describe()}")
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer
             options = run.optimizer_settings, run.sets_lr, self.exact

@@ -17,10 +17,10 @@ from samestep.step.exact import ExactGradients
 from samestep.step.gradient import StepGradients, TrainedWeights
 from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
-from samestep.step.plan import StepPlan
 from samestep.step.samples import collate
 from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step
+from samestep.training.memory import RepeatableGradients
 
 # Largest relative difference in fp32 and below: right losses show 2.3e-7 and 6.1e-6.
 _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
@@ -42,7 +42,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     if run.gradients is not None:  # not before the first step
         return
     samples = run.run.samples  # the shortest first, the longest last
-    rows = choose(samples, run.plan)
+    rows = choose(samples, run)
     before, put_back = _registered_states(run), run.saver.state.keep()
     if run.prepared != [p.requires_grad for p in run.model.parameters()]:
         run.model.require_backward_grad_sync = False  # DDP would wait for weights that do not train
@@ -52,12 +52,13 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
         run.model.eval()
         with run.run.trial_mode():
             first = together = yield from try_batch(run, step, rows)
-            if together.draws and len(samples) > 2:
+            several = len(samples) > 2 and not (run.memory and run.plan.largest < len(samples))
+            if together.draws and several:
                 rows = samples
                 together = yield from try_batch(run, step, rows)
             alone = []
             # Half of the loss of two rows, each with other random numbers, tells nothing.
-            is_compared = not together.draws or len(samples) > 2
+            is_compared = not together.draws or several
             if is_compared and not (run.rows_depend or run.ranks.layout.cp > 1):
                 for number, row in enumerate(rows, 1):
                     alone.append((yield from try_batch(run, step, [row], number)))
@@ -72,12 +73,14 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
         limit, ends = tolerance(run)
         if problem := trial.differ(run.run.loss_name, together, alone, limit):
             complain(f"{problem}; {run.run.loss_remedy}", ends)
-    _say(run, first, len(choose(samples, run.plan)))
+    _say(run, first, len(choose(samples, run)))
     run.run.after_trial(run, first)
     if run.ranks.layout.fsdp:
         sharding.reshard(run.model)
     weights = TrainedWeights(run.accelerator, run.ranks, run.model, run.prepared)
     kind = ExactGradients if run.exact else StepGradients
+    if run.memory and isinstance(run.model, DistributedDataParallel):
+        kind = RepeatableGradients
     run.gradients = kind(run.accelerator, weights)
     run.meter.stopwatch.watch(run.model)
 
@@ -113,7 +116,15 @@ def _try_twice(
     is_state = yield from _find_state(run, step, rows, values, second, put_back)
     state.inventory.results |= tensors - is_state
     _note_moved(run, moved, is_state)
+    if run.memory and first.draws:
+        print_on_main(
+            "micro_batch_size auto: what the model or the collate draws, such as masks of dropout, "
+            "follows the cut: another size gives others"
+        )
+    if run.memory:
+        run.memory.watch(moved, slots, tensors - is_state)
     exchanges = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+    exchanges = exchanges and not run.memory  # which has its own way
     if exchanges and run.run.tries_backward and waits:
         with trial.nothing_changes(model, put_back, exchanges=True):
             yield from try_batch(run, step, rows)
@@ -240,9 +251,10 @@ def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
         )
 
 
-def choose(samples: list[tuple], plan: StepPlan) -> list[tuple]:
+def choose(samples: list[tuple], run: Any) -> list[tuple]:
     """Choose as many of these as a device takes, at most four, with the last one."""
-    maximum = min(max(2, plan.largest), 4)
+    fewest = 1 if run.memory else 2
+    maximum = min(max(fewest, run.plan.largest), 4)
     return [*samples[: maximum - 1], *samples[maximum - 1 :][-1:]]
 
 

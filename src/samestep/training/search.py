@@ -1,0 +1,102 @@
+"""The search of micro_batch_size auto, before the first step: the largest that fits all processes.
+
+The longest known row is computed 1, 2, 4, ... times, twice each: in the second pass gradients lie
+in memory, as for later micro-batches; and beside room for what the optimizer will keep.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+
+from samestep.base.console import print_on_main
+from samestep.step import trial
+from samestep.step.inputs import entries_of, size_of
+from samestep.step.loader import MicroBatch
+from samestep.step.model import eager
+from samestep.step.samples import SampleDataset, collate
+from samestep.step.step import Step
+from samestep.training.trial import try_batch
+
+SECONDS = 1.0  # of the passes of a size, after which a CPU takes it
+_MOMENTS = 2  # that AdamW keeps of each weight
+_USABLE = 0.9  # of a device's memory: the rest is for longer rows, and for memory in pieces
+
+
+def find_size(run: Any, step: Step) -> Iterator[Any]:
+    """Give the longest row to the body of the loop, more and more times. run: the Training."""
+    if not run.plan.is_auto:  # it is known
+        return
+    memory, row, began = run.memory, _longest_row(run), time.monotonic()
+    batch, _, ids = collate(run.task, [row])
+    one = MicroBatch(0, batch, 0, 0, ids)
+    most = -(-run.plan.samples // len(run.plan.shares))
+    size, fitting, about = min(2 if run.rows_depend else 1, most), 0, ""
+    put_back = run.saver.state.keep()
+    with memory.search(), trial.nothing_changes(run.model, put_back), eager(run.model):
+        with memory.attempt(one):
+            room = [] if run.optimizer.state else _make_room(run.model)
+        while True:
+            left, fits_twice = yield from _compute(run, step, row, size, one)
+            is_out, stops = memory.ask(int(not fits_twice))
+            if is_out:
+                break
+            fitting, about = size, left
+            if stops or size == most:
+                break
+            size = min(2 * size, most)
+            run.model.zero_grad(set_to_none=True)
+        room = []  # noqa: F841
+    step.losses = []
+    if not fitting:
+        memory.end_for_row("before the first step")
+    memory.use(memory.cut(fitting))
+    memory.computed = fitting * size_of(batch)
+    step.micro_batches = run.loader.read_again()
+    shape = max((entry.shape[1:] for entry in entries_of(batch) if torch.is_tensor(entry)), key=len)
+    print_on_main(
+        f"{run.run.label}micro_batch_size auto: {fitting} rows of {[*shape]} fit, {about} "
+        f"({time.monotonic() - began:.2g} s); a step of {run.plan.describe()}"
+    )
+
+
+def _longest_row(run: Any) -> tuple:
+    """Return the longest row, by its size in the view if that has sizes; else of the first rows."""
+    rows = run.rows
+    if rows.sizes is None:
+        return run.run.samples[-1]
+    place = int(rows.sizes.argmax())
+    ((number, row),) = SampleDataset(rows.dataset).__getitems__([place])
+    if rows.augment:
+        row = rows.augment(row, torch.Generator().manual_seed(place))
+    return number, row
+
+
+def _make_room(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Allocate what an optimizer will keep."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [torch.empty_like(parameter) for parameter in trained for _ in range(_MOMENTS)]
+
+
+def _compute(
+    run: Any, step: Step, row: tuple, size: int, one: MicroBatch
+) -> Generator[Any, None, tuple[str, bool]]:
+    """Compute a row so many times, in two passes; return what is left, and whether twice as many
+    times will fit."""
+    memory, device = torch.accelerator.memory, run.accelerator.device
+    is_measured = device.type not in ("cpu", "mps")
+    if is_measured:
+        memory.reset_peak_memory_stats()
+    began = time.monotonic()
+    for _ in range(2):
+        if not run.memory.is_out:
+            with run.memory.attempt(one):
+                yield from try_batch(run, step, [row] * size)
+    if not is_measured:
+        seconds = time.monotonic() - began
+        return f"whose passes take {seconds:.2g} s", seconds < SECONDS
+    torch.accelerator.synchronize()
+    peak, held = memory.max_memory_allocated(), memory.memory_allocated()
+    usable = memory.get_memory_info()[0] + memory.memory_reserved()
+    return f"{(usable - peak) / 1e9:.1f} GB are left", held + 2 * (peak - held) < _USABLE * usable
