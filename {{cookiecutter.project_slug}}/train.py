@@ -158,9 +158,9 @@ def evaluate(training: Training) -> dict[str, float]:
     run, model = training.run, training.exported
     evaluation = training.evaluation(run.validation)
     for batch in evaluation:  # as many on every rank, as FSDP needs it
-        evaluation.add(model(run.task.eval_sums, batch))
+        evaluation.add(lambda: model(run.task.eval_sums, batch))
         if hasattr(run.task, "eval_outputs"):
-            evaluation.keep(model(run.task.eval_outputs, batch))
+            evaluation.keep(lambda: model(run.task.eval_outputs, batch))
     return run.score(evaluation)
 
 

@@ -260,9 +260,9 @@ class Run:
         model, sums = training.exported, self.sums
         with torch.no_grad():
             for batch in evaluation:
-                evaluation.add(model(self.task.eval_sums, batch))
+                evaluation.add(lambda: model(self.task.eval_sums, batch))
                 if hasattr(self.task, "eval_outputs"):
-                    evaluation.keep(model(self.task.eval_outputs, batch))
+                    evaluation.keep(lambda: model(self.task.eval_outputs, batch))
         scores, _ = catch(self.score, evaluation)
         self.sums = sums
         return scores["eval_loss"] if scores else math.nan

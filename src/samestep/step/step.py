@@ -105,7 +105,7 @@ class Step:
         if not memory:
             self.add_gradient(loss, mean)
         elif callable(loss):
-            with memory.attempt(self.batch):
+            with memory.attempt():
                 self.add_gradient(loss, mean)
             if memory.is_out:
                 self.losses[calls:] = [torch.tensor(math.nan)]

@@ -25,7 +25,6 @@ from samestep.processes import exclusions, sharding
 from samestep.state import inventory, provenance
 from samestep.step.gradient import StepGradients, TrainedWeights
 from samestep.step.inputs import size_of
-from samestep.step.loader import MicroBatch
 from samestep.step.plan import StepPlan, plan_step
 from samestep.step.seeds import seed_micro_batch
 
@@ -40,8 +39,9 @@ class Memory:
         self.recovers = self.searches = False  # whether an error of memory is none, and the search
         self.is_out = False  # this process, or another one that has said so
         self.is_known = False  # whether all know it
-        self.failed: MicroBatch | None = None  # that did not fit here
-        self.computed = 0  # numbers in the largest batch that did
+        self.has_failed = False  # this process, in this attempt
+        self.place, self.row, self.size = "", -1, 0  # of the batch: its first row, its numbers
+        self.computed = 0  # numbers in the largest batch that fitted
         self.has_remarked = False
         # What a forward pass changes, and the attributes of it that nothing reads: see trial.py.
         self.tensors: list[torch.Tensor] = []
@@ -65,7 +65,7 @@ class Memory:
     # ---- An attempt
 
     @contextlib.contextmanager
-    def attempt(self, micro_batch: MicroBatch | None) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
         """End the body where memory runs out. What it computed is free then: no frame holds it."""
         try:
             yield
@@ -74,7 +74,7 @@ class Memory:
                 raise
             if self.ranks.layout.fsdp and not self.searches:
                 raise self.give_up() from error
-            self.is_out, self.failed = True, micro_batch
+            self.is_out = self.has_failed = True
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = error.__context__ = error.__cause__ = None
         if self.is_out:
@@ -93,10 +93,20 @@ class Memory:
         self.is_known = self.is_out = out > 0
         return self.is_out, total
 
-    def start(self) -> None:
-        """Start an attempt."""
-        self.is_out = self.is_known = False
-        self.failed = None
+    def start(self, place: str) -> None:
+        """Start an attempt at a step, or at what else the place names."""
+        self.is_out = self.is_known = self.has_failed = False
+        self.place = place
+
+    @contextlib.contextmanager
+    def attempt_batch(self, batch: Any, ids: Any) -> Iterator[None]:
+        """Compute a batch of rows with these numbers in the body."""
+        self.row, self.size, self.recovers = int(ids[0]), size_of(batch), True
+        try:
+            with self.attempt():
+                yield
+        finally:
+            self.recovers = False
 
     def say_plain(self) -> None:
         """Print once that a loss which was computed elsewhere cannot be computed again."""
@@ -113,37 +123,34 @@ class Memory:
         """Give the batches of a step to the body of the loop, until all fit into all memories."""
         put_back, has_repeated = self.keep(), False
         while True:
-            self.start()
-            self.recovers = True
+            self.start(f"step {step.number}")
             yield from self.compute_once(step)
-            self.recovers = False
-            is_larger = self.failed and size_of(self.failed.batch) > self.computed
-            is_out, larger = self.ask(int(bool(is_larger)))
+            is_larger = self.has_failed and self.size > self.computed
+            is_out, larger = self.ask(int(is_larger))
             if not is_out:
                 return
             put_back()
             again = "as it was"  # another program may have taken the memory for a moment
             if larger or has_repeated:
                 if self.run.plan.largest == 1:
-                    self.end_for_row(f"step {step.number}")
+                    self.end_for_row()
                 self.use(self.cut(self.run.plan.largest // 2))
                 again = f"a step of {self.run.plan.describe()}"
             has_repeated = True
-            where = f"{self.run.run.label}step {step.number}"
-            print_on_main(f"{where} ran out of memory, and is computed again: {again}")
+            place = f"{self.run.run.label}{self.place}"
+            print_on_main(f"{place} ran out of memory, and is computed again: {again}")
             step.micro_batches = self.run.loader.read_again()
 
     @contextlib.contextmanager
     def search(self) -> Iterator[None]:
         """Compute rows in the body of which nobody knows whether they fit."""
-        self.start()
-        self.recovers = self.searches = True
+        self.start("before the first step")
+        self.searches = True
         try:
             with _asking(self):
                 yield
         finally:
-            self.recovers = self.searches = False
-            self.is_out = False
+            self.searches = self.is_out = False
 
     def compute_once(self, step: Any) -> Iterator[Any]:
         """Give the batches of this process, until one does not fit."""
@@ -152,26 +159,24 @@ class Memory:
         if step.prepare:
             step.prepare(step.micro_batches)
         for micro_batch in step.micro_batches:
-            batch = None
-            with self.attempt(micro_batch):
-                batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
-            if not self.is_out:
+            given = micro_batch.batch, run.accelerator.device
+            with self.attempt_batch(micro_batch.batch, micro_batch.ids):
+                batch = send_to_device(*given, non_blocking=True)
                 seed_micro_batch(run.seed, step.number, micro_batch.number)
                 yield from step.compute(micro_batch, batch)
             if self.is_out:
                 return
-            self.computed = max(self.computed, size_of(batch))
+            self.computed = max(self.computed, self.size)
 
-    def end_for_row(self, when: str) -> None:
+    def row_does_not_fit(self) -> UserError:
+        return UserError(
+            f"{self.place}: row {self.row} alone does not fit into the memory of the device; "
+            "shorten the longest rows, turn on gradient_checkpointing, or take fsdp2.yaml"
+        )
+
+    def end_for_row(self) -> None:
         """Raise UserError on all processes for the row that does not fit on some of them."""
-        problem = None
-        if self.failed:
-            problem = UserError(
-                f"{when}: row {self.failed.ids[0]} alone does not fit into the memory of the "
-                "device, beside weights, gradients and the optimizer's moments; shorten the "
-                "longest rows, turn on gradient_checkpointing, or take fsdp2.yaml"
-            )
-        self.ranks.raise_everywhere(problem)
+        self.ranks.raise_everywhere(self.row_does_not_fit() if self.has_failed else None)
 
     def cut(self, size: int) -> StepPlan:
         """Return the plan of a step with micro-batches of at most so many rows."""
@@ -195,17 +200,14 @@ class Memory:
         where they communicate next."""
         run, size = self.run, self.run.plan.largest // 2
         if not size:
-            return UserError(
-                f"a row of step {run.step + 1} alone does not fit into the memory of the device; "
-                "shorten the longest rows, or turn on gradient_checkpointing"
-            )
+            return self.row_does_not_fit()
         hardware = {**run.manifest["hardware"], "micro_batch_size": size}
         provenance.write_hardware(run.folder, {"hardware": hardware})
         status = {**read_json_object(run.folder / "status.json"), "micro_batch_size": size}
         replace_text(run.folder / "status.json", json.dumps(status) + "\n")
         return Failed(
-            f"step {run.step + 1} ran out of memory with micro-batches of {run.plan.largest} rows; "
-            f"the next start takes {size}"
+            f"{self.place} ran out of memory with micro-batches of {run.plan.largest} rows; the "
+            f"next start takes {size}"
         )
 
     # ---- What a forward pass changes

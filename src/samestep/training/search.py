@@ -13,7 +13,6 @@ import torch
 from samestep.base.console import print_on_main
 from samestep.step import trial
 from samestep.step.inputs import entries_of, size_of
-from samestep.step.loader import MicroBatch
 from samestep.step.model import eager
 from samestep.step.samples import SampleDataset, collate
 from samestep.step.step import Step
@@ -29,16 +28,18 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     if not run.plan.is_auto:  # it is known
         return
     memory, row, began = run.memory, _longest_row(run), time.monotonic()
-    batch, _, ids = collate(run.task, [row])
-    one = MicroBatch(0, batch, 0, 0, ids)
+    batch, *_ = collate(run.task, [row])
     most = -(-run.plan.samples // len(run.plan.shares))
     size, fitting, about = min(2 if run.rows_depend else 1, most), 0, ""
     put_back = run.saver.state.keep()
+    room: list[torch.Tensor] = []  # for what the optimizer will keep
     with memory.search(), trial.nothing_changes(run.model, put_back), eager(run.model):
-        with memory.attempt(one):
-            room = [] if run.optimizer.state else _make_room(run.model)
+        with memory.attempt_batch(batch, [row[0]]):
+            if not run.optimizer.state:
+                trained = [p for p in run.model.parameters() if p.requires_grad]
+                room += [torch.empty_like(p) for p in trained for _ in range(_MOMENTS)]
         while True:
-            left, fits_twice = yield from _compute(run, step, row, size, one)
+            left, fits_twice = yield from _compute(run, step, row, size)
             is_out, stops = memory.ask(int(not fits_twice))
             if is_out:
                 break
@@ -47,10 +48,10 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
                 break
             size = min(2 * size, most)
             run.model.zero_grad(set_to_none=True)
-        room = []  # noqa: F841
+        room.clear()
     step.losses = []
     if not fitting:
-        memory.end_for_row("before the first step")
+        memory.end_for_row()
     memory.use(memory.cut(fitting))
     memory.computed = fitting * size_of(batch)
     step.micro_batches = run.loader.read_again()
@@ -73,15 +74,7 @@ def _longest_row(run: Any) -> tuple:
     return number, row
 
 
-def _make_room(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Allocate what an optimizer will keep."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [torch.empty_like(parameter) for parameter in trained for _ in range(_MOMENTS)]
-
-
-def _compute(
-    run: Any, step: Step, row: tuple, size: int, one: MicroBatch
-) -> Generator[Any, None, tuple[str, bool]]:
+def _compute(run: Any, step: Step, row: tuple, size: int) -> Generator[Any, None, tuple[str, bool]]:
     """Compute a row so many times, in two passes; return what is left, and whether twice as many
     times will fit."""
     memory, device = torch.accelerator.memory, run.accelerator.device
@@ -91,7 +84,7 @@ def _compute(
     began = time.monotonic()
     for _ in range(2):
         if not run.memory.is_out:
-            with run.memory.attempt(one):
+            with run.memory.attempt_batch({}, [row[0]]):
                 yield from try_batch(run, step, [row] * size)
     if not is_measured:
         seconds = time.monotonic() - began

@@ -384,7 +384,7 @@ class Training:
         script.check_rows(rows)
         evaluation = self.evaluation(rows, collate)
         for batch in evaluation:
-            evaluation.add(eval_sums(self.exported, batch))
+            evaluation.add(lambda batch=batch: eval_sums(self.exported, batch))  # type: ignore[misc]
         sums = evaluation.sums()
         return {name: sum(source[name] for source in sums) for name in sums[0]}  # type: ignore[misc]
 
