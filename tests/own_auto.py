@@ -1,8 +1,9 @@
 """A script of one's own in which memory runs out where a test plans it.
 
 own_auto.py FOLDER SIZE PLAN [WORDS]: PLAN is JSON. `limits`: of numbers in a batch, for each
-process. `faults`: [rank, step, place] with a place of forward, middle, backward, optimizer, eval,
-each raised once; a step of 0 is the search. `later`: limits from such a step on. kill: a step.
+process, at the place `at`. `faults`: [rank, step, place], each raised once; places are forward,
+middle, backward, optimizer and eval. `later`: limits from such a step on. `eval`: limits of
+evaluations. kill: a step.
 """
 
 import json
@@ -11,21 +12,31 @@ import signal
 import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep import Training
 
 folder, size, given, *words = sys.argv[1:]
-plan = {"limits": [], "faults": [], "later": {}, "kill": 0, **json.loads(given)}
-now = {"step": 0, "place": "forward"}
+plan = {
+    "limits": [],
+    "eval": [],
+    "at": "forward",
+    "faults": [],
+    "later": {},
+    "kill": 0,
+    **json.loads(given),
+}
+now = {"step": 0, "place": plan["at"]}
 storages = []  # of the activations of attempts that failed
-accelerator = Accelerator()
+options = {"static_graph": True} if "static" in words else {}
+options["find_unused_parameters"] = "sometimes" in words
+accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
 rank = accelerator.process_index
 
 
 def fail(place, numbers=0):
-    limits = plan["limits"]
+    limits = plan["eval"] if place == "eval" else plan["limits"]
     for step, others in plan["later"].items():
         limits = others if now["step"] >= int(step) else limits
     planned = [rank, now["step"], place]
@@ -43,36 +54,57 @@ class Planted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        fail("backward")
+        fail("backward", gradient.numel() // 16)
         return gradient
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        hidden = torch.tanh(self.inner(hidden))
+        storages.append(StorageWeakRef(hidden.untyped_storage()))
+        fail("middle", hidden.numel() // 16)
+        return Planted.apply(hidden)
+
+
 class Model(torch.nn.Module):
+    _no_split_modules = ("Block",)
+
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(32, 16)
-        self.inner = torch.nn.Linear(16, 16)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
         self.head = torch.nn.Linear(16, 32)
         self.passes, self.queue, self.hidden = 0, [], None
-        if "norm" in words:
+        if "buffer" in words:
             self.register_buffer("mean", torch.zeros(()))
+        if "large" in words:
+            self.register_buffer("kept", torch.zeros(30_000_000))
         if "sometimes" in words:
             self.extra = torch.nn.Parameter(torch.ones(()))
+        if "synced" in words:
+            self.synced = torch.nn.SyncBatchNorm(16)
 
     def forward(self, ids):
         fail("forward", ids.numel())
         hidden = self.embed(ids.clamp(min=0))
-        if "norm" in words and self.training:
-            self.passes += 1
+        if "buffer" in words and self.training:
             self.mean.lerp_(hidden.detach().mean(), 0.1)
+            hidden = hidden + self.mean
+        if "large" in words and self.training:
+            self.kept += 1
+        if "state" in words and self.training:
+            self.passes += 1
             self.queue = [*self.queue, float(hidden.detach().sum())][-3:]
-            hidden = hidden + self.mean + 1e-3 * sum(self.queue)
-        hidden = torch.tanh(self.inner(hidden))
-        if "norm" in words:
+            hidden = hidden + 1e-3 * sum(self.queue)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if "state" in words:
             self.hidden = hidden
-        storages.append(StorageWeakRef(hidden.untyped_storage()))
-        fail("middle")
-        logits = self.head(Planted.apply(hidden))
+        logits = self.head(hidden)
         if "sometimes" in words and int(ids.sum()) % 3 == 0:
             logits = logits * self.extra
         losses = torch.nn.functional.cross_entropy(
@@ -111,9 +143,16 @@ def eval_sums(model, batch):
 
 training = Training(
     accelerator, model, optimizer, rows, folder=folder, seed=0, global_batch_size=16,
-    micro_batch_size=size if size == "auto" else int(size), collate=collate,
-    count=lambda batch: int((batch["ids"][:, 1:] >= 0).sum()), rows_depend="norm" in words,
+    micro_batch_size=int(size) if size.isdigit() else size, collate=collate,
+    count=lambda batch: int((batch["ids"][:, 1:] >= 0).sum()), rows_depend="buffer" in words,
+    exact="exact" in words,
 )  # fmt: skip
+
+
+def say(*values):
+    os.write(1, (" ".join(map(str, values)) + "\n").encode())  # at once
+
+
 failed = []
 for step in training.steps(12, save_every=5):
     if step.number == plan["kill"]:
@@ -125,7 +164,7 @@ for step in training.steps(12, save_every=5):
                 step.backward(model(**batch))
             else:
                 if failed:
-                    print("FREE", [each.expired() for each in failed], flush=True)
+                    say("FREE", *(each.expired() for each in failed))
                 storages.clear()
                 step.backward(lambda batch=batch: model(**batch))
                 failed = training.memory and training.memory.is_out and [*storages]
@@ -134,6 +173,6 @@ for step in training.steps(12, save_every=5):
     if step.number % 4 == 0:
         now["place"] = "eval"
         loss = float(training.evaluate(rows[:23], eval_sums)["loss"])
-        now["place"] = "forward"
-        print("EVAL", step.number, loss, flush=True)
-    print("LOSS", rank, step.number, repr(step.loss), float(norm), flush=True)
+        now["place"] = plan["at"]
+        say("EVAL", step.number, loss)
+    say("LOSS", step.number, step.loss, float(norm))

@@ -322,6 +322,7 @@ class RepeatableGradients(StepGradients):
         """Let DDP average gradients that are there: it does so when weights get one, here 0."""
         reducer, parameters = self.model.reducer, self.weights.parameters
         views = [parameter.view_as(parameter) for parameter in parameters]
+        reducer._rebuild_buckets()  # as a forward pass would, where it communicates
         reducer.prepare_for_backward(views)
         torch.autograd.backward(views, [p.new_zeros(()).expand_as(p) for p in parameters])
         reducer._rebuild_buckets()

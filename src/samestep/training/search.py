@@ -27,10 +27,12 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     """Give the longest row to the body of the loop, more and more times. run: the Training."""
     if not run.plan.is_auto:  # it is known
         return
-    memory, row, began = run.memory, _longest_row(run), time.monotonic()
-    batch, *_ = collate(run.task, [row])
+    memory, began = run.memory, time.monotonic()
     most = -(-run.plan.samples // len(run.plan.shares))
-    size, fitting, about = min(2 if run.rows_depend else 1, most), 0, ""
+    fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
+    row = _longest_row(run, fewest)
+    batch, *_ = collate(run.task, [row] * fewest)
+    size, fitting, about = fewest, 0, ""
     put_back = run.saver.state.keep()
     room: list[torch.Tensor] = []  # for what the optimizer will keep
     with memory.search(), trial.nothing_changes(run.model, put_back), eager(run.model):
@@ -53,7 +55,7 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     if not fitting:
         memory.end_for_row()
     memory.use(memory.cut(fitting))
-    memory.computed = fitting * size_of(batch)
+    memory.computed = fitting * size_of(batch) // fewest
     step.micro_batches = run.loader.read_again()
     shape = max((entry.shape[1:] for entry in entries_of(batch) if torch.is_tensor(entry)), key=len)
     print_on_main(
@@ -62,11 +64,11 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     )
 
 
-def _longest_row(run: Any) -> tuple:
+def _longest_row(run: Any, fewest: int) -> tuple:
     """Return the longest row, by its size in the view if that has sizes; else of the first rows."""
     rows = run.rows
     if rows.sizes is None:
-        return run.run.samples[-1]
+        return max(run.run.samples, key=lambda s: size_of(collate(run.task, [s] * fewest)[0]))
     place = int(rows.sizes.argmax())
     ((number, row),) = SampleDataset(rows.dataset).__getitems__([place])
     if rows.augment:
