@@ -118,7 +118,7 @@ ENDS = {
         {"eval": [200, 11]},
         [],
         2,
-        ": the evaluation after step 4: row",
+        "the evaluation after step 4: row",
     ),
     "the optimizer": (1, "auto", {"faults": [[0, 3, "optimizer"]]}, [], 1, "the memory is full"),
     "a plain loss": (1, "auto", {"limits": [60]}, ["plain"], 1, "step.backward got a loss"),

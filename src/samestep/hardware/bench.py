@@ -19,7 +19,6 @@ from samestep.base.errors import catch
 from samestep.hardware.devices import Devices, Section, ask
 from samestep.hardware.project import AUTOCAST, Project, read_project
 from samestep.launch.device import allow_tf32
-from samestep.step.plan import number_of
 
 _MiB = 1 << 20
 # Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.
@@ -156,8 +155,7 @@ def measure(
             if not torch.equal(there.cpu(), here.cpu()):
                 raise ValueError(f"{name}: copies arrive wrong; try NCCL_P2P_DISABLE=1")
     project = read_project(flags)
-    samples = project.cfg.global_batch_size
-    size = min(number_of(project.cfg.micro_batch_size, samples), samples)
+    size = min(project.cfg.micro_batch_size, project.cfg.global_batch_size)
     work = (project.add_gradients, project.build_model(device), project.batch(range(size)))
     found["training step, samples/s"] = size / _seconds_per_call(seconds, *work, precision)
     return found

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 
+from samestep.base.files import read_json_object
 from samestep.contract import contract
 from samestep.launch.device import allow_tf32, compile_blocks
 from samestep.prepared.run_data import read_data
@@ -16,6 +17,7 @@ from samestep.settings import config
 from samestep.step import seeds
 from samestep.step.inputs import check_loss
 from samestep.step.model import enable_gradient_checkpointing
+from samestep.step.plan import number_of
 from samestep.step.samples import SampleDataset, collate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +32,7 @@ class Project(NamedTuple):
     data: Any  # what task.prepare_data returned
     views: tuple[Any, Any]  # to train and to evaluate on
     rows: SampleDataset  # of training
+    found: int = 0  # the micro_batch_size that auto found in the run of this recipe
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """The task's model, to be trained; under "meta" without memory."""
@@ -65,9 +68,13 @@ def read_project(flags: list[str], about: str | None = None) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
     cfg, recipe = config.parse_config(train.Config, flags, about)
+    folder = Path(cfg.output_dir or f"runs/{recipe.stem}")
+    found = read_json_object(folder / "status.json").get("micro_batch_size", 0)
+    if cfg.micro_batch_size == "auto":
+        cfg.micro_batch_size = found or number_of("auto", cfg.global_batch_size)
     for name in ("check", "eval_only"):
         if getattr(cfg, name):
             raise ValueError(f"only train.py can do --{name}; leave it out")
     data, bound, views, _ = read_data(cfg, task)
     rows = SampleDataset(views[0], bound, cfg.seed)
-    return Project(cfg, recipe, bound, data, views, rows)
+    return Project(cfg, recipe, bound, data, views, rows, found)

@@ -96,6 +96,8 @@ def run(section: Section, used: Devices, project: Project, flags: list[str]) -> 
         "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
         "micro-batch": f"{size} samples, {tokens:,} tokens in all",
     }
+    if project.found:
+        section.facts["micro_batch_size auto"] = f"found {project.found} samples in a run here"
     chunk = CHUNK if (given := getattr(cfg.task, "loss_chunk", 0)) == "auto" else given
     asked = cfg.gradient_checkpointing
     for (way, gpus), checkpointing in itertools.product(ways.items(), sorted({asked, True})):

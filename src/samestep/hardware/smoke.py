@@ -24,7 +24,7 @@ from samestep.hardware.devices import Devices, Section, Wrong
 from samestep.hardware.project import Project
 from samestep.run.startup import resolved_config
 from samestep.step import seeds
-from samestep.step.plan import StepPlan, number_of, plan_step
+from samestep.step.plan import StepPlan, plan_step
 
 _STEPS = 3
 _SAMPLES = 4  # in a micro-batch
@@ -33,8 +33,7 @@ _TURNS = 4  # micro-batches of a process: what unequal shares need, see count_mi
 
 def run(section: Section, used: Devices, project: Project, folder: Path) -> None:
     """Runs train.py, and adds what was compared to the section; raises Wrong."""
-    cfg = project.cfg
-    size = min(_SAMPLES, number_of(cfg.micro_batch_size, cfg.global_batch_size))
+    cfg, size = project.cfg, min(_SAMPLES, project.cfg.micro_batch_size)
     shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
     samples = size * _TURNS * used.count
     plan = plan_step(samples, size, used.count, cfg.exact, shares)

@@ -1,6 +1,6 @@
 """An evaluation: each row counts exactly once, over all processes."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +15,8 @@ from samestep.step.inputs import Batch
 from samestep.step.loader import iterate, make_loader
 from samestep.step.model import eager, keep_modes
 from samestep.step.outputs import EvaluationOutputs
-from samestep.step.samples import EvaluationSampler, SampleDataset, collate
+from samestep.step.plan import StepPlan
+from samestep.step.samples import EvaluationSampler, SampleDataset
 from samestep.step.seeds import EVALUATION, seed_micro_batch
 from samestep.step.sums import EvaluationSums
 
@@ -27,8 +28,8 @@ class Evaluation:
         evaluation.add(lambda: eval_sums(model, batch))
     sums = evaluation.sums()
 
-    Under micro_batch_size auto a batch that does not fit is computed in halves, if functions are
-    given.
+    Under micro_batch_size auto it begins again, with half the rows in a batch, where the functions
+    that it gets run out of memory.
 
     run: the Training. rows: a dataset. task: has collate.
     """
@@ -36,10 +37,13 @@ class Evaluation:
     def __init__(self, run: Any, rows: Any, task: Any):
         self.run, self.rows, self.task = run, SampleDataset(rows, task), task
         self.ranks, self.accelerator = run.ranks, run.accelerator
-        self.sampler = EvaluationSampler(run.plan, self.rows)
-        device = self.accelerator.device
-        self.loader = make_loader(self.rows, self.sampler, task, run.num_workers, device)
-        self.largest = len(self.rows)  # rows of a batch, less where they did not fit
+        self.cut(run.plan)
+
+    def cut(self, plan: StepPlan) -> None:
+        """Cut the rows into batches of the plan's micro_batch_size."""
+        self.sampler, device = EvaluationSampler(plan, self.rows), self.accelerator.device
+        given = self.rows, self.sampler, self.task, self.run.num_workers, device
+        self.loader = make_loader(*given)
 
     def start(self, requested: Callable[[], int]) -> "Evaluation":
         """Start to count anew, with the model of the run that is exported.
@@ -50,8 +54,6 @@ class Evaluation:
         self.totals = EvaluationSums(self.sampler, self.accelerator.device)
         self.outputs = EvaluationOutputs(self.ranks)
         self.ids = np.empty(0)  # (B,) the rows of the batch, by number
-        self.results: list[tuple[Callable, Any]] = []  # of a batch, of auto
-        self.parts: list[dict[str, torch.Tensor]] = []  # sums of its halves
         return self
 
     def __iter__(self) -> Iterator[Batch]:
@@ -60,84 +62,57 @@ class Evaluation:
         The model computes in eval mode, without its compiled code. What is drawn after the last
         batch is what would be drawn without an evaluation.
         """
-        iterator, stop, give = iterate(self.loader), 0, self.give
-        if self.run.memory:
-            give = self.give_what_fits
+        memory = self.run.memory
+        if memory:
+            memory.start(f"the evaluation after step {self.run.step}")
+        yield from self.give_all()
+        if memory and memory.ask()[0]:
+            size = self.sampler.size // 2
+            if not size:
+                memory.use(0)
+            self.cut(dataclasses.replace(self.run.plan, micro_batch_size=size))
+            yield from self.start(self.requested)
+        if memory:
+            memory.start("")
+
+    def give_all(self) -> Iterator[Batch]:
+        """Give all batches, or those until memory runs out on a process."""
+        iterator, stop, memory = iterate(self.loader), 0, self.run.memory
         states = trial.random_states(self.accelerator.device)
         with self.run.meter.paused(), keep_modes(self.model), eager(self.model):
             self.model.eval()
             sharding.share_buffers(self.model, self.ranks.layout.fsdp)
-            for positions in self.sampler:
+            for _ in range(len(self.loader)):
                 fetched, problem = catch(next, iterator)
                 problem = problem or self.outputs.problem
-                (stop,) = self.ranks.sum_over_ranks(self.requested(), problem=problem)
-                if stop:
+                is_out = int(bool(memory and memory.is_out))
+                stop, out = self.ranks.sum_over_ranks(self.requested(), is_out, problem=problem)
+                if stop or out:
                     break
-                yield from give(fetched, positions)
-                if self.parts:
-                    self.totals.add(functools.reduce(_add, self.parts))
-                    self.parts = []
-        if self.run.memory:
-            self.ranks.raise_everywhere(self.outputs.problem)
+                batch, (_, ids_hash), self.ids = fetched
+                with self.run.attempt((batch, self.ids)):
+                    batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
+                    seed_micro_batch(0, ids_hash, EVALUATION)  # whoever evaluates these rows
+                    with context_parallel.split_rows(self.accelerator, batch):
+                        yield batch
         trial.set_random_states(self.accelerator.device, states)
         if self.ranks.layout.fsdp:  # the weights of the outermost module are still whole
             sharding.reshard(self.model)
         if stop:
             self.run.end_stopped()
 
-    def give(self, fetched: tuple, positions: list[int]) -> Iterator[Batch]:
-        """Give a batch, as `collate` has made it of the rows at these positions."""
-        batch, (_, ids_hash), self.ids = fetched
-        batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
-        seed_micro_batch(0, ids_hash, EVALUATION)  # whoever evaluates these rows
-        with context_parallel.split_rows(self.accelerator, batch):
-            yield batch
-
-    def give_what_fits(self, fetched: tuple, positions: list[int]) -> Iterator[Batch]:
-        """Give a batch, or its halves where it does not fit into the memory of this process."""
-        self.results = []
-        if len(positions) <= self.largest:
-            memory = self.run.memory
-            memory.start(f"the evaluation after step {self.run.step}")
-            with memory.attempt_batch(fetched[0], fetched[2]):
-                yield from self.give(fetched, positions)
-            if not memory.is_out:
-                for use, result in self.results:
-                    use(result)
-                return
-            self.largest = len(positions) // 2
-        if len(positions) == 1:
-            self.outputs.problem = self.outputs.problem or memory.row_does_not_fit()
-            return
-        middle = -(-len(positions) // 2)
-        for part in (positions[:middle], positions[middle:]):
-            collated = collate(self.task, self.rows.__getitems__(part))
-            yield from self.give_what_fits(collated, part)
-
     def add(self, sums: Batch | Callable[[], Batch]) -> None:
         """Add the sums of a batch over its rows, or those that a function computes."""
-        self.take(self.add_now, sums)
-
-    def add_now(self, sums: dict[str, torch.Tensor]) -> None:
-        with as_user_error():
-            inputs.check_sums(sums)
-        if self.run.memory:
-            self.parts.append(sums)
-        else:
-            self.totals.add(sums)
+        with self.run.attempt():
+            computed = sums() if callable(sums) else sums
+            with as_user_error():
+                inputs.check_sums(computed)
+            self.totals.add(computed)
 
     def keep(self, outputs: Batch | Callable[[], Batch]) -> None:
         """Keep the outputs of a batch, each (B, ...), or those that a function computes."""
-        self.take(lambda values: self.outputs.add(values, self.ids), outputs)
-
-    def take(self, use: Callable[[Any], None], given: Any) -> None:
-        """Use what is given, or what it computes; under auto, once the batch is known to fit."""
-        memory = self.run.memory
-        if not memory:
-            use(given() if callable(given) else given)
-        elif not memory.is_out:
-            with memory.attempt():
-                self.results.append((use, given() if callable(given) else given))
+        with self.run.attempt():
+            self.outputs.add(outputs() if callable(outputs) else outputs, self.ids)
 
     def sums(self) -> list[dict[str, torch.Tensor]]:
         """Return the sums over all rows of each source, float64; all processes must call it."""
@@ -147,7 +122,3 @@ class Evaluation:
         """Return the outputs of all rows in their order, (rows, ...), on the main process;
         elsewhere None. All processes must call it."""
         return self.outputs.gather(len(self.rows))
-
-
-def _add(one: Batch, other: Batch) -> Batch:
-    return {name: value + other[name] for name, value in one.items()}

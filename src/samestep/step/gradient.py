@@ -108,6 +108,8 @@ class StepGradients:
     DDP averages it over the processes while the last micro-batch is computed, FSDP while each is.
     """
 
+    waits = False  # whether DDP does so after all of them, since a step may be computed again
+
     def __init__(self, accelerator: Accelerator, weights: TrainedWeights):
         self.accelerator, self.weights = accelerator, weights
         self.ranks, self.model = weights.ranks, weights.model
@@ -120,7 +122,7 @@ class StepGradients:
     def start_step(self, plan: StepPlan) -> None:
         weights = self.weights
         weights.start_step()
-        by_hand = weights.pattern != weights.prepared  # DDP would wait
+        by_hand = self.waits or weights.pattern != weights.prepared  # DDP would wait
         if isinstance(self.model, DistributedDataParallel) and by_hand != self.by_hand:
             self.by_hand = by_hand
             self.model.require_backward_grad_sync = not by_hand

@@ -45,29 +45,16 @@ class StepLoader:
     """
 
     def __init__(self, run: Any, first: int, steps: int):
-        self.run, self.rows, self.ranks = run, run.rows, run.ranks
-        self.last = first + steps * run.plan.samples
+        self.run, self.rows, self.plan, self.ranks = run, run.rows, run.plan, run.ranks
+        plan, rows = self.plan, self.rows
+        sampler = StepBatchSampler(plan, first, first + steps * plan.samples, rows.sort)
+        device = run.accelerator.device
+        self.batches = iterate(make_loader(rows, sampler, run.task, run.num_workers, device))
         self.left = steps  # to fetch
-        self.read_from(first)
         self.micro_batches: list[MicroBatch] = []  # this process's part of the next step
         self.pending: PendingSum | None = None  # its StepFacts
         self.tokens = 0  # of the step that was given last, as sums over the processes count them
         self.lanes: dict[int, int] = {}  # of a stream: the last sample of each lane in that step
-
-    def read_from(self, first: int) -> None:
-        """Start to read the steps from this position, as the plan of the run cuts them."""
-        self.plan, device = self.run.plan, self.run.accelerator.device
-        sampler = StepBatchSampler(self.plan, first, self.last, self.rows.sort)
-        given = self.rows, sampler, self.run.task, self.run.num_workers, device
-        self.batches = iterate(make_loader(*given))
-
-    def read_again(self) -> list[MicroBatch]:
-        """Return the micro-batches of the newest step, as the plan of the run cuts it now. The next
-        one is not fetched yet. All processes must call it."""
-        with self.ranks.fail_together():
-            self.read_from(self.last - (self.left + 1) * self.run.plan.samples)
-            self.micro_batches = self.read()
-        return self.micro_batches
 
     def prefetch(self) -> None:
         """Fetch the next step, if there is one, and start the communication about it."""

@@ -55,10 +55,7 @@ class Step:
         self.gradient, run = "not added up", self.run
         for give_others in run.trials:  # a few rows, before the first step
             yield from give_others(run, self)
-        if run.memory:  # which computes it again where it does not fit
-            yield from run.memory.compute(self)
-        else:
-            yield from self.compute_all()
+        yield from run.memory.compute(self) if run.memory else self.compute_all()
         self.reduce()
         if self.number % self.run.log_every == 0:
             self.run.metrics.monitor.read_losses(self)
@@ -72,10 +69,13 @@ class Step:
         if self.prepare:
             self.prepare(self.micro_batches)
         for micro_batch in self.micro_batches:
-            batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
-            with context_parallel.split_rows(run.accelerator, batch):
-                seed_micro_batch(run.seed, self.number, micro_batch.number)  # dropout
-                yield from self.compute(micro_batch, batch)
+            with run.attempt((micro_batch.batch, micro_batch.ids)):
+                batch = send_to_device(micro_batch.batch, run.accelerator.device, non_blocking=True)
+                with context_parallel.split_rows(run.accelerator, batch):
+                    seed_micro_batch(run.seed, self.number, micro_batch.number)  # dropout
+                    yield from self.compute(micro_batch, batch)
+            if run.memory and run.memory.is_out:
+                return
 
     def compute(self, micro_batch: MicroBatch, batch: Any) -> Iterator[Any]:
         """Give a batch to the body of the loop, which computes its gradient."""
@@ -95,23 +95,17 @@ class Step:
         self, loss: torch.Tensor | Callable[[], torch.Tensor], mean: bool = False
     ) -> torch.Tensor:
         """Add the gradient of a batch: of the sum of the losses of its items, or of their mean.
-        Return the sum, without a gradient; NaN where memory ran out, and it is computed again.
+        Return that sum, detached; NaN where memory ran out, and the step is computed again.
 
         loss: a float32 of shape (), or a function that computes it.
         mean: whether it is a mean. One of your own divides by 0 where no item is in the loss, and
             its gradient is NaN: give the sum. F.cross_entropy's mean may be given.
         """
         memory, calls = self.run.memory, len(self.losses)
-        if not memory:
+        with self.run.attempt(loss):
             self.add_gradient(loss, mean)
-        elif callable(loss):
-            with memory.attempt():
-                self.add_gradient(loss, mean)
-            if memory.is_out:
-                self.losses[calls:] = [torch.tensor(math.nan)]
-        else:
-            memory.say_plain()
-            self.add_gradient(loss, mean)
+        if memory and memory.is_out:
+            self.losses[calls:] = [torch.tensor(math.nan)]
         return self.losses[-1]
 
     def add_gradient(self, loss: Any, mean: bool) -> None:

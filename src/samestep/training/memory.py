@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.console import print_on_main
@@ -23,10 +21,10 @@ from samestep.base.errors import Failed, UserError, is_out_of_memory
 from samestep.base.files import read_json_object, replace_text
 from samestep.processes import exclusions, sharding
 from samestep.state import inventory, provenance
-from samestep.step.gradient import StepGradients, TrainedWeights
+from samestep.state.inventory import Slot
 from samestep.step.inputs import size_of
-from samestep.step.plan import StepPlan, plan_step
-from samestep.step.seeds import seed_micro_batch
+from samestep.step.loader import StepLoader
+from samestep.step.plan import plan_step
 
 _LARGEST_COPY = 100e6  # bytes that are copied before each step
 
@@ -36,43 +34,50 @@ class Memory:
 
     def __init__(self, run: Any):
         self.run, self.ranks = run, run.ranks
-        self.recovers = self.searches = False  # whether an error of memory is none, and the search
-        self.is_out = False  # this process, or another one that has said so
-        self.is_known = False  # whether all know it
-        self.has_failed = False  # this process, in this attempt
-        self.place, self.row, self.size = "", -1, 0  # of the batch: its first row, its numbers
+        self.place = ""  # what is tried, and may run out of memory; else that is an error
+        self.is_out = self.has_failed = False  # a process, if it has said so; this one
+        self.is_known = False  # whether all know that one is out
+        self.row, self.size = -1, 0  # of the batch that is tried: its first one; its numbers
         self.computed = 0  # numbers in the largest batch that fitted
         self.has_remarked = False
-        # What a forward pass changes, and the attributes of it that nothing reads: see trial.py.
-        self.tensors: list[torch.Tensor] = []
-        self.slots: list[inventory.Slot] = []
-        self.results: list[inventory.Slot] = []
-        model = run.model
-        is_synced = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
-        exclusions.check(
-            {
-                "micro_batch_size auto": True,
-                "exact": run.exact,
-                "a stream": run.rows.is_stream,
-                "SyncBatchNorm": is_synced,
-                "static_graph": getattr(model, "static_graph", False),
-                "stages": run.ranks.layout.stages > 1,
-            }
-        )
-        if isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = False  # before the word: see RepeatableGradients
+        self.moved: list[Slot] = []  # what forward passes change
+        self.results: list[Slot] = []  # of it what nothing reads
+        synced = [m for m in run.model.modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+        there = {"exact": run.exact, "a stream": run.rows.is_stream, "SyncBatchNorm": synced}
+        there["stages"] = run.ranks.layout.stages > 1
+        there["static_graph"] = getattr(run.model, "static_graph", False)
+        exclusions.check({"micro_batch_size auto": True, **there})
+        if isinstance(run.model, DistributedDataParallel):
+            run.model.broadcast_buffers = False  # before the word; see `compute`
 
     # ---- An attempt
 
+    def start(self, place: str) -> None:
+        """Try what the place names; empty: memory that runs out is an error."""
+        self.place = place
+        self.is_out = self.has_failed = self.is_known = False
+
     @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
-        """End the body where memory runs out. What it computed is free then: no frame holds it."""
+    def attempt(self, given: Any = None) -> Iterator[None]:
+        """End the body where memory runs out; what it computed is free then: no frame holds it.
+
+        given: the batch that is computed in it and the numbers of its rows; or a function, or a
+        loss, which was computed elsewhere: there memory that runs out is an error.
+        """
+        if isinstance(given, tuple):
+            self.row, self.size = int(given[1][0]), size_of(given[0])
+        if torch.is_tensor(given) and not self.has_remarked:
+            self.has_remarked = True
+            print_on_main(
+                "micro_batch_size auto: step.backward got a loss, so memory that runs out ends the "
+                "run; give it a function, as step.backward(lambda: model(**batch).loss)"
+            )
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not (self.recovers and is_out_of_memory(error)):
+            if torch.is_tensor(given) or not (self.place and is_out_of_memory(error)):
                 raise
-            if self.ranks.layout.fsdp and not self.searches:
+            if self.ranks.layout.fsdp and self.run.gradients:
                 raise self.give_up() from error
             self.is_out = self.has_failed = True
             traceback.clear_frames(error.__traceback__)
@@ -87,86 +92,61 @@ class Memory:
     def ask(self, number: int = 0) -> tuple[bool, int]:
         """Return whether a process is out of memory, and the sum of a number over all. It is the
         next communication of all processes, wherever they are."""
-        if self.is_known:
-            return True, 0
-        out, total = self.ranks.sum_over_ranks(int(self.is_out), number)
-        self.is_known = self.is_out = out > 0
+        total = 0
+        if not self.is_known:
+            out, total = self.ranks.sum_over_ranks(int(self.has_failed), number)
+            self.is_known = self.is_out = out > 0
         return self.is_out, total
-
-    def start(self, place: str) -> None:
-        """Start an attempt at a step, or at what else the place names."""
-        self.is_out = self.is_known = self.has_failed = False
-        self.place = place
-
-    @contextlib.contextmanager
-    def attempt_batch(self, batch: Any, ids: Any) -> Iterator[None]:
-        """Compute a batch of rows with these numbers in the body."""
-        self.row, self.size, self.recovers = int(ids[0]), size_of(batch), True
-        try:
-            with self.attempt():
-                yield
-        finally:
-            self.recovers = False
-
-    def say_plain(self) -> None:
-        """Print once that a loss which was computed elsewhere cannot be computed again."""
-        if not self.has_remarked:
-            self.has_remarked = True
-            print_on_main(
-                "micro_batch_size auto: step.backward got a loss, so memory that runs out ends the "
-                "run; give it a function, as step.backward(lambda: model(**batch).loss)"
-            )
-
-    # ---- A step
 
     def compute(self, step: Any) -> Iterator[Any]:
         """Give the batches of a step to the body of the loop, until all fit into all memories."""
-        put_back, has_repeated = self.keep(), False
+        run, put_back, has_repeated = self.run, self.keep(), False
         while True:
             self.start(f"step {step.number}")
-            yield from self.compute_once(step)
-            is_larger = self.has_failed and self.size > self.computed
-            is_out, larger = self.ask(int(is_larger))
+            step.losses = []
+            if isinstance(run.model, DistributedDataParallel):
+                sharding.share_buffers(run.model, True)
+            yield from step.compute_all()
+            is_out, larger = self.ask(int(self.has_failed and self.size > self.computed))
             if not is_out:
-                return
+                break
             put_back()
             again = "as it was"  # another program may have taken the memory for a moment
             if larger or has_repeated:
-                if self.run.plan.largest == 1:
-                    self.end_for_row()
-                self.use(self.cut(self.run.plan.largest // 2))
-                again = f"a step of {self.run.plan.describe()}"
+                self.use(run.plan.largest // 2)
+                again = f"a step of {run.plan.describe()}"
             has_repeated = True
-            place = f"{self.run.run.label}{self.place}"
+            place = f"{run.run.label}{self.place}"
             print_on_main(f"{place} ran out of memory, and is computed again: {again}")
-            step.micro_batches = self.run.loader.read_again()
+            self.read_again(step)
+        self.place = ""
+        self.computed = max(self.computed, *(size_of(each.batch) for each in step.micro_batches))
 
-    @contextlib.contextmanager
-    def search(self) -> Iterator[None]:
-        """Compute rows in the body of which nobody knows whether they fit."""
-        self.start("before the first step")
-        self.searches = True
-        try:
-            with _asking(self):
-                yield
-        finally:
-            self.searches = self.is_out = False
+    def read_again(self, step: Any) -> None:
+        """Read the batches of the step as the plan cuts it now; the next one is not fetched yet."""
+        run = self.run
+        run.loader = StepLoader(run, run.samples(step.number - 1), run.loader.left + 1)
+        run.loader.prefetch()
+        step.micro_batches, _ = run.loader.next_step()
 
-    def compute_once(self, step: Any) -> Iterator[Any]:
-        """Give the batches of this process, until one does not fit."""
-        run, step.losses = self.run, []
-        run.gradients.start_step(run.plan)
-        if step.prepare:
-            step.prepare(step.micro_batches)
-        for micro_batch in step.micro_batches:
-            given = micro_batch.batch, run.accelerator.device
-            with self.attempt_batch(micro_batch.batch, micro_batch.ids):
-                batch = send_to_device(*given, non_blocking=True)
-                seed_micro_batch(run.seed, step.number, micro_batch.number)
-                yield from step.compute(micro_batch, batch)
-            if self.is_out:
-                return
-            self.computed = max(self.computed, self.size)
+    def use(self, size: int) -> None:
+        """Cut steps into micro-batches of at most so many rows from here on; note it with the
+        hardware. 0: raise UserError on all processes, since a row does not fit on some."""
+        run, plan, layout = self.run, self.run.plan, self.ranks.layout
+        if not size:
+            problem = self.row_does_not_fit() if self.has_failed else None
+            self.ranks.raise_everywhere(problem)
+        given = plan.samples, size, layout.replicas
+        plan = plan_step(*given, rank=layout.replica, in_step=layout.in_step)
+        if run.metrics:
+            run.metrics.monitor.read_losses()  # of steps that were cut otherwise
+            run.metrics.monitor.plan = plan
+        run.plan = run.run.plan = plan
+        self.computed = 0
+        run.manifest["hardware"]["micro_batch_size"] = size
+        if run.lock:
+            provenance.write_hardware(run.folder, run.manifest)
+        run.write_status("running", micro_batch_size=size)
 
     def row_does_not_fit(self) -> UserError:
         return UserError(
@@ -174,60 +154,36 @@ class Memory:
             "shorten the longest rows, turn on gradient_checkpointing, or take fsdp2.yaml"
         )
 
-    def end_for_row(self) -> None:
-        """Raise UserError on all processes for the row that does not fit on some of them."""
-        self.ranks.raise_everywhere(self.row_does_not_fit() if self.has_failed else None)
-
-    def cut(self, size: int) -> StepPlan:
-        """Return the plan of a step with micro-batches of at most so many rows."""
-        plan, in_step = self.run.plan, self.ranks.layout.in_step
-        return plan_step(plan.samples, size, len(plan.shares), rank=plan.rank, in_step=in_step)
-
-    def use(self, plan: StepPlan) -> None:
-        """Cut steps by this plan from here on; note its size with the hardware."""
-        run, self.computed = self.run, 0
-        if run.metrics:
-            run.metrics.monitor.read_losses()  # of steps that were cut otherwise
-            run.metrics.monitor.plan = plan
-        run.plan = run.run.plan = plan
-        run.manifest["hardware"]["micro_batch_size"] = plan.micro_batch_size
-        if run.lock:
-            provenance.write_hardware(run.folder, run.manifest)
-        run.write_status("running", micro_batch_size=plan.micro_batch_size)
-
     def give_up(self) -> Exception:
-        """Note half the size for the next start; return the error of this one. The others learn it
-        where they communicate next."""
+        """Note half the size for the next start; return the error that ends this process."""
         run, size = self.run, self.run.plan.largest // 2
         if not size:
             return self.row_does_not_fit()
-        hardware = {**run.manifest["hardware"], "micro_batch_size": size}
-        provenance.write_hardware(run.folder, {"hardware": hardware})
-        status = {**read_json_object(run.folder / "status.json"), "micro_batch_size": size}
+        run.manifest["hardware"]["micro_batch_size"] = size
+        provenance.write_hardware(run.folder, run.manifest)
+        status = read_json_object(run.folder / "status.json") | {"micro_batch_size": size}
         replace_text(run.folder / "status.json", json.dumps(status) + "\n")
-        return Failed(
-            f"{self.place} ran out of memory with micro-batches of {run.plan.largest} rows; the "
-            f"next start takes {size}"
-        )
+        rows = f"micro-batches of {run.plan.largest} rows"
+        return Failed(f"{self.place} ran out of memory with {rows}; the next start takes {size}")
 
     # ---- What a forward pass changes
 
-    def watch(self, moved: list[str], slots: dict[str, inventory.Slot], results: set[str]) -> None:
+    def watch(self, moved: list[str], slots: dict[str, Slot], results: set[str]) -> None:
         """Note what the first batch has changed: attributes by their paths, of which some are
         `results`, "buffer NAME" and "weight NAME"."""
-        model = self.run.saver.state.model()
-        named = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-        named |= {f"weight {name}": weight for name, weight in model.named_parameters()}
-        self.tensors = [named[name] for name in moved if name in named]
-        self.results = [slot for path, slot in slots.items() if path in results]
-        self.slots = [slot for path, slot in slots.items() if path not in results]
+        for path in moved:
+            slot = slots.get(path)
+            if not slot:
+                owner, _, name = path.partition(" ")[2].rpartition(".")
+                module = self.run.saver.state.model().get_submodule(owner)
+                held = module._buffers if name in module._buffers else module._parameters
+                slot = Slot(held, name)
+            (self.results if path in results else self.moved).append(slot)
 
     def keep(self) -> Callable[[], None]:
         """Return a function that puts back what forward passes change, as it is now."""
-        tensors = [(values, values.detach().clone()) for values in self.tensors]
-        missing = [slot for slot in self.slots if slot.name not in slot._values()]
-        slots = [(s, s.get(), inventory.copy_of(s.get())) for s in self.slots if s not in missing]
-        size = sum(_bytes_of(copy) for *_, copy in [*tensors, *slots])
+        kept = [(s, s.name in s._values(), s.get(), inventory.copy_of(s.get())) for s in self.moved]
+        size = sum(_bytes_of(copy) for *_, copy in kept)
         if size > _LARGEST_COPY:
             raise UserError(
                 f"micro_batch_size auto: forward passes change {size / 1e6:,.0f} MB of buffers and "
@@ -235,12 +191,13 @@ class Memory:
             )
 
         def put_back() -> None:
-            for slot in [*missing, *self.results]:
+            for slot, is_there, value, copy in kept:
+                if is_there:
+                    slot.set(inventory.fill(value, copy))
+                else:
+                    slot.remove()
+            for slot in self.results:
                 slot.remove()
-            for slot, value, copy in slots:
-                slot.set(inventory.fill(value, copy))
-            for values, copy in tensors:
-                values.data.copy_(copy)
 
         return put_back
 
@@ -249,6 +206,9 @@ def _bytes_of(value: Any) -> int:
     if isinstance(value, inventory.COLLECTIONS):
         return sum(map(_bytes_of, value.values() if isinstance(value, dict) else value))
     return getattr(value, "nbytes", 0)
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
 def _reset(model: Any) -> None:
@@ -264,65 +224,25 @@ def _reset(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _asking(memory: Memory) -> Iterator[None]:
+def asking(memory: Memory) -> Iterator[None]:
     """Let FSDP communicate nothing in the body before all processes have said that they are not out
     of memory; else raise on all of them."""
-    if not memory.ranks.layout.fsdp:
-        yield
-        return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
-    def ask(kind: type) -> Any:
-        class Asking(kind):  # type: ignore[misc, valid-type]
-            def __call__(self, *args: Any, **named: Any) -> Any:
-                if memory.ask()[0]:
-                    raise torch.OutOfMemoryError("another process is out of memory")
-                return super().__call__(*args, **named)
+    def ask_before(call: Callable) -> Callable:
+        def ask(*args: Any, **named: Any) -> Any:
+            if memory.ask()[0]:
+                raise torch.OutOfMemoryError("another process is out of memory")
+            return call(*args, **named)
 
-        return Asking()
+        return ask
 
-    modules = [module for _, module in sharding.fsdp_modules(memory.run.model)]
-    for module in modules:
-        module.set_custom_all_gather(ask(fsdp.DefaultAllGather))
-        module.set_custom_reduce_scatter(ask(fsdp.DefaultReduceScatter))
+    kinds: Any = fsdp.DefaultAllGather, fsdp.DefaultReduceScatter
+    calls = [kind.__call__ for kind in kinds]
+    for kind in kinds:
+        kind.__call__ = ask_before(kind.__call__)
     try:
         yield
     finally:
-        for module in modules:
-            module.set_custom_all_gather(fsdp.DefaultAllGather())
-            module.set_custom_reduce_scatter(fsdp.DefaultReduceScatter())
-
-
-class RepeatableGradients(StepGradients):
-    """Gradients that DDP averages when all processes have computed all micro-batches: what it has
-    begun to communicate cannot be taken back."""
-
-    def __init__(self, accelerator: Accelerator, weights: TrainedWeights):
-        super().__init__(accelerator, weights)
-        self.exchange()  # DDP chooses its buckets anew after the first one
-        for parameter in weights.parameters:
-            parameter.grad = None
-
-    def start_step(self, plan: StepPlan) -> None:
-        super().start_step(plan)
-        self.model.require_backward_grad_sync = False
-        sharding.share_buffers(self.model, True)
-
-    def reduce(self) -> None:
-        """Bring the gradient of the whole step to the weights of each process."""
-        if self.by_hand:
-            self.average()
-            return
-        parameters = self.weights.parameters
-        used = self.ranks.sum_over_ranks(*(int(p.grad is not None) for p in parameters))
-        self.exchange()
-        self.weights.drop_unused(used)
-
-    def exchange(self) -> None:
-        """Let DDP average gradients that are there: it does so when weights get one, here 0."""
-        reducer, parameters = self.model.reducer, self.weights.parameters
-        views = [parameter.view_as(parameter) for parameter in parameters]
-        reducer._rebuild_buckets()  # as a forward pass would, where it communicates
-        reducer.prepare_for_backward(views)
-        torch.autograd.backward(views, [p.new_zeros(()).expand_as(p) for p in parameters])
-        reducer._rebuild_buckets()
+        for kind, call in zip(kinds, calls, strict=True):
+            kind.__call__ = call

@@ -4,6 +4,7 @@ The longest known row is computed 1, 2, 4, ... times, twice each: in the second 
 in memory, as for later micro-batches; and beside room for what the optimizer will keep.
 """
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -16,9 +17,10 @@ from samestep.step.inputs import entries_of, size_of
 from samestep.step.model import eager
 from samestep.step.samples import SampleDataset, collate
 from samestep.step.step import Step
+from samestep.training.memory import asking
 from samestep.training.trial import try_batch
 
-SECONDS = 1.0  # of the passes of a size, after which a CPU takes it
+_SECONDS = 1.0  # of the passes of a size, after which a CPU takes it
 _MOMENTS = 2  # that AdamW keeps of each weight
 _USABLE = 0.9  # of a device's memory: the rest is for longer rows, and for memory in pieces
 
@@ -29,19 +31,21 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
         return
     memory, began = run.memory, time.monotonic()
     most = -(-run.plan.samples // len(run.plan.shares))
-    fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
+    size = fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
     row = _longest_row(run, fewest)
-    batch, *_ = collate(run.task, [row] * fewest)
-    size, fitting, about = fewest, 0, ""
-    put_back = run.saver.state.keep()
-    room: list[torch.Tensor] = []  # for what the optimizer will keep
-    with memory.search(), trial.nothing_changes(run.model, put_back), eager(run.model):
-        with memory.attempt_batch(batch, [row[0]]):
+    batch, *_ = collate(run.task, [row] * size)
+    memory.start("before the first step")
+    fitting, about, room = 0, "", []
+    put_back, words = run.saver.state.keep(), contextlib.nullcontext()
+    if run.ranks.layout.fsdp:
+        words = asking(memory)
+    with trial.nothing_changes(run.model, put_back), eager(run.model), words:
+        with memory.attempt((batch, [row[0]])):
             if not run.optimizer.state:
                 trained = [p for p in run.model.parameters() if p.requires_grad]
                 room += [torch.empty_like(p) for p in trained for _ in range(_MOMENTS)]
         while True:
-            left, fits_twice = yield from _compute(run, step, row, size)
+            left, fits_twice = yield from _compute(run, step, [row] * size)
             is_out, stops = memory.ask(int(not fits_twice))
             if is_out:
                 break
@@ -50,13 +54,12 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
                 break
             size = min(2 * size, most)
             run.model.zero_grad(set_to_none=True)
-        room.clear()
+    room.clear()
     step.losses = []
-    if not fitting:
-        memory.end_for_row()
-    memory.use(memory.cut(fitting))
-    memory.computed = fitting * size_of(batch) // fewest
-    step.micro_batches = run.loader.read_again()
+    memory.use(fitting)
+    memory.start("")
+    memory.computed = fitting * memory.size // fewest
+    memory.read_again(step)
     shape = max((entry.shape[1:] for entry in entries_of(batch) if torch.is_tensor(entry)), key=len)
     print_on_main(
         f"{run.run.label}micro_batch_size auto: {fitting} rows of {[*shape]} fit, {about} "
@@ -64,11 +67,11 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     )
 
 
-def _longest_row(run: Any, fewest: int) -> tuple:
+def _longest_row(run: Any, size: int) -> tuple:
     """Return the longest row, by its size in the view if that has sizes; else of the first rows."""
     rows = run.rows
     if rows.sizes is None:
-        return max(run.run.samples, key=lambda s: size_of(collate(run.task, [s] * fewest)[0]))
+        return max(run.run.samples, key=lambda s: size_of(collate(run.task, [s] * size)[0]))
     place = int(rows.sizes.argmax())
     ((number, row),) = SampleDataset(rows.dataset).__getitems__([place])
     if rows.augment:
@@ -76,9 +79,8 @@ def _longest_row(run: Any, fewest: int) -> tuple:
     return number, row
 
 
-def _compute(run: Any, step: Step, row: tuple, size: int) -> Generator[Any, None, tuple[str, bool]]:
-    """Compute a row so many times, in two passes; return what is left, and whether twice as many
-    times will fit."""
+def _compute(run: Any, step: Step, samples: list[tuple]) -> Generator[Any, None, tuple[str, bool]]:
+    """Compute a batch twice; return what is left, and whether one of twice the rows will fit."""
     memory, device = torch.accelerator.memory, run.accelerator.device
     is_measured = device.type not in ("cpu", "mps")
     if is_measured:
@@ -86,11 +88,11 @@ def _compute(run: Any, step: Step, row: tuple, size: int) -> Generator[Any, None
     began = time.monotonic()
     for _ in range(2):
         if not run.memory.is_out:
-            with run.memory.attempt_batch({}, [row[0]]):
-                yield from try_batch(run, step, [row] * size)
+            with run.memory.attempt():
+                yield from try_batch(run, step, samples)
     if not is_measured:
         seconds = time.monotonic() - began
-        return f"whose passes take {seconds:.2g} s", seconds < SECONDS
+        return f"whose passes take {seconds:.2g} s", seconds < _SECONDS
     torch.accelerator.synchronize()
     peak, held = memory.max_memory_allocated(), memory.memory_allocated()
     usable = memory.get_memory_info()[0] + memory.memory_reserved()

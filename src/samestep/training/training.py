@@ -14,6 +14,7 @@ It is no Trainer: the loop, the loss and the optimizer's step are the script's o
 a script.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -115,8 +116,10 @@ class Training:
         self.rows = SampleDataset(rows, self.task, seed, run.mixture)
         self.meter = speed.SpeedMeter(accelerator, self.ranks, run.unit)
         self.memory: Memory | None = None  # of micro_batch_size auto
+        self.attempt: Callable = contextlib.nullcontext  # what may run out of memory; see there
         if self.plan.is_auto:
             self.memory = Memory(self)
+            self.attempt = self.memory.attempt
             self.trials.insert(self.trials.index(try_loop), find_size)
         self.exported = model  # what is evaluated and exported: an average of the weights may be
         self.modules = 0  # that were loaded at the last save
@@ -148,7 +151,7 @@ class Training:
         self.point = point = run.find_start(self)
         self.lock = run.lock
         if self.memory and (size := self.ranks.from_main(point.micro_batch_size)):
-            self.memory.use(self.memory.cut(size))
+            self.memory.use(size)
             print_on_main(f"{run.label}micro_batch_size auto: as before, {self.plan.describe()}")
         with self.ranks.fail_together():
             prepared = self.accelerator, self.model, self.optimizer

@@ -20,7 +20,6 @@ from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.samples import collate
 from samestep.step.seeds import seed_micro_batch
 from samestep.step.step import Step
-from samestep.training.memory import RepeatableGradients
 
 # Largest relative difference in fp32 and below: right losses show 2.3e-7 and 6.1e-6.
 _LIMIT, _LIMIT_BELOW = 1e-4, 1e-3
@@ -44,7 +43,7 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
     samples = run.run.samples  # the shortest first, the longest last
     rows = choose(samples, run)
     before, put_back = _registered_states(run), run.saver.state.keep()
-    if run.prepared != [p.requires_grad for p in run.model.parameters()]:
+    if run.memory or run.prepared != [p.requires_grad for p in run.model.parameters()]:
         run.model.require_backward_grad_sync = False  # DDP would wait for weights that do not train
     with keep_modes(run.model), eager(run.model):
         if not (run.ranks.layout.deepspeed or getattr(run.model, "static_graph", False)):
@@ -79,9 +78,8 @@ def try_loop(run: Any, step: Step) -> Iterator[Any]:
         sharding.reshard(run.model)
     weights = TrainedWeights(run.accelerator, run.ranks, run.model, run.prepared)
     kind = ExactGradients if run.exact else StepGradients
-    if run.memory and isinstance(run.model, DistributedDataParallel):
-        kind = RepeatableGradients
     run.gradients = kind(run.accelerator, weights)
+    run.gradients.waits = run.memory is not None
     run.meter.stopwatch.watch(run.model)
 
 
@@ -124,7 +122,6 @@ def _try_twice(
     if run.memory:
         run.memory.watch(moved, slots, tensors - is_state)
     exchanges = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-    exchanges = exchanges and not run.memory  # which has its own way
     if exchanges and run.run.tries_backward and waits:
         with trial.nothing_changes(model, put_back, exchanges=True):
             yield from try_batch(run, step, rows)
