@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from samestep.base import run_folder
 from samestep.base.console import print_on_main
 from samestep.base.errors import catch
-from samestep.processes.ranks import Ranks
 from samestep.base.files import read_text
+from samestep.processes.ranks import Ranks
 from samestep.state import checkpoints, provenance
 from samestep.state.mirror import Mirror
 
