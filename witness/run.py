@@ -1,0 +1,107 @@
+"""Runs tests and tools of others on this library, and prints a line of each: docs/witnesses.md.
+
+python witness/run.py [NAME ...]     all, or those that are named
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REGRESSION = str(HERE / "regression.py")
+PYTHON = [sys.executable]
+ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def call(*command, codes=(0,), **more) -> str:
+    """Return what a command prints; end with its last lines if it fails."""
+    words = [str(word) for word in command]
+    given = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **more}
+    ended = subprocess.run(words, text=True, **given)
+    if ended.returncode not in codes:
+        sys.exit(f"{' '.join(words)}\n{ended.stdout[-4000:]}")
+    return ended.stdout
+
+
+def fit(folder, *flags, processes=1) -> list[str]:
+    """Run regression.py; return its last words."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    launcher = launcher if processes > 1 else []
+    printed = call(*PYTHON, *launcher, REGRESSION, "--folder", folder, *flags)
+    return re.findall(r"^(?:baseline|weights): (.*)$", printed, re.M)
+
+
+def accelerate_check(work):
+    """The training check of accelerate.test_utils.scripts.test_script, its sizes and tolerance."""
+    found = []
+    for processes in (1, 2, 3):
+        for sampler in ("plain", "seedable"):
+            folder, batch = work / f"{sampler}-{processes}", 8 * processes
+            flags = "--sampler", sampler, "--batch", batch
+            found.append(fit(folder, *flags, processes=processes)[0])
+    same = sum(each == "same bits" for each in found)
+    yield f"1, 2, 3 processes, two samplers: {len(found)} of 6 within 1e-6, {same} the same bits"
+    flags = "--sampler", "plain", "--batch", 24, "--exact"
+    ends = {fit(work / f"exact-{n}", *flags, processes=n)[1] for n in (1, 2, 3)}
+    yield f"exact on 1, 2, 3 processes: {'the same bits' if len(ends) == 1 else ends}"
+
+
+def resume(work, flags, after, prefix="checkpoints/step-", more=()) -> str:
+    """Train; train again from the checkpoint of a step; say how the weights differ."""
+    whole, again = work / "whole", work / "again"
+    first = fit(whole, *flags)[-1]
+    shutil.copytree(whole, again)
+    for path in again.glob(f"{prefix}*"):
+        if int(path.name.split("-")[1]) > after:
+            shutil.rmtree(path)
+    second = fit(again, *flags, *more)[-1]
+    pairs = zip(first.split(), second.split(), strict=True)
+    delta = max(abs(float.fromhex(a) - float.fromhex(b)) for a, b in pairs)
+    return f"delta {delta:.1g}"
+
+
+RESUMES = {  # the test of transformers: its settings, and the step that is resumed
+    "test_resume_training_with_randomness, every step": (["--noise"], 15),
+    "test_resume_training_with_randomness, every epoch": (["--noise", "--save_every", "16"], 16),
+    "test_can_resume_training": ([], 5),
+    "test_can_resume_training, over an epoch": ([], 15),
+    "test_resume_training_with_gradient_accumulation": (["--micro_batch", "4"], 5),
+    "test_resume_training_with_frozen_params": (["--frozen", "--batch", "4"], 5),
+}
+
+
+def transformers_resume(work):
+    """Resume tests of transformers' Trainer, one of which it skips."""
+    for number, (name, (flags, after)) in enumerate(RESUMES.items()):
+        yield f"{name}: {resume(work / str(number), flags, after)}"
+    found = resume(work / "size", [], 5, more=["--micro_batch", "4"])
+    yield f"test_resume_training_with_different_batch_size, micro-batches of 8, then 4: {found}"
+    found = resume(work / "trainer", ["--trainer"], 15, "checkpoint-")
+    yield f"the skipped test, every step, on HF Trainer itself: {found}"
+
+
+WITNESSES = {
+    "transformers": (transformers_resume, "transformers"),
+    "accelerate": (accelerate_check, "accelerate"),
+}
+
+
+def main():
+    unknown = set(sys.argv[1:]) - set(WITNESSES)
+    if unknown:
+        sys.exit(f"no witness is called {', '.join(unknown)}: {', '.join(WITNESSES)}")
+    for name in sys.argv[1:] or WITNESSES:
+        witness, package = WITNESSES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            for line in witness(Path(folder)):
+                print(f"{package} {version(package)}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
