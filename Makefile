@@ -19,6 +19,8 @@ DEMO = $(VENV)/.demo
 TESTS = $(VENV)/.tests
 # The programs that `make bench` compares have an environment of their own.
 BENCH = .venv/bench/.installed
+# So have the tests and tools of others; what they stand on is pinned.
+WITNESS = .venv/witness
 EXTRAS = dev,trackio,tensorboard
 # DeepSpeed lies apart, with what it needs besides the rest: where it is installed, accelerate
 # imports it in each run. Nothing is compiled.
@@ -43,7 +45,7 @@ endef
 python_fits = $(if $(filter-out file,$(origin PYTHON)),$(fit_python))
 
 .PHONY: help demo docs test test-all test-zero torture faults bench bench-short bench-steps bench-scaling \
-	bench-scale bench-small figure receipt audit gpu
+	bench-scale bench-small figure receipt audit gpu witness
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,6 +122,10 @@ docs: $(TESTS)  ## build the site into .cache/site, with warnings as errors: a m
 gpu: $(TESTS)  ## check what only a GPU can show, in an hour at most (in ten minutes: ARGS="--minutes 10")
 	@$(SOURCES) $(VENV)/bin/python benchmarks/gpu.py $(ARGS)
 
+# CS336 and ACCELERATE reach the program as variables of its environment.
+witness: $(WITNESS)/.installed  ## run tests of others on samestep: an hour (one: ARGS=chaos; CS336=CLONE ACCELERATE=CLONE)
+	@$(SOURCES) $(WITNESS)/bin/python witness/run.py $(ARGS)
+
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)
 setup = $(BAKE) --output-dir $(VENV)/baked --overwrite-if-exists task=$(1) >/dev/null && \
@@ -148,6 +154,11 @@ $(ZERO)/.installed: $(TESTS)
 
 $(ADDED)/.installed: $(TESTS)
 	@$(call add,$(ADDED),'nbclient>=0.10' 'ipykernel>=6.29' 'ckpt-chaos==0.1.8')
+	@touch $@
+
+$(WITNESS)/.installed: VENV = $(WITNESS)
+$(WITNESS)/.installed: witness/requirements.txt
+	@$(install) -r witness/requirements.txt
 	@touch $@
 
 $(BENCH): VENV = .venv/bench

@@ -1,6 +1,8 @@
 """Runs tests and tools of others on this library, and prints a line of each: docs/witnesses.md.
 
 python witness/run.py [NAME ...]     all, or those that are named
+
+CS336 and ACCELERATE, in the environment, are clones of repositories that no package has.
 """
 
 import os
@@ -86,9 +88,51 @@ def transformers_resume(work):
     yield f"the skipped test, every step, on HF Trainer itself: {found}"
 
 
-WITNESSES = {
-    "transformers": (transformers_resume, "transformers"),
-    "accelerate": (accelerate_check, "accelerate"),
+def chaos(work):
+    """The kills of ckpt-chaos: its own trainings by others, and a script on Training."""
+    words = [*PYTHON, "-m", "ckpt_chaos"]
+    for target, package in (("hf_trainer", "transformers"), ("lightning_trainer", "lightning")):
+        bench = "bench", target, "--jobs", 1, "--work", work / target
+        found = call(*words, *bench, codes=(0, 1)).split("\n")[-1]
+        yield f"bench {target}, {package} {version(package)}: {found}"
+    options = ["--max-points", "20", "--ckpt-ignore-size", "--work", work / "own"]
+    options += ["--checkpoint-glob", "{out}/checkpoints/step-*"]
+    options += ["--step-regex", r"continuing from \S*step-0*(\d+)"]
+    options += ["--result-file", "{out}/model/model.safetensors", "--"]
+    script = HERE.parent / "examples" / "own_script.py", "--max_steps", 20, "--folder", "{out}"
+    found = call(*words, "run", *options, *PYTHON, *script, codes=(0, 1)).strip().split("\n")[-1]
+    yield f"run examples/own_script.py: {found}"
+
+
+def port(work):
+    """What accelerate's compare_against_test finds new in its example, ported to Training."""
+    ported = call(*PYTHON, HERE / "port.py", os.environ["ACCELERATE"])
+    evaluated = re.findall(r"^step (\d+): ", ported, re.M)
+    yield f"{ported.strip().splitlines()[-1]}; it trained to step {evaluated[-1]}"
+
+
+def cs336(work):
+    """The tests of assignment 2 that need no GPU, answered by cs336_adapters.py."""
+    path = Path(os.environ["CS336"]).resolve()
+    shutil.copytree(path / "tests", work / "tests")
+    shutil.copy(HERE / "cs336_adapters.py", work / "tests" / "adapters.py")
+    found = [work, path / "cs336-basics", ENVIRONMENT.get("PYTHONPATH", "")]
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, found))}
+    suites = [f"tests/test_{name}.py" for name in ("ddp", "fsdp", "sharded_optimizer")]
+    words = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-rpf", "--tb=short", *suites]
+    printed = call(*words, codes=(0, 1), cwd=work, env=environment)
+    yield from re.findall(r"^PASSED .*$", printed, re.M)
+    for name, text in re.findall(r"^_+ (test\S+) _+$(.*?)(?=^_+ test|^=)", printed, re.M | re.S):
+        yield f"FAILED {name}: {re.findall(r'^E +(.*Error: .*)$', text, re.M)[-1]}"
+    yield printed.strip().splitlines()[-1].strip("= ")
+
+
+WITNESSES = {  # its function, the package whose version counts, and the variable with its clone
+    "transformers": (transformers_resume, "transformers", ""),
+    "accelerate": (accelerate_check, "accelerate", ""),
+    "port": (port, "accelerate", "ACCELERATE"),
+    "cs336": (cs336, "torch", "CS336"),
+    "chaos": (chaos, "ckpt-chaos", ""),
 }
 
 
@@ -97,10 +141,13 @@ def main():
     if unknown:
         sys.exit(f"no witness is called {', '.join(unknown)}: {', '.join(WITNESSES)}")
     for name in sys.argv[1:] or WITNESSES:
-        witness, package = WITNESSES[name]
+        witness, package, variable = WITNESSES[name]
+        if variable and not os.environ.get(variable):
+            print(f"{name}: left out, since no package has it: make witness {variable}=CLONE")
+            continue
         with tempfile.TemporaryDirectory() as folder:
             for line in witness(Path(folder)):
-                print(f"{package} {version(package)}: {line}", flush=True)
+                print(f"{name}, {package} {version(package)}: {line}", flush=True)
 
 
 if __name__ == "__main__":
