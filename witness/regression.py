@@ -81,7 +81,7 @@ def run_trainer(folder: str) -> torch.nn.Module:
 
 def run_training(args: argparse.Namespace) -> torch.nn.Module:
     """Train a line with Training; compare it with accelerate's, if that is asked."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
     expected = scheduler = None
     if args.sampler:
         expected, rows = baseline(args.batch, args.sampler == "seedable")
@@ -128,6 +128,7 @@ def main():
     parser.add_argument("--trainer", action="store_true")  # HF Trainer in place of Training
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--exact", action="store_true")
     args = parser.parse_args()
     model = run_trainer(args.folder) if args.trainer else run_training(args)

@@ -43,12 +43,15 @@ def accelerate_check(work):
     """The training check of accelerate.test_utils.scripts.test_script, its sizes and tolerance."""
     found = []
     for processes in (1, 2, 3):
-        for sampler in ("plain", "seedable"):
-            folder, batch = work / f"{sampler}-{processes}", 8 * processes
-            flags = "--sampler", sampler, "--batch", batch
+        for kind in ("plain", "seedable", "plain --bf16"):
+            flags = "--sampler", *kind.split(), "--batch", 8 * processes
+            folder = work / f"{kind}-{processes}"
             found.append(fit(folder, *flags, processes=processes)[0])
     same = sum(each == "same bits" for each in found)
-    yield f"1, 2, 3 processes, two samplers: {len(found)} of 6 within 1e-6, {same} the same bits"
+    yield (
+        f"1, 2, 3 processes, two samplers and bf16: {len(found)} of 9 within 1e-6 of its plain "
+        f"loop, {same} the same bits"
+    )
     flags = "--sampler", "plain", "--batch", 24, "--exact"
     ends = {fit(work / f"exact-{n}", *flags, processes=n)[1] for n in (1, 2, 3)}
     yield f"exact on 1, 2, 3 processes: {'the same bits' if len(ends) == 1 else ends}"
@@ -93,7 +96,7 @@ def chaos(work):
     words = [*PYTHON, "-m", "ckpt_chaos"]
     for target, package in (("hf_trainer", "transformers"), ("lightning_trainer", "lightning")):
         bench = "bench", target, "--jobs", 1, "--work", work / target
-        found = call(*words, *bench, codes=(0, 1)).split("\n")[-1]
+        found = call(*words, *bench, codes=(0, 1)).strip().split("\n")[-1]
         yield f"bench {target}, {package} {version(package)}: {found}"
     options = ["--max-points", "20", "--ckpt-ignore-size", "--work", work / "own"]
     options += ["--checkpoint-glob", "{out}/checkpoints/step-*"]
