@@ -51,7 +51,7 @@ def counting(name: str, call: Any) -> Any:
 
 
 def note_open(event: str, given: tuple) -> None:
-    if event == "open" and given[1] == "rb" and str(given[0]).endswith(".safetensors"):
+    if event == "open" and given[1] in ("r", "rb") and str(given[0]).endswith(".safetensors"):
         found[phase, "files"] += 1
 
 

@@ -280,7 +280,13 @@ def describe_state(
     trees = ranks.join(trees, Tree.merge)
     with ranks.fail_together():
         tensors = _close(trees, folder)
-    state = ranks.from_main(state_of(ranks.union(tensors), manifest))
+    tensors, state = ranks.union(tensors), ""
+    with ranks.fail_together():
+        if ranks.layout.rank == 0:
+            if tensors.keys() ^ manifest.get("tensors", tensors).keys():
+                raise ValueError(f"the parts of {folder} do not make whole tensors")
+            state = state_of(tensors, manifest)
+    state = ranks.from_main(state)
     seconds = time.perf_counter() - began
     return {"state": state, "state_version": VERSION, "hash_seconds": seconds}
 
