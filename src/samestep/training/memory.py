@@ -27,6 +27,7 @@ from samestep.step.loader import StepLoader
 from samestep.step.plan import plan_step
 
 _LARGEST_COPY = 100e6  # bytes that are copied before each step
+SEARCH = "before the first step"  # the place of what is tried then
 
 
 class Memory:
@@ -77,7 +78,7 @@ class Memory:
         except (RuntimeError, MemoryError) as error:
             if torch.is_tensor(given) or not (self.place and is_out_of_memory(error)):
                 raise
-            if self.ranks.layout.fsdp and self.run.gradients:
+            if self.ranks.layout.fsdp and self.place != SEARCH:
                 raise self.give_up() from error
             self.is_out = self.has_failed = True
             traceback.clear_frames(error.__traceback__)

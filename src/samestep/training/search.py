@@ -17,7 +17,7 @@ from samestep.step.inputs import entries_of, size_of
 from samestep.step.model import eager
 from samestep.step.samples import SampleDataset, collate
 from samestep.step.step import Step
-from samestep.training.memory import asking
+from samestep.training.memory import SEARCH, asking
 from samestep.training.trial import try_batch
 
 _SECONDS = 1.0  # of the passes of a size, after which a CPU takes it
@@ -34,7 +34,7 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     size = fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
     row = _longest_row(run, fewest)
     batch, *_ = collate(run.task, [row] * size)
-    memory.start("before the first step")
+    memory.start(SEARCH)
     fitting, about, room = 0, "", []
     put_back, words = run.saver.state.keep(), contextlib.nullcontext()
     if run.ranks.layout.fsdp:
