@@ -126,7 +126,7 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
-DEFAULTS |= {"check": False}
+DEFAULTS |= {"check": False, "micro_batch_size": 8}
 
 
 @pytest.mark.parametrize("given, said", table("layouts"))

@@ -92,7 +92,8 @@ def run_training(args: argparse.Namespace) -> torch.nn.Module:
         rows, steps = noisy_rows(), 48
         model = NoisyLine(args.noise)
         model.a.requires_grad_(not args.frozen)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0)
         scheduler = accelerator.prepare(get_linear_schedule_with_warmup(optimizer, 0, steps))
     model, optimizer = accelerator.prepare(model, optimizer)
     training = Training(
