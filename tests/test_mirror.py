@@ -484,7 +484,6 @@ class Net:
 def test_a_net_that_fails_loses_no_step(server, s3, tmp_path, monkeypatch, capsys, fault):
     net = Net(server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{net.port}")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the packages try again often enough
     found, *_ = start(s3, tmp_path / "a")
     put(found, 10)
     net.fault = fault

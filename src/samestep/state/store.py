@@ -34,8 +34,10 @@ _FOLDER = re.compile(r"(step-\d{8,})-([0-9a-f]{6})")
 _PART = 16 << 20  # bytes; s3fs takes 10 parts of 50 MB at a time unless it is told otherwise
 # Of each protocol the package, and options for fsspec.
 _STORES: dict[str, tuple[str, dict[str, Any]]] = {
-    "s3": ("s3fs", {"max_concurrency": 4}), "gs": ("gcsfs", {}), "az": ("adlfs", {}),
-    "hf": ("huggingface_hub", {}), "file": ("fsspec", {"auto_mkdir": True}),
+    # s3fs tries five times itself; with botocore's tries a dead store would be told after minutes.
+    "s3": ("s3fs", {"max_concurrency": 4, "config_kwargs": {"retries": {"max_attempts": 1}}}),
+    "gs": ("gcsfs", {}), "az": ("adlfs", {}), "hf": ("huggingface_hub", {}),
+    "file": ("fsspec", {"auto_mkdir": True}),
 }  # fmt: skip
 
 
