@@ -94,6 +94,16 @@ def test_killed_and_resumed_it_has_the_same_bits(tmp_path, processes):
         assert json.loads(path.read_text())["hardware"]["micro_batch_size"] == size
 
 
+def test_memory_that_shrank_between_two_starts_is_searched_anew(fixed, tmp_path):
+    plan = {"limits": [60, 60], "kill": 9}
+    ended = run(tmp_path, 2, "auto", plan)
+    assert {code for code, *_ in ended} == {-9}, ended
+    ended = run(tmp_path, 2, "auto", {"limits": [60, 20]})
+    assert "as before, 16 samples" in words_of(ended)
+    assert "1 rows of [12] fit" in words_of(ended)
+    check_same(ended, {key: fixed[key] for key in fixed if key[1] > 5}, 9)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_nothing_of_a_failed_attempt_lives_on(tmp_path, processes):
     """What forward passes change, in buffers, counters and queues, is as without it."""

@@ -26,14 +26,17 @@ _USABLE = 0.9  # of a device's memory: the rest is for longer rows, and for memo
 
 
 def find_size(run: Any, step: Step) -> Iterator[Any]:
-    """Give the longest row to the body of the loop, more and more times. run: the Training."""
-    if not run.plan.is_auto:  # it is known
+    """Give the longest row to the body of the loop, more and more times; where the size is known,
+    so many times, and more and more only if they do not fit any longer. run: the Training."""
+    if run.gradients is not None:  # not before the first step
         return
     memory, began = run.memory, time.monotonic()
+    known = 0 if run.plan.is_auto else run.plan.largest
     most = -(-run.plan.samples // len(run.plan.shares))
     size = fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
     row = _longest_row(run, fewest)
     batch, *_ = collate(run.task, [row] * size)
+    size = known or size
     memory.start(SEARCH)
     fitting, about, room = 0, "", []
     put_back, words = run.saver.state.keep(), contextlib.nullcontext()
@@ -47,18 +50,26 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
         while True:
             left, fits_twice = yield from _compute(run, step, [row] * size)
             is_out, stops = memory.ask(int(not fits_twice))
+            if is_out and known:
+                known, size = 0, fewest
+                memory.start(SEARCH)
+                run.model.zero_grad(set_to_none=True)
+                continue
             if is_out:
                 break
             fitting, about = size, left
-            if stops or size == most:
+            if stops or size == most or known:
                 break
             size = min(2 * size, most)
             run.model.zero_grad(set_to_none=True)
     room.clear()
     step.losses = []
-    memory.use(fitting)
+    if not known:
+        memory.use(fitting)
     memory.start("")
     memory.computed = fitting * memory.size // fewest
+    if known:
+        return
     memory.read_again(step)
     shape = max((entry.shape[1:] for entry in entries_of(batch) if torch.is_tensor(entry)), key=len)
     print_on_main(
