@@ -129,9 +129,11 @@ class Mirror:
 
     def find_nodes(self, ranks: Ranks) -> None:
         """Find out which processes see the main one's run folder. All processes call it."""
-        if not self.url or self.ranks:
+        if self.ranks:
             return
         self.ranks = ranks
+        if not self.url:
+            return
         self.output.mkdir(parents=True, exist_ok=True)
         about = os.stat(self.output)
         shares = consistency.sees_folder(ranks, self.output)
@@ -148,7 +150,6 @@ class Mirror:
         the main one has found its start.
         """
         self.find_nodes(ranks)
-        self.ranks = ranks
         if not self.url:
             return
         with ranks.fail_together(), reached(self.url):

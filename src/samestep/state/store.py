@@ -291,7 +291,7 @@ class Store:
         """Delete checkpoints up to the newest as checkpoints.prune does, and incomplete ones. Of a
         step that several starts have uploaded, that of this one stays."""
         folders = {name: files for name, files in self.listed().items() if step_of(name) <= newest}
-        whole = [name for name in self.complete() if name in folders]
+        whole = [n for n in folders if MANIFEST in folders[n] and n not in self.damaged]
         chosen = {step_of(n): n for n in sorted(whole, key=lambda n: n.endswith(self.word))}
         among = sorted(chosen, reverse=True)[: keep or None]
         kept = {chosen[step] for step in chosen if step in among or is_kept(step)}
