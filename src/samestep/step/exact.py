@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes import sharding
+from samestep.processes.ranks import PendingSum
 from samestep.processes.sharding import Tensors, is_dtensor, local
 from samestep.step.gradient import TrainedWeights
 from samestep.step.plan import StepPlan
@@ -181,7 +182,7 @@ class ExactGradients:
         """Bring the step's sums to the weights of each process."""
         if self.ranks.layout.fsdp:
             self.weights.check_used()
-        used = self.ranks.sum_over_ranks(*self.weights.used)
+        used = PendingSum(self.ranks, self.weights.used, None)  # beside the exchange
         assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
         if not self.sharded:
             runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
@@ -192,7 +193,7 @@ class ExactGradients:
                 totals = _exchange_lists(nodes, runs)
             for parameter, total in zip(self.weights.parameters, totals, strict=True):
                 parameter.grad = total
-        self.weights.drop_unused(used)
+        self.weights.drop_unused(used.result())
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
         """Make FSDP add the gradients of each block up a tree; it takes no mean."""
