@@ -122,36 +122,31 @@ def fast_forward(scheduler: Any, state: dict) -> None:
             scheduler.step()
 
 
-def check_schedulers(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
-    """Raise UserError for a scheduler of torch that no checkpoint would hold."""
+def check_holders(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> list[tuple]:
+    """Return objects that have the optimizer, each with its numbers: perhaps a scheduler of one's
+    own. Raise UserError for a scheduler of torch that no checkpoint would hold."""
     known = [*accelerator._schedulers, *accelerator._custom_objects]
     known += [bare_scheduler(scheduler) for scheduler in known]
     known += [part for each in known for part in getattr(each, "_schedulers", ())]  # SequentialLR's
-    for scheduler in holders(optimizer):
-        if is_scheduler(scheduler) and scheduler not in known:
-            raise UserError(
-                f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
-                "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "
-                "the first step"
-            )
-
-
-def numbers_of_holders(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> list[tuple]:
-    """Return other objects that have the optimizer, each with its numbers: perhaps a scheduler."""
-    known = [*accelerator._schedulers, *accelerator._custom_objects]
-    others = [one for one in holders(optimizer) if not is_scheduler(one) and one not in known]
+    others = [one for one in holders(optimizer) if one not in known]
+    for scheduler in filter(is_scheduler, others):
+        raise UserError(
+            f"no checkpoint would hold {type(scheduler).__name__}, the learning rate scheduler "
+            "of this optimizer: call accelerator.register_for_checkpointing(scheduler) before "
+            "the first step"
+        )
     kinds = int | float
     return [(one, {n: v for n, v in vars(one).items() if isinstance(v, kinds)}) for one in others]
 
 
 def holders(optimizer: AcceleratedOptimizer) -> list[Any]:
-    """Return the objects that have an optimizer as an attribute, but for the library's own."""
-    found = []
-    for each in gc.get_referrers(optimizer, getattr(optimizer, "optimizer", optimizer)):
-        if isinstance(each, dict):  # perhaps the attributes of an object
-            found += [one for one in gc.get_referrers(each) if getattr(one, "__dict__", 0) is each]
-        elif hasattr(each, "__dict__"):
-            found.append(each)
+    """Return the objects that have an optimizer as an attribute, but for the library's own. Each of
+    two searches looks at all objects of the process."""
+    found = gc.get_referrers(optimizer, getattr(optimizer, "optimizer", optimizer))
+    dicts = {id(each): each for each in found if isinstance(each, dict)}  # perhaps attributes
+    owners = gc.get_referrers(*dicts.values())
+    found = [one for one in found if id(one) not in dicts and hasattr(one, "__dict__")]
+    found += [one for one in owners if id(getattr(one, "__dict__", None)) in dicts]
     foreign = ("accelerate.", "samestep.")
     kinds = (type(optimizer), types.ModuleType, types.FunctionType)
     return [

@@ -97,7 +97,7 @@ class TrainingState:
         for name, each in self.others().items():
             if name.startswith("registered.") and not hasattr(each, "get_last_lr"):
                 roots[name] = each
-        self.looks, self.held, self.rates = 0, [], []  # see `remarks`
+        self.looks, self.held, self.rates = 0, [], []  # see `check`, `remarks`
         self.inventory = Inventory(roots, model, lambda: self.pack_registered()[1].values())
 
     def names_of(self, parts: list[dict]) -> list[str]:
@@ -165,7 +165,8 @@ class TrainingState:
             )
         optimizers.check_all_in_optimizer(inner, self.parameters())
         if self.looks < 2:  # it searches all objects of the process
-            optimizers.check_schedulers(self.accelerator, self.optimizer)
+            held = optimizers.check_holders(self.accelerator, self.optimizer)
+            self.held = self.held or held
 
     def remarks(self) -> list[str]:
         """Return lines about what is left out: at the first look tensors that are results, at the
@@ -173,7 +174,6 @@ class TrainingState:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.looks += 1
         if self.looks == 1:
-            self.held = optimizers.numbers_of_holders(self.accelerator, self.optimizer)
             self.rates = rates
             results = sorted(self.inventory.results)
             return results and [
