@@ -149,7 +149,9 @@ class SpeedMeter:
         fetching[0] += before
         processes, device = self.accelerator.num_processes, self.accelerator.device
         own = [*self.stopwatch.take(), *fetching, _peak_memory(device), self.computed]
-        everywhere = np.array(self.ranks.gather(own))
+        everywhere = np.zeros((processes, len(own)))
+        everywhere[self.accelerator.process_index] = own
+        everywhere = self.ranks.sum_arrays(everywhere)
         compute, fetch, more = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
         busy = compute + fetch
         if device.type != "cpu":
