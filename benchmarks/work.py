@@ -50,7 +50,7 @@ class Work:
 
 
 SIZES = {
-    "small": Work(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40, micro_batches=2),
+    "small": Work(64, 2, 4, context=64, batch=8, counted=21, steps=40, rounds=40, micro_batches=2),
     "large": Work(480, 5, 8, context=128, batch=8, counted=2, steps=2, rounds=10),
 }
 

@@ -608,6 +608,19 @@ def test_a_store_that_does_not_take_the_end_ends_with_1_and_the_same_command_men
     assert (tmp_path / "store" / "model" / "weights.pt").exists()
 
 
+def test_a_script_whose_last_step_does_not_arrive_ends_with_1_and_then_trains_no_more(
+    folder, tmp_path
+):
+    words = "a", "--max_steps", 6, "--save_every", 6, "--mirror", folder
+    failing = before_calls("samestep.state.store.Store.put", "raise OSError('the store is full')")
+    printed = own(tmp_path, 2, *words, before=failing, codes=(1,))
+    assert "step 6 is in" in printed and "the store is full" in printed and "SHA" not in printed
+    assert status(tmp_path / "a")["exit_code"] == 1
+    again = own(tmp_path, 1, *words, before=kill_own(1))
+    assert sha(again) == sha(own(tmp_path, 1, "b", "--max_steps", 6))
+    assert status(tmp_path / "a")["mirrored_step"] == 6
+
+
 HURRY = "from samestep.state import consistency\nconsistency._FOLDER_SECONDS = 0\n"
 
 
@@ -661,8 +674,8 @@ def test_a_node_that_does_not_reach_the_store_holds_up_no_end(folder, tmp_path):
     before += "if os.environ['RANK'] == '1': store.Store.put = lambda *_: 1 / 0\n"
     ends = own_nodes(tmp_path, "--mirror", folder, before=before)
     printed = "".join(out + errors for _, out, errors in ends)
-    assert [code for code, *_ in ends] == [0, 0], printed
-    assert "alone: OSError: ZeroDivisionError" in printed and "the notes are here alone" in printed
+    assert [code for code, *_ in ends] == [1, 1], printed
+    assert "alone: OSError: ZeroDivisionError" in printed
 
 
 @pytest.mark.slow

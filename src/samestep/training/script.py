@@ -217,7 +217,11 @@ class Script:
         if state == "finished":
             training.close()
             training.write_status("finished", exit_code=0)
-            training.mirror.upload()
+            if not training.mirror.upload():  # the same command uploads it
+                with self.ranks.fail_together():
+                    training.mirror.check()
+                training.write_status("finished", exit_code=1)
+                raise failures.Ended(1)
         elif not self.has_ended:
             training.saver.join()
             training.note_commits()
