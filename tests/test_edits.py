@@ -72,13 +72,14 @@ PAIRS = [(WORDS[i % 17], WORDS[i * (1 + i % 2) % 17]) for i in range(80)]
 
 # Keeps what the loop gets for a step.
 KEEP = """
-import torch, train
-next_step = train.Training.next_step
-def kept(training, number, last):
-    step = next_step(training, number, last)
-    torch.save([(each.number, each.batch) for each in step.micro_batches], "step.pt")
-    return step
-train.Training.next_step = kept
+import torch
+from samestep.step.loader import StepLoader
+next_step = StepLoader.next_step
+def kept(loader):
+    micro_batches, facts = next_step(loader)
+    torch.save([(each.number, each.batch) for each in micro_batches], "step.pt")
+    return micro_batches, facts
+StepLoader.next_step = kept
 """
 
 

@@ -33,6 +33,7 @@ class Exact(torch.nn.Module):
         self.plan = StepPlan(self.size, 1, (1,) * self.size, self.rank, self.size if kinds else 1)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.gradients.weights.start_step()
         self.gradients.start_step(self.plan)
         self.gradients.number = self.rank
         return self.module(*inputs)

@@ -12,7 +12,7 @@ import hashlib
 import socket
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,10 @@ class Ranks:
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""
-        return PendingSum(self, numbers, problem).result()
+        sums = self.sum_arrays(np.array([*numbers, problem is not None], np.int64)).tolist()
+        if sums.pop():
+            self.raise_everywhere(problem)
+        return sums
 
     def sum_arrays(self, array: np.ndarray) -> np.ndarray:
         """The sum of an array over all processes; may change the array."""
@@ -186,27 +189,3 @@ class Ranks:
 def _merged(values: dict, others: dict, merge: Callable[[Any, Any], Any]) -> dict:
     found = {name: merge(values[name], other) for name, other in others.items() if name in values}
     return values | others | found
-
-
-class PendingSum:
-    """`Ranks.sum_over_ranks` in the background."""
-
-    def __init__(self, ranks: Ranks, numbers: Sequence[int], problem: Exception | None):
-        self.ranks, self.problem = ranks, problem
-        self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
-        if ranks.group:
-            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
-
-    def wait(self) -> list[int]:
-        """The sums, even if a process has a problem; waits for all processes."""
-        if self.work:
-            self.work.wait()
-            self.work = None
-        return self.numbers.tolist()[:-1]
-
-    def result(self) -> list[int]:
-        """The sums. If a process has a problem, all of them raise it."""
-        sums = self.wait()
-        if self.numbers[-1]:
-            self.ranks.raise_everywhere(self.problem)
-        return sums

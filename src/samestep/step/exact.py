@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes import sharding
-from samestep.processes.ranks import PendingSum
 from samestep.processes.sharding import Tensors, is_dtensor, local
 from samestep.step.gradient import TrainedWeights
 from samestep.step.plan import StepPlan
@@ -158,7 +157,6 @@ class ExactGradients:
 
     def start_step(self, plan: StepPlan) -> None:
         """Start a step with this plan: nothing divides its losses."""
-        self.weights.start_step()
         self.plan = plan
         self.accelerator.gradient_accumulation_steps, self.accelerator.step = 1, 0
 
@@ -180,20 +178,22 @@ class ExactGradients:
 
     def reduce(self) -> None:
         """Bring the step's sums to the weights of each process."""
-        if self.ranks.layout.fsdp:
-            self.weights.check_used()
-        used = PendingSum(self.ranks, self.weights.used, None)  # beside the exchange
-        assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
-        if not self.sharded:
-            runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
-            if len(runs) == 1:
-                totals = self.tree.total()
-            else:
-                nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
-                totals = _exchange_lists(nodes, runs)
-            for parameter, total in zip(self.weights.parameters, totals, strict=True):
+        if self.sharded:
+            assert not any(block.tree.nodes for block in self.blocks)  # FSDP has added all of them
+            self.weights.drop_unused()
+            return
+        runs = [self.plan.run(rank) for rank in range(len(self.plan.shares))]
+        used = torch.tensor(self.weights.used)
+        if len(runs) == 1:
+            totals = self.tree.total()
+        else:
+            nodes, self.tree.nodes = [sums for _, _, sums in self.tree.nodes], []
+            work = dist.all_reduce(used, group=self.ranks.group, async_op=True)
+            totals = _exchange_lists(nodes, runs)
+            work.wait()
+        for parameter, total, count in zip(self.weights.parameters, totals, used, strict=True):
+            if count:  # zeros would decay a weight that no process uses: pytorch/pytorch#28294
                 parameter.grad = total
-        self.weights.drop_unused(used.result())
 
     def reduce_in_tree(self) -> list["_TreeReduceScatter"]:
         """Make FSDP add the gradients of each block up a tree; it takes no mean."""

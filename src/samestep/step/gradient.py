@@ -52,6 +52,7 @@ class TrainedWeights:
         loop that has changed which weights train; raise UserError where that cannot be, and for
         parts that trained and are now in eval mode."""
         self.steps += 1
+        self.used[:] = [0] * len(self.used)
         for parameter in self.parameters:
             parameter.grad = None
         if self.steps == 1:
@@ -77,16 +78,9 @@ class TrainedWeights:
             sharding.count_gradients(self.model, self.used)
         sharding.share_buffers(self.model, self.ranks.layout.fsdp)
 
-    def drop_unused(self, used: list[int]) -> None:
-        """Remove zero gradients of unused weights, which would decay: pytorch/pytorch#28294."""
-        for parameter, count in zip(self.parameters, used, strict=True):
-            if not count:
-                parameter.grad = None
-        self.used[:] = [0] * len(self.used)
-
-    def check_used(self) -> None:
-        """Raise UserError unless all processes use the same weights in each step, as FSDP needs:
-        the zeros that stand for other gradients would change weights that no process uses."""
+    def drop_unused(self) -> None:
+        """Remove the zeros that FSDP gives to unused weights, which would decay:
+        pytorch/pytorch#28294. Raise UserError unless all processes use the same in each step."""
         used = [count > 0 for count in self.used]
         if self.steps == 1:
             counts = self.ranks.sum_over_ranks(*map(int, used))
@@ -100,6 +94,9 @@ class TrainedWeights:
                 f"the model uses {some(names, 3)} for some rows only, and FSDP needs every weight "
                 "in each step of each process; change the model, or use multi_gpu.yaml"
             )
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if not is_used:
+                parameter.grad = None
 
 
 class StepGradients:
@@ -121,7 +118,6 @@ class StepGradients:
 
     def start_step(self, plan: StepPlan) -> None:
         weights = self.weights
-        weights.start_step()
         by_hand = self.waits or weights.pattern != weights.prepared  # DDP would wait
         if isinstance(self.model, DistributedDataParallel) and by_hand != self.by_hand:
             self.by_hand = by_hand
@@ -140,8 +136,7 @@ class StepGradients:
         """Bring the gradient of the whole step to the weights of each process."""
         trial.check_reduced(self.model)
         if self.ranks.layout.fsdp:
-            self.weights.check_used()
-            self.weights.drop_unused(self.weights.used)
+            self.weights.drop_unused()
         if self.by_hand:
             self.average()
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from samestep.base.errors import catch
 from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
-from samestep.processes.ranks import PendingSum
 from samestep.step.inputs import Batch
 from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler, collate
 
@@ -36,6 +36,7 @@ class StepFacts(NamedTuple):
     num_items: int  # in the loss of the step
     ids_hash: int  # of its sample ids
     stop: int  # processes that were asked to stop
+    failed: int  # that could not fetch their micro-batches
 
 
 class StepLoader:
@@ -52,7 +53,9 @@ class StepLoader:
         self.batches = iterate(make_loader(rows, sampler, run.task, run.num_workers, device))
         self.left = steps  # to fetch
         self.micro_batches: list[MicroBatch] = []  # this process's part of the next step
-        self.pending: PendingSum | None = None  # its StepFacts
+        self.facts: torch.Tensor | None = None  # its StepFacts, complete once `wait` has returned
+        self.work: Any = None  # the communication about them
+        self.problem: Exception | None = None  # of this process
         self.tokens = 0  # of the step that was given last, as sums over the processes count them
         self.lanes: dict[int, int] = {}  # of a stream: the last sample of each lane in that step
 
@@ -61,14 +64,16 @@ class StepLoader:
         if not self.left:
             return
         self.left -= 1
-        micro_batches, problem = catch(self.read)
+        micro_batches, self.problem = catch(self.read)
         self.micro_batches = micro_batches or []
         counts = self.ranks.layout.counts_items  # once a replica
         counted = self.micro_batches if counts else []
         num_items = sum(micro_batch.num_items for micro_batch in counted)
         ids_hash = int(np.sum([micro_batch.ids_hash for micro_batch in counted], dtype=np.int64))
-        facts = StepFacts(num_items, ids_hash, self.run.run.stop.requested())
-        self.pending = PendingSum(self.ranks, facts, problem)
+        is_asked = self.run.run.stop.requested()
+        self.facts = torch.tensor([num_items, ids_hash, is_asked, self.problem is not None])
+        if self.ranks.group:
+            self.work = dist.all_reduce(self.facts, group=self.ranks.group, async_op=True)
 
     def read(self) -> list[MicroBatch]:
         """Read this process's micro-batches of the next step; raise the error of a save."""
@@ -81,22 +86,32 @@ class StepLoader:
                 micro_batches.append(MicroBatch(number, batch, num_items, ids_hash, ids))
         return micro_batches
 
+    def wait(self) -> StepFacts | None:
+        """Wait for the facts about the step that was fetched, if there is one."""
+        if self.work:
+            self.work.wait()
+            self.work = None
+        return None if self.facts is None else StepFacts(*self.facts.tolist())
+
     def next_step(self) -> tuple[list[MicroBatch], StepFacts]:
         """Return this process's micro-batches of the step that was fetched, and the facts about it.
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
-        assert self.pending
+        facts, self.facts = self.wait(), None
+        assert facts
+        if facts.failed:
+            self.ranks.raise_everywhere(self.problem)
         tokens = sum(micro_batch.count_tokens() for micro_batch in self.micro_batches)
         self.tokens = tokens * self.ranks.layout.counts_items
         if self.rows.is_stream:
             self.lanes = self.last_of_lanes()
-        pending, self.pending = self.pending, None
-        return self.micro_batches, StepFacts(*pending.result())
+        return self.micro_batches, facts
 
     def should_stop(self) -> bool:
         """Return whether a process was asked to stop before it fetched the next step, if any."""
-        return bool(self.pending and StepFacts(*self.pending.wait()).stop)
+        facts = self.wait()
+        return bool(facts and facts.stop)
 
     def all_lanes(self) -> list[int] | None:
         """Return the last sample of each lane of a stream, of all processes; None without lanes."""

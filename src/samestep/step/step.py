@@ -57,14 +57,11 @@ class Step:
             yield from give_others(run, self)
         yield from run.memory.compute(self) if run.memory else self.compute_all()
         self.reduce()
-        if self.number % self.run.log_every == 0:
-            self.run.metrics.monitor.read_losses(self)
-            assert self.total is not None
-            self.loss = self.total / self.items if self.items else math.nan
 
     def compute_all(self) -> Iterator[Any]:
         """Give the batches of this process to the body of the loop."""
         run = self.run
+        run.gradients.weights.start_step()
         run.gradients.start_step(run.plan)
         if self.prepare:
             self.prepare(self.micro_batches)
@@ -134,12 +131,17 @@ class Step:
             run.accelerator.backward(loss)
 
     def reduce(self) -> None:
-        """Bring the gradient of the whole step to all processes, after its last batch."""
+        """Read the loss where it is due, after the last batch, and bring the gradient of the whole
+        step to all processes."""
         run, self.micro_batches = self.run, []
         run.loader.prefetch()  # the next step, while the device computes this one
-        run.gradients.reduce()
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)
+        if self.number % run.log_every == 0:
+            run.metrics.monitor.read_losses(self)
+            assert self.total is not None
+            self.loss = self.total / self.items if self.items else math.nan
+        run.gradients.reduce()
         self.gradient = "added up"
 
     # ---- The update

@@ -24,7 +24,7 @@ from samestep.state import inventory, packing
 from samestep.step import trial
 from samestep.step.plan import count_micro_batches, number_of
 from samestep.step.samples import collate, hash_entries
-from samestep.step.seeds import seed_micro_batch
+from samestep.step.seeds import BEFORE, seed_micro_batch
 from samestep.step.step import Step
 
 _LONGEST = 100  # entries of a collection that are looked at; of a longer one only their number
@@ -89,7 +89,7 @@ class Rehearsal:
         training.folder, training.begins_from = Path(question["folder"]), "auto"
         training.accelerator.trackers = []
         training.accelerator.init_trackers = lambda *_, **__: None
-        training._save, training.look, training.next_step = self.save, self.look, self.next_step
+        training._save, training.look, training.steps = self.save, self.look, self.steps
         training.trials = [*training.trials, self.note_batches]
         training.end_stopped = self.end_stopped
         self.is_stopping, self.recorded = False, 0  # the newest step
@@ -100,26 +100,32 @@ class Rehearsal:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def next_step(self, number: int, last: bool) -> Step:
-        """Return the next step; before the first one note how the run begins."""
+    def steps(self, *given: Any, **named: Any) -> Iterator[Step]:
+        """Yield the steps; before the first one note how the run begins."""
         run = self.training
-        if self.add is None:
-            plan = run.plan
-            given = plan.samples, plan.micro_batch_size, run.exact, self.question
-            sizes, others = _list_sizes(*given)
-            before = trial.random_state(run.accelerator.device)
-            collate(run.task, run.run.samples)
-            draws = trial.random_state(run.accelerator.device) != before
-            self.write(
-                processes=len(plan.shares), size=plan.largest, sizes=len(sizes), others=others,
-                exact=run.exact, remedy=run.run.loss_remedy, eps=_eps(run),
-                trained=[n for n, p in run.saver.state.parameters().items() if p.requires_grad],
-                rows_depend=run.rows_depend, draws=draws, loop=_see_loop(run),
-                command=[sys.executable, *sys.orig_argv[1:]],
-            )  # fmt: skip
-            if self.question["rounds"]:
-                _change_last_bits(run)
-        return type(run).next_step(run, number, last)
+        for step in type(run).steps(run, *given, **named):
+            if self.add is None:
+                self.begin(run)
+                seed_micro_batch(run.seed, step.number, BEFORE)
+            yield step
+
+    def begin(self, run: Any) -> None:
+        """Note how the run begins."""
+        plan = run.plan
+        given = plan.samples, plan.micro_batch_size, run.exact, self.question
+        sizes, others = _list_sizes(*given)
+        before = trial.random_state(run.accelerator.device)
+        collate(run.task, run.run.samples)
+        draws = trial.random_state(run.accelerator.device) != before
+        self.write(
+            processes=len(plan.shares), size=plan.largest, sizes=len(sizes), others=others,
+            exact=run.exact, remedy=run.run.loss_remedy, eps=_eps(run),
+            trained=[n for n, p in run.saver.state.parameters().items() if p.requires_grad],
+            rows_depend=run.rows_depend, draws=draws, loop=_see_loop(run),
+            command=[sys.executable, *sys.orig_argv[1:]],
+        )  # fmt: skip
+        if self.question["rounds"]:
+            _change_last_bits(run)
 
     def note_batches(self, run: Any, step: Step) -> Iterator[Any]:
         """Note the micro-batches of a step, and let `end` look at each. Gives no batches."""

@@ -240,8 +240,11 @@ class Training:
             for number in range(begin + 1, begin + left + 1):
                 log.start_step(number)
                 self.ranks.places.start_step(number)
-                self.current = self.next_step(number, last=number == max_steps)
                 seed_micro_batch(self.seed, number, BEFORE)
+                micro_batches, facts = self.loader.next_step()
+                self.meter.add(facts.num_items, facts.ids_hash, self.loader.tokens)
+                is_last = number == max_steps
+                self.current = Step(self, number, micro_batches, facts.num_items, is_last)
                 yield self.current
                 self.complete()
                 if not self.has_looked:
@@ -259,13 +262,6 @@ class Training:
             raise
         finally:
             self.run.stop.end()
-
-    def next_step(self, number: int, last: bool) -> Step:
-        """Return the next step, whose micro-batches are there."""
-        assert self.loader
-        micro_batches, facts = self.loader.next_step()
-        self.meter.add(facts.num_items, facts.ids_hash, self.loader.tokens)
-        return Step(self, number, micro_batches, facts.num_items, last)
 
     def look(self) -> None:
         """Collect what a checkpoint of the first step would hold: what cannot be saved ends the run
