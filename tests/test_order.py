@@ -20,12 +20,11 @@ from samestep.base.errors import UserError
 from samestep.contract import contract
 from samestep.run import run
 from samestep.step import inputs, order, seeds
-from samestep.step.loader import make_loader
+from samestep.step.loader import StepBatchSampler, make_loader
 from samestep.step.plan import StepPlan, assign_micro_batches, plan_step
 from samestep.step.samples import (
     EvaluationSampler,
     SampleDataset,
-    StepBatchSampler,
     hash_batch,
     read_samples,
 )

@@ -242,8 +242,8 @@ PREPARE = """
 import os, signal, sys, threading
 sys.path[0] = os.getcwd()
 import task
-from samestep.prepared import prepared
-prepared.LOCK_SECONDS = 0.5
+from samestep.prepared import prepared, prepared_key
+prepared_key.LOCK_SECONDS = 0.5
 
 def read(data="texts.jsonl", **more):
     for name, value in more.items():

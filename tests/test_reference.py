@@ -8,8 +8,8 @@ import torch
 
 from conftest import ROOT, BakedProject, preloaded
 from samestep.step import exact, order, reference
+from samestep.step.loader import StepBatchSampler
 from samestep.step.plan import plan_step
-from samestep.step.samples import StepBatchSampler
 
 
 def test_the_rows_of_a_step_are_those_of_the_reference():
@@ -72,7 +72,8 @@ from accelerate import Accelerator
 from samestep.processes import mesh, ranks
 from samestep.step import exact, gradient, reference, sums
 from samestep.step.plan import plan_step
-from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler
+from samestep.step.loader import StepBatchSampler
+from samestep.step.samples import EvaluationSampler, SampleDataset
 
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)

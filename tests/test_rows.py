@@ -29,8 +29,9 @@ from samestep.data import files, inputs, readers, rows, sources
 from samestep.data.sources import IncompleteRow
 from samestep.models import pretrained
 from samestep.prepared import prepared_key
+from samestep.step.loader import StepBatchSampler
 from samestep.step.plan import StepPlan
-from samestep.step.samples import SampleDataset, StepBatchSampler
+from samestep.step.samples import SampleDataset
 from samestep.text import tokenizing
 
 ENDINGS = (*files.TEXTS, *files.TABLES)

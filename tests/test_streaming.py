@@ -17,9 +17,9 @@ import torch
 from conftest import bake, copy_until, lines, prepare_task, write_table
 from same import check_same
 from samestep.data import files
-from samestep.step.loader import make_loader
+from samestep.step.loader import StepBatchSampler, make_loader
 from samestep.step.plan import StepPlan
-from samestep.step.samples import SampleDataset, StepBatchSampler
+from samestep.step.samples import SampleDataset
 from samestep.text import lanes, tokenizing
 from test_invariance import SLOW
 from test_tasks import chat

@@ -1,6 +1,5 @@
 """The inputs of a task: files, datasets of the Hub and bundled ones, and what is read of each."""
 
-import json
 import math
 import os
 import re
@@ -23,11 +22,6 @@ _HEAD = 20_000_000  # bytes of the beginnings of shards that are prepared, of a 
 _LEAST_HEADS, _MOST_HEADS = 16, 1000  # shards of these
 
 
-def key_of(row: dict[str, Any]) -> str:
-    """Text that equal rows have in common; a text is its own."""
-    return row["text"] if [*row] == ["text"] else json.dumps(row, default=str)
-
-
 @dataclass
 class RowFormat:
     """What is read and stored of rows."""
@@ -39,7 +33,7 @@ class RowFormat:
     (cfg.incomplete_rows decides), or ValueError, which ends the run."""
     features: dict[str, Any]
     """The columns that `normalize` returns; text becomes large_string."""
-    key: Callable[[dict], str] = key_of
+    key: Callable[[dict], str] | None = None
     """Of a stored row: text that equal rows have in common, by default all of it."""
     group: Callable[[dict], str] | None = None
     """Of a stored row: rows with one group are all held out, or none; by default the content.

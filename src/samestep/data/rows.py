@@ -4,17 +4,22 @@ One process reads all rows, file after file, into an Arrow file; the first wrong
 """
 
 import itertools
+import json
+import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.console import one_line
-from samestep.data import readers, views
+from samestep.data import readers
 from samestep.data.inputs import Input, RowFormat, name_first
 from samestep.data.sources import DataConfig
 
@@ -25,6 +30,11 @@ NOTES = (*NUMBERS, "place")  # columns beside the content of rows
 
 
 # ---- Reading -------------------------------------------------------------------------------------
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """Text that equal rows have in common; a text is its own."""
+    return row["text"] if [*row] == ["text"] else json.dumps(row, default=str)
 
 
 def hash_of(text: str) -> int:
@@ -61,7 +71,7 @@ def load_rows(
             source.form = form if isinstance(form, RowFormat) else own[0]
             source.choose = form
             for stored, group, place in readers.read(source, cfg, left_out):
-                key = source.form.key(stored)
+                key = (source.form.key or key_of)(stored)
                 if group is None:
                     group = source.form.group(stored) if source.form.group else key
                 hashes.append(hash_of(key))
@@ -127,7 +137,18 @@ def _write(rows: Iterable[dict[str, Any]], columns: dict[str, Any]) -> Dataset:
                 waiting, size = [], 0
         yield pyarrow.Table.from_pylist(waiting, features.arrow_schema)
 
-    return views.write_tables(tables(), features)
+    return write_tables(tables(), features)
+
+
+def write_tables(tables: Iterable[pyarrow.Table], features: Any) -> Any:
+    """A dataset of these tables, in an Arrow file in the cache of `datasets`."""
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ArrowWriter(features=features, path=str(path)) as writer:
+        for table in tables:
+            writer.write_table(table)
+        writer.finalize()
+    return Dataset.from_file(str(path))
 
 
 # ---- Splits --------------------------------------------------------------------------------------

@@ -11,18 +11,15 @@ import itertools
 import json
 import os
 import platform
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets.arrow_writer import ArrowWriter
 
 from samestep.base.files import read_json_object, replace_text
 from samestep.data.sources import split_data
@@ -61,17 +58,6 @@ def cells_of(column: pa.ChunkedArray) -> list[Any]:
         return [*column.to_numpy(zero_copy_only=False)]
     values = column.values.to_numpy()
     return [values[start:end] for start, end in itertools.pairwise(column.offsets.tolist())]
-
-
-def write_tables(tables: Iterable[pa.Table], features: Any) -> Any:
-    """A dataset of these tables, in an Arrow file in the cache of `datasets`."""
-    path = Path(datasets.config.HF_DATASETS_CACHE, f"{uuid.uuid4().hex}.arrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with ArrowWriter(features=features, path=str(path)) as writer:
-        for table in tables:
-            writer.write_table(table)
-        writer.finalize()
-    return datasets.Dataset.from_file(str(path))
 
 
 # ---- Rows ----------------------------------------------------------------------------------------

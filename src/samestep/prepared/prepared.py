@@ -35,8 +35,6 @@ from samestep.prepared import prepared_key
 from samestep.settings.config import fields_of
 
 INDEX, ROWS, _WORK = "prepared.json", "rows", "work"  # names in a prepared folder
-_DIGESTS = "digests"  # of files: the name of their table and of its lock
-LOCK_SECONDS = 5  # of waiting for another process until it is said
 
 
 class _PreparedData(datasets.DatasetDict):
@@ -61,43 +59,20 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None, stored: str = "") -> 
     if not (stored and is_intact(folder)):
         files = prepared_key.files_of(cfg, task)
         stamps = prepared_key.stamps_of(files)
-        digests = _digests_of(cache, files, stamps)
+        digests = prepared_key.digests_of(cache, files, stamps)
         folder = cache / prepared_key.key_of(cfg, task, digests)
         wanted = identity_of(kept) if kept else ""
         if wanted and not (is_intact(folder) and _read_index(folder)["identity"] == wanted):
             print_on_main(f"Preparing data: the run keeps its {', '.join(names_in(kept))}")
             folder = cache / prepared_key.key_of(cfg, task, digests, wanted)
         if not is_intact(folder):
-            with lock(cache, folder.name):
+            with prepared_key.lock(cache, folder.name):
                 if not is_intact(folder):
                     build(task, cfg, folder, stamps, kept if wanted else None)
     kinds = fields_of(type(cfg))
     for name, value in _read_index(folder)["changed"].items():
         object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
     return load(folder)
-
-
-def _digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
-    """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
-    times; one process reads what is not there."""
-    table = cache / f"{_DIGESTS}.json"
-    paths = {name: os.path.join(os.getcwd(), path) for name, path in files.items()}
-
-    def is_known(name: str) -> bool:
-        return known.get(paths[name], [])[:-1] == stamps[name]
-
-    known = read_json_object(table)
-    if not all(map(is_known, files)):
-        with contextlib.ExitStack() as held:
-            with contextlib.suppress(ValueError):  # a read-only disk: each start reads them
-                held.enter_context(lock(cache, _DIGESTS))
-            known = read_json_object(table)
-            new = [name for name in files if not is_known(name)]
-            for name, digest in prepared_key.hash_files({n: paths[n] for n in new}).items():
-                known[paths[name]] = [*stamps[name], digest]
-            with contextlib.suppress(OSError):
-                replace_text(table, json.dumps(known))
-    return {name: known[path][-1] for name, path in paths.items()}
 
 
 def build(task: Any, cfg: Any, folder: Path, stamps: dict, kept: Path | None) -> None:
@@ -258,30 +233,6 @@ def _working_in(work: Path) -> Iterator[None]:
     with mock.patch.dict(os.environ, names), mock.patch.multiple(datasets.config, **caches), beside:
         datasets.disable_progress_bars()
         yield
-
-
-@contextlib.contextmanager
-def lock(cache: Path, key: str) -> Iterator[None]:
-    """Holds the lock of a key. Waiting for another process is said once.
-
-    Raises ValueError for a disk that has no locks, or cannot be written.
-    """
-    held = filelock.FileLock(cache / f"{key}.lock")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        held.acquire(timeout=LOCK_SECONDS)
-    except filelock.Timeout:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("waiting for another process, which prepares the same data", flush=True)
-        held.acquire(poll_interval=0.5)
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or "it has no locks"
-        hint = "give a folder on another disk"
-        raise ValueError(f"task.cache_dir: cannot lock {cache}: {reason}; {hint}") from None
-    try:
-        yield
-    finally:
-        held.release()
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------

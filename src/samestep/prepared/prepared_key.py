@@ -6,6 +6,7 @@ anywhere else in this code, all of task.py counts.
 """
 
 import ast
+import contextlib
 import dataclasses
 import glob
 import hashlib
@@ -18,9 +19,11 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
+import filelock
 from pydantic_core import to_jsonable_python
 
 from samestep.base.fields import local_path
+from samestep.base.files import read_json_object, replace_text
 from samestep.contract.contract import OPTIONAL, REQUIRED
 from samestep.data.files import files_below
 from samestep.state.provenance import LIBRARY, hash_functions, short_hash, statements_of
@@ -31,6 +34,8 @@ _SHAPING = ("data/*.py", "images/*.py", "text/*.py", "text/*.jinja", "models/pre
 _TRAINING = {*REQUIRED, *OPTIONAL} - {"prepare_data", "views", "check_config", "files"}
 _IS_NAMED = re.compile(rf"\b({'|'.join(sorted(_TRAINING))})\b")
 _NAMES = ("_column", "_split")  # ends of fields that name no file
+_DIGESTS = "digests"  # of files: the name of their table and of its lock
+LOCK_SECONDS = 5  # of waiting for another process until it is said
 _FOREIGN = {"site-packages", "vendor", "wandb"}  # folders with files of others
 
 
@@ -204,6 +209,29 @@ def stamps_of(files: dict[str, str]) -> dict[str, list[int]]:
     return found
 
 
+def digests_of(cache: Path, files: dict[str, str], stamps: dict[str, list]) -> dict[str, str]:
+    """The SHA-256 of each file. A table in the cache remembers it for the path, size, inode and
+    times; one process reads what is not there."""
+    table = cache / f"{_DIGESTS}.json"
+    paths = {name: os.path.join(os.getcwd(), path) for name, path in files.items()}
+
+    def is_known(name: str) -> bool:
+        return known.get(paths[name], [])[:-1] == stamps[name]
+
+    known = read_json_object(table)
+    if not all(map(is_known, files)):
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(ValueError):  # a read-only disk: each start reads them
+                held.enter_context(lock(cache, _DIGESTS))
+            known = read_json_object(table)
+            new = [name for name in files if not is_known(name)]
+            for name, digest in hash_files({n: paths[n] for n in new}).items():
+                known[paths[name]] = [*stamps[name], digest]
+            with contextlib.suppress(OSError):
+                replace_text(table, json.dumps(known))
+    return {name: known[path][-1] for name, path in paths.items()}
+
+
 def hash_files(files: dict[str, str]) -> dict[str, str]:
     """The SHA-256 of each file. Threads: reading and hashing release the GIL."""
     with ThreadPool(min(os.cpu_count() or 1, 16)) as pool:
@@ -214,3 +242,27 @@ def hash_file(path: str) -> str:
     """A file's SHA-256."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def lock(cache: Path, key: str) -> Iterator[None]:
+    """Holds the lock of a key. Waiting for another process is said once.
+
+    Raises ValueError for a disk that has no locks, or cannot be written.
+    """
+    held = filelock.FileLock(cache / f"{key}.lock")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        held.acquire(timeout=LOCK_SECONDS)
+    except filelock.Timeout:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("waiting for another process, which prepares the same data", flush=True)
+        held.acquire(poll_interval=0.5)
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or "it has no locks"
+        hint = "give a folder on another disk"
+        raise ValueError(f"task.cache_dir: cannot lock {cache}: {reason}; {hint}") from None
+    try:
+        yield
+    finally:
+        held.release()

@@ -191,7 +191,8 @@ class ExactGradients:
             work = dist.all_reduce(used, group=self.ranks.group, async_op=True)
             totals = _exchange_lists(nodes, runs)
             work.wait()
-        for parameter, total, count in zip(self.weights.parameters, totals, used, strict=True):
+        counts = used.tolist()
+        for parameter, total, count in zip(self.weights.parameters, totals, counts, strict=True):
             if count:  # zeros would decay a weight that no process uses: pytorch/pytorch#28294
                 parameter.grad = total
 

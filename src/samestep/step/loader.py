@@ -1,7 +1,7 @@
 """The micro-batches of the steps, fetched one step ahead, and the batches of an evaluation."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ from samestep.base.errors import catch
 from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
 from samestep.step.inputs import Batch
-from samestep.step.samples import EvaluationSampler, SampleDataset, StepBatchSampler, collate
+from samestep.step.plan import StepPlan
+from samestep.step.samples import EvaluationSampler, SampleDataset, collate
 
 
 class MicroBatch(NamedTuple):
@@ -37,6 +38,22 @@ class StepFacts(NamedTuple):
     ids_hash: int  # of its sample ids
     stop: int  # processes that were asked to stop
     failed: int  # that could not fetch their micro-batches
+
+
+class StepBatchSampler:
+    """Yields the micro-batches of this rank, as lists of positions of the run.
+
+    The steps go from position `first` up to `last`; `sort` may reorder those of a step.
+    """
+
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+        self.plan, self.first, self.last, self.sort = plan, first, last, sort
+
+    def __iter__(self):
+        for begin in range(self.first, self.last, self.plan.samples):
+            positions = self.sort(range(begin, begin + self.plan.samples))
+            run = self.plan.run()
+            yield from (list(self.plan.positions(positions, number)) for number in run)
 
 
 class StepLoader:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,6 @@ from samestep.step.seeds import AUGMENT, seed_host
 
 _SECONDS = 1  # to hash rows
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
-
-
-class StepBatchSampler:
-    """Yields the micro-batches of this rank, as lists of positions of the run.
-
-    The steps go from position `first` up to `last`; `sort` may reorder those of a step.
-    """
-
-    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
-        self.plan, self.first, self.last, self.sort = plan, first, last, sort
-
-    def __iter__(self):
-        for begin in range(self.first, self.last, self.plan.samples):
-            positions = self.sort(range(begin, begin + self.plan.samples))
-            run = self.plan.run()
-            yield from (list(self.plan.positions(positions, number)) for number in run)
 
 
 class EvaluationSampler:
@@ -131,13 +115,8 @@ class SampleDataset(torch.utils.data.Dataset):
         return np.asarray(positions)[order].tolist()
 
     def __getitems__(self, positions: list[int]) -> list[tuple]:
-        ids: Any
         with as_user_error():
-            if self.is_stream:
-                ids, rows = zip(*self.dataset.__getitems__(positions), strict=True)
-            else:
-                ids = self.ids(positions)
-                rows = self.read(positions, ids)
+            ids, rows = self.read(positions)
         if self.augment:
             numbers = hash64(AUGMENT, self.seeds(positions, ids)).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(number) for number in numbers]
@@ -157,19 +136,24 @@ class SampleDataset(torch.utils.data.Dataset):
         passes = self.order.passes(positions) if self.order else 0  # the id of a stream has it
         return hash64(self.seed, passes, ids)
 
-    def read(self, positions: list[int], ids: list[int]) -> Sequence[Any]:
-        """Read the rows with these ids, each alone, so that a transform of others may draw from the
-        global generators. Those that a dataset reads many at once draw nothing."""
+    def read(self, positions: list[int]) -> tuple[Sequence[int], Sequence[Any]]:
+        """Read the rows at these positions, each alone, so that a transform of others may draw from
+        the global generators; return their ids, too. Those that a dataset reads many at once draw
+        nothing."""
+        if self.is_stream:
+            ids, found = zip(*self.dataset.__getitems__(positions), strict=True)
+            return ids, found
+        ids = self.ids(positions)
         places = [max(i, 0) for i in ids]
         if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
-            return self.dataset.__getitems__(places)
+            return ids, self.dataset.__getitems__(places)
         if type(self.dataset) is list:  # it runs no code that draws
-            return [self.dataset[place] for place in places]
+            return ids, [self.dataset[place] for place in places]
         rows = []
         for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
             seed_host(seed)
             rows.append(self.dataset[place])
-        return rows
+        return ids, rows
 
 
 def _has_transform(dataset: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from samestep.base.fields import check_fields, local_path
 from samestep.data import demo_data, sources
 from samestep.data.files import TABLES, TEXTS
-from samestep.data.inputs import Input, RowFormat, find_inputs, key_of
+from samestep.data.inputs import Input, RowFormat, find_inputs
 from samestep.data.rows import load_rows
 from samestep.data.sources import check_data_config, split_data
 from samestep.models import pretrained
@@ -154,7 +154,10 @@ def choose_format(source: Input, first: dict, cfg: Any, rows: str) -> tuple[str,
         columns[cfg.tools_column] = cfg.tools_column != "tools"  # one that is named must be there
     normalize = {"text": _normalize_text, "prompt": _normalize_prompt, "chat": _normalize_chat}
     features = {name: datasets.Value("string") for name in STORED[kind]}
-    return kind, RowFormat(columns, partial(normalize[kind], cfg=cfg), features, _key_of)
+    form = RowFormat(columns, partial(normalize[kind], cfg=cfg), features)
+    if kind == "chat":
+        form.key = _key_of
+    return kind, form
 
 
 def _normalize_text(row: dict, cfg: Any) -> dict[str, Any]:
@@ -205,9 +208,7 @@ def _messages_of(value: Any, name: str) -> list[dict]:
 
 
 def _key_of(row: dict) -> str:
-    """Text that equal rows have in common; of chats their words."""
-    if "chat" not in row:
-        return key_of(row)
+    """Text that equal chats have in common: their words."""
     chat = json.loads(row["chat"])
     return json.dumps({**chat, "messages": chats.words_of(chat["messages"])})
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 
-from samestep.data.rows import NUMBERS
-from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of, write_tables
+from samestep.data.rows import NUMBERS, write_tables
+from samestep.data.views import Rows, cells_of, lengths_of, rows_of, values_of
 from samestep.step.inputs import IGNORE_INDEX
 from samestep.text import tokenizing
 
