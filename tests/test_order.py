@@ -171,7 +171,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     assert np.shares_memory(train.sizes, lengths)
     sampler = StepBatchSampler(StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
     loader = iter(make_loader(train, sampler, task, 0, torch.device("cpu")))
-    assert next(loader)[1][0] == 32 and next(loader)[1][0] == 32
+    assert next(loader).num_items == 32 and next(loader).num_items == 32
     assert len(pickle.dumps(train)) < 500_000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -139,7 +139,7 @@ def steps_of(stream, shares, workers, steps, first=0, last=None):
         plan = StepPlan(STEP, 3, shares, rank)
         sampler = StepBatchSampler(plan, first * STEP, (first + steps) * STEP)
         loader = make_loader(rows, sampler, TASK, workers, torch.device("cpu"))
-        for number, (_, _, ids) in enumerate(loader):
+        for number, (_, _, _, ids, *_) in enumerate(loader):
             found[number // len(plan.run())] += ids.tolist()
     return found
 

@@ -49,7 +49,7 @@ class Project(NamedTuple):
 
     def batch(self, positions: Iterable[int]) -> dict:
         """The training micro-batch of the samples at these positions of the run."""
-        return collate(self.task, self.rows.__getitems__([*positions]))[0]
+        return collate(self.task, self.rows.__getitems__([*positions])).batch
 
     def add_gradients(
         self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1

@@ -31,7 +31,7 @@ def describe_samples(samples: list[tuple], task: Any, data: Any) -> list[str]:
     about the batch that the task makes of all."""
     number, row = samples[-1]
     tokenizer = tokenizer_of(data)
-    batch, (items, _), _ = collate(task, samples)
+    batch, items, *_ = collate(task, samples)
     count = f"{items:,} {getattr(task, 'UNIT', 'items').replace('_', ' ')} in the loss"
     return [
         f"row {number} to train on:",

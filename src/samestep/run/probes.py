@@ -89,7 +89,7 @@ class _Probe:
         device = self.run.accelerator.device
         seeds.seed_micro_batch(self.run.cfg.seed, 1, number)
         states = [trial.random_state(device)]
-        batch, (items, _), _ = collate(self.task, samples)
+        batch, items, *_ = collate(self.task, samples)
         states.append(trial.random_state(device))
         batch = send_to_device(batch, device)
         sums = self.sums(name, batch)
@@ -138,7 +138,7 @@ class _Probe:
         return outputs.merge(parts, first)
 
     def batch(self, samples: list[tuple]) -> Batch:
-        return send_to_device(collate(self.task, samples)[0], self.run.accelerator.device)
+        return send_to_device(collate(self.task, samples).batch, self.run.accelerator.device)
 
     @torch.no_grad()
     def sums(self, name: str, batch: Batch) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ class _Probe:
             return
         seen, labelled, lengths = set(), set(), set()
         for sample in rows.__getitems__(sorted({i * (len(view) - 1) // 63 for i in range(64)})):
-            batch = collate(self.task, [sample])[0]
+            batch = collate(self.task, [sample]).batch
             ids, labels = batch.get("input_ids"), batch.get("labels")
             if not torch.is_tensor(ids) or not torch.is_tensor(labels):
                 return

@@ -209,7 +209,7 @@ class Run:
             first = training.samples(training.step)
             step = rows.sort(range(first, first + plan.samples))
             middle = plan.positions(step, plan.count // 2)  # of rows that are sorted by size
-            batch, *_ = collate(self.task, rows.__getitems__(list(middle)))
+            batch = collate(self.task, rows.__getitems__(list(middle))).batch
             batch = send_to_device(batch, self.accelerator.device)
         with self.ranks.fail_together():
             model.train()

@@ -89,7 +89,7 @@ class Evaluation:
                 stop, out = self.ranks.sum_over_ranks(self.requested(), is_out, problem=problem)
                 if stop or out:
                     break
-                batch, (_, ids_hash), self.ids = fetched
+                batch, _, ids_hash, self.ids, *_ = fetched
                 with self.run.attempt((batch, self.ids)):
                     batch = send_to_device(batch, self.accelerator.device, non_blocking=True)
                     seed_micro_batch(0, ids_hash, EVALUATION)  # whoever evaluates these rows

@@ -12,23 +12,8 @@ from torch.utils.data import DataLoader
 from samestep.base.errors import catch
 from samestep.base.signals import ignore_signals, signals_blocked
 from samestep.base.workers import cores_per_process
-from samestep.step.inputs import Batch
 from samestep.step.plan import StepPlan
-from samestep.step.samples import EvaluationSampler, SampleDataset, collate
-
-
-class MicroBatch(NamedTuple):
-    number: int  # in its step, from 0
-    batch: Any
-    num_items: int  # in the loss
-    ids_hash: int  # of its sample ids
-    ids: np.ndarray  # of its samples
-    counts: bool = True  # whether its loss does; see training/replay.py
-
-    def count_tokens(self) -> int:
-        """Count the tokens that are computed, with padding; 0 for a batch without input_ids."""
-        ids = self.batch.get("input_ids") if isinstance(self.batch, dict) else None
-        return ids.numel() if torch.is_tensor(ids) else 0
+from samestep.step.samples import EvaluationSampler, MicroBatch, SampleDataset, collate
 
 
 class StepFacts(NamedTuple):
@@ -99,8 +84,7 @@ class StepLoader:
         micro_batches = []
         with self.run.meter.waiting():
             for number in self.plan.run():
-                batch, (num_items, ids_hash), ids = next(self.batches)
-                micro_batches.append(MicroBatch(number, batch, num_items, ids_hash, ids))
+                micro_batches.append(next(self.batches)._replace(number=number))
         return micro_batches
 
     def wait(self) -> StepFacts | None:
@@ -154,7 +138,7 @@ def make_loader(
     rows: SampleDataset, sampler: StepBatchSampler | EvaluationSampler, task: Any,
     num_workers: int | None, device: torch.device,
 ) -> DataLoader:  # fmt: skip
-    """Make a DataLoader of the task's batches; for what comes with a batch see `collate`."""
+    """Make a DataLoader of micro-batches of the task."""
     workers = count_workers(num_workers, task, device)
     if rows.is_stream and isinstance(sampler, StepBatchSampler):
         # So that a lane is always read by the same worker.
@@ -185,7 +169,7 @@ def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
     return min(cores_per_process() - 1, 4)
 
 
-def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int], np.ndarray]]:
+def iterate(loader: DataLoader) -> Iterator[MicroBatch]:
     """Start to iterate over batches. A signal does not end the worker processes of this."""
     with signals_blocked():
         return iter(loader)

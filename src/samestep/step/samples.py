@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from accelerate.utils.operations import honor_type
 
 from samestep.base.errors import as_user_error
 from samestep.step import inputs
-from samestep.step.inputs import Batch
 from samestep.step.order import SampleOrder, hash64, hash_integers
 from samestep.step.plan import StepPlan, assign_micro_batches
 from samestep.step.seeds import AUGMENT, seed_host
@@ -182,9 +181,22 @@ def plain_batch(batch: Any, name: str = "") -> Any:
     return batch
 
 
-def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np.ndarray]:
-    """Make the task's batch of these (id, row) pairs: the batch, (the number of its items in the
-    loss, the hash of the ids), and the ids, int64 (B,)."""
+class MicroBatch(NamedTuple):
+    batch: Any
+    num_items: int  # in the loss
+    ids_hash: int  # of its sample ids
+    ids: np.ndarray  # of its samples, int64 (B,)
+    number: int = 0  # in its step, from 0
+    counts: bool = True  # whether its loss does; see training/replay.py
+
+    def count_tokens(self) -> int:
+        """Count the tokens that are computed, with padding; 0 for a batch without input_ids."""
+        ids = self.batch.get("input_ids") if isinstance(self.batch, dict) else None
+        return ids.numel() if torch.is_tensor(ids) else 0
+
+
+def collate(task: Any, samples: list[tuple]) -> MicroBatch:
+    """Make the task's batch of these (id, row) pairs."""
     batch = task.collate([row for _, row in samples])
     if hasattr(task, "loss_sum"):  # the functions of a task.py get a dict
         is_dict = isinstance(batch, Mapping)
@@ -192,14 +204,14 @@ def collate(task: Any, samples: list[tuple]) -> tuple[Batch, tuple[int, int], np
     batch = plain_batch(batch)
     ids = np.array([i for i, _ in samples])
     count = task.count(batch) if hasattr(task, "count") else len(samples)
-    numbers = (inputs.check_count(count), int(hash64(ids).view(np.int64).sum()))
-    return batch, numbers, ids
+    ids_hash = int(hash64(ids).view(np.int64).sum())
+    return MicroBatch(batch, inputs.check_count(count), ids_hash, ids)
 
 
 def hash_batch(dataset: Any, task: Any, samples: list[tuple]) -> str:
     """Hash the number of rows, and types, shapes and bytes of the task's batch: 16 hex digits."""
     seed_host(0)  # collate may draw
-    return hash_entries(collate(task, samples)[0], str(len(dataset)))
+    return hash_entries(collate(task, samples).batch, str(len(dataset)))
 
 
 def hash_entries(batch: Any, first: str = "") -> str:
@@ -271,7 +283,7 @@ def choose_probes(samples: list[tuple], task: Any) -> list[tuple]:
     """Choose samples to try the task on: the seven shortest with items in the loss, the longest."""
     sized = []
     for sample in samples:
-        batch, (items, _), _ = collate(task, [sample])
+        batch, items, *_ = collate(task, [sample])
         if items:
             sized.append((inputs.size_of(batch), sample))
     sized.sort(key=lambda pair: pair[0])

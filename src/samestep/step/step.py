@@ -11,7 +11,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from samestep.base.errors import UserError, as_user_error
 from samestep.step import context_parallel, inputs, trial
-from samestep.step.loader import MicroBatch
+from samestep.step.samples import MicroBatch
 from samestep.step.seeds import seed_micro_batch
 
 

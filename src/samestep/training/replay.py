@@ -18,7 +18,6 @@ from samestep.processes import sharding
 from samestep.processes.failures import Ended
 from samestep.step import trial
 from samestep.step.gradient import TrainedWeights
-from samestep.step.loader import MicroBatch
 from samestep.step.model import eager, keep_modes
 from samestep.step.samples import collate
 from samestep.step.step import Step
@@ -113,9 +112,10 @@ class Replay:
             assigned = plan.positions(self.samples, number)
             samples = [sample for sample in assigned if sample[0] in kept]
             run.rows.seed_collate(plan.positions(self.positions, number))
-            batch, (items, ids_hash), ids = collate(run.task, samples or filler)
-            items = items if samples else 0
-            micro_batches.append(MicroBatch(number, batch, items, ids_hash, ids, bool(samples)))
+            made = collate(run.task, samples or filler)._replace(number=number)
+            if not samples:
+                made = made._replace(num_items=0, counts=False)
+            micro_batches.append(made)
         items = sum(batch.num_items for batch in micro_batches) * run.ranks.layout.counts_items
         (items,) = run.ranks.sum_over_ranks(items)
         whole = step.micro_batches, step.items

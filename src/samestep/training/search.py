@@ -35,7 +35,7 @@ def find_size(run: Any, step: Step) -> Iterator[Any]:
     most = -(-run.plan.samples // len(run.plan.shares))
     size = fewest = min(2 if run.rows_depend else 1, most)  # a row alone may be no batch
     row = _longest_row(run, fewest)
-    batch, *_ = collate(run.task, [row] * size)
+    batch = collate(run.task, [row] * size).batch
     size = known or size
     memory.start(SEARCH)
     fitting, about, room = 0, "", []
@@ -82,7 +82,7 @@ def _longest_row(run: Any, size: int) -> tuple:
     """Return the longest row, by its size in the view if that has sizes; else of the first rows."""
     rows = run.rows
     if rows.sizes is None:
-        return max(run.run.samples, key=lambda s: size_of(collate(run.task, [s] * size)[0]))
+        return max(run.run.samples, key=lambda s: size_of(collate(run.task, [s] * size).batch))
     place = int(rows.sizes.argmax())
     ((number, row),) = SampleDataset(rows.dataset).__getitems__([place])
     if rows.augment:

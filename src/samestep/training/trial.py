@@ -15,7 +15,6 @@ from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.exact import ExactGradients
 from samestep.step.gradient import StepGradients, TrainedWeights
-from samestep.step.loader import MicroBatch
 from samestep.step.model import HALF, eager, keep_modes
 from samestep.step.samples import collate
 from samestep.step.seeds import seed_micro_batch
@@ -263,12 +262,11 @@ def try_batch(
     accelerator = run.accelerator
     seed_micro_batch(run.seed if first is None else first, 1, number)
     states = [trial.random_state(accelerator.device)]
-    batch, (num_items, ids_hash), ids = collate(run.task, samples)
+    micro_batch = collate(run.task, samples)
     states.append(trial.random_state(accelerator.device))
-    micro_batch = MicroBatch(0, batch, num_items, ids_hash, ids)
     accelerator.gradient_accumulation_steps, accelerator.step = 1, 0
     step.losses = []
-    batch = send_to_device(batch, accelerator.device)
+    batch = send_to_device(micro_batch.batch, accelerator.device)
     with context_parallel.split_rows(accelerator, batch):
         yield from step.compute(micro_batch, batch)
     trial.check_reduced(run.model)
@@ -277,7 +275,7 @@ def try_batch(
         known.installs |= inventory.count_hooks(known.model) != known.hooks
     states.append(trial.random_state(accelerator.device))
     draws, collate_draws = states[2] != states[0], states[1] != states[0]
-    return trial.Computed(batch, num_items, {"": step.losses[0]}, draws, collate_draws)
+    return trial.Computed(batch, micro_batch.num_items, {"": step.losses[0]}, draws, collate_draws)
 
 
 def tolerance(run: Any) -> tuple[float, bool]:
