@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from conftest import ROOT, lines, make_tiny, train_module
+from conftest import ROOT, before_calls, lines, make_tiny, train_module
 from refusals import cases
 from samestep.base.errors import UserError
 from samestep.processes import mesh
@@ -111,6 +111,25 @@ def test_scores_of_all_rows_are_the_same_on_any_number_of_processes(project, tmp
         picked = {name: scores[name] for name in right}
         assert picked == pytest.approx(right, rel=1e-6), output
     assert right["auc/a"] != right["auc/b"]
+
+
+RUNS_OUT = """
+if number == 12 and os.environ.get("RANK", "0") == "0":
+    import torch
+    print("planted")
+    raise torch.OutOfMemoryError("planted")
+"""
+
+
+@pytest.mark.parametrize("name", ["task.eval_outputs", "samestep.step.outputs.to_part"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_memory_that_runs_out_changes_no_score(project, tmp_path, name, processes):
+    """Of the model, or of the copies of its outputs: the evaluation begins again."""
+    flags, before = ["--micro_batch_size", "auto"], before_calls(name, RUNS_OUT)
+    printed = train(project, tmp_path / "run", processes, *flags, before=before)
+    assert printed.count("planted") == 1
+    scores, right = lines(tmp_path / "run", "eval_loss")[-1], expected(tmp_path / "run")
+    assert {name: scores[name] for name in right} == pytest.approx(right, rel=1e-6)
 
 
 def test_ranks_without_rows_and_an_evaluation_alone(project, tmp_path):

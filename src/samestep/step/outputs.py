@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from samestep.base.errors import as_user_error, catch
+from samestep.base.errors import as_user_error, catch, is_out_of_memory
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_tensor
 from samestep.step.inputs import Batch, check_outputs
@@ -35,6 +35,8 @@ class EvaluationOutputs:
         """Keep the outputs of the rows with these numbers. Those past the last row, -1, and those
         that a neighbor computes, too, are left out."""
         part, problem = catch(to_part, outputs, ids)
+        if problem and is_out_of_memory(problem):
+            raise problem  # micro_batch_size auto begins again
         self.problem = self.problem or problem
         if part and ids[0] >= 0 and self.ranks.layout.counts_items:
             self.parts.append(part)
@@ -56,10 +58,10 @@ def to_part(outputs: Any, ids: np.ndarray) -> Part:
         check_outputs(outputs, len(ids))
     arrays = {}
     for name, values in sorted(outputs.items()):
-        values = full_tensor(values.detach())
+        values = full_tensor(values.detach()).to("cpu", copy=True)  # not a view: it would keep all
         if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()  # which NumPy and scikit-learn take
-        arrays[name] = values.to("cpu", copy=True).numpy()  # a view would keep what it is a part of
+        arrays[name] = values.numpy()
     return Part(ids, arrays)
 
 
