@@ -16,6 +16,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep import Training
+from samestep.step.inputs import Stream
 
 folder, size, given, *words = sys.argv[1:]
 plan = {
@@ -118,6 +119,9 @@ model = Model()
 draw = torch.Generator().manual_seed(1)
 lengths = torch.randint(4, 13, (64,), generator=draw).tolist()
 rows = [torch.randint(0, 32, (length,), generator=draw) for length in lengths]
+if "stream" in words:
+    read = {"__getitems__": lambda rows, places: [(i, rows[i]) for i in places]}
+    rows = type("Rows", (list, Stream), read)(rows)
 kind = torch.optim.SGD if "sgd" in words else torch.optim.AdamW
 optimizer = kind(model.parameters(), lr=1e-2)
 plain_step = optimizer.step

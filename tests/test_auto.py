@@ -135,6 +135,7 @@ ENDS = {
     "a number": (1, 8, {"limits": [60]}, [], 1, "give --micro_batch_size auto"),
     "exact": (1, "auto", {}, ["exact"], 2, "micro_batch_size auto cannot be combined with exact"),
     "static_graph": (2, "auto", {}, ["static"], 2, "cannot be combined with static_graph"),
+    "a stream": (1, "auto", {}, ["stream"], 2, "cannot be combined with a stream"),
     "SyncBatchNorm": (1, "auto", {}, ["synced"], 2, "cannot be combined with SyncBatchNorm"),
     "too much to copy": (1, "auto", {}, ["large"], 2, "forward passes change 120 MB"),
     "another word": (1, "most", {}, [], 2, "micro_batch_size is 'most'; give a whole number"),

@@ -374,6 +374,7 @@ def test_what_does_not_go_with_a_stream(streamed, tmp_path):
     for more, said in (
         (["--eval_every", "epoch"], "a stream has no end that is known: give max_steps"),
         (["--task.cache_dir", "texts/cache"], "lies in task.data: give another"),
+        (["--exact", "false", "--micro_batch_size", "auto"], "be combined with a stream"),
     ):
         flags = [*FLAGS, "--task.data", "texts", *more, "--output_dir", tmp_path / "x"]
         assert said in streamed.train(1, *flags, "--check", codes=[2])

@@ -29,7 +29,7 @@ from samestep.launch import launched, shutdown
 from samestep.launch.device import check_combinations, check_devices, use_cpu
 from samestep.prepared import preview
 from samestep.prepared.run_data import digest_view, read_data, run_of
-from samestep.processes import alike
+from samestep.processes import alike, exclusions
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.report import tracking
@@ -324,6 +324,7 @@ def check_parts(rows: Any, task: Any, parts: int) -> None:
 
 def _check_stream(cfg: Any, layout: Layout) -> None:
     """Raise ValueError for fields and layouts that do not go with a stream."""
+    exclusions.check({"micro_batch_size auto": cfg.micro_batch_size == "auto", "a stream": True})
     if cfg.num_epochs or "epoch" in (cfg.eval_every, cfg.save_every):
         raise ValueError(
             "a stream has no end that is known: give max_steps in place of num_epochs, and "
