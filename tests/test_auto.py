@@ -68,6 +68,22 @@ def test_the_result_is_that_of_a_fixed_size(fixed, tmp_path, name):
         assert "FREE True" in printed
 
 
+def test_in_bf16_a_step_that_is_computed_again_is_the_same(tmp_path):
+    """To the bit as it was, and to bf16's rounding in smaller micro-batches."""
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    plan = {"limits": [60, 60], "faults": FAULTS, "later": {"9": [30, 60]}}
+    found = []
+    for name, size, given in (("fixed", 4, {}), ("auto", "auto", plan)):
+        ended = script(2, tmp_path / name, size, json.dumps(given), program=[SCRIPT], **bf16)
+        found.append((words_of(ended), [numbers(printed) for _, printed, _ in ended]))
+    (_, (expected, _)), (printed, both) = found
+    assert "bf16" in printed and printed.count(AGAIN) == 6, printed
+    for values in both:
+        for (kind, step), value in expected.items():
+            rel = 0 if kind == "LOSS" and step < 9 else 2**-8
+            assert values[kind, step] == pytest.approx(value, rel=rel, abs=0), (kind, step)
+
+
 def test_what_no_larger_batch_explains_is_computed_once_as_it_was(tmp_path):
     """Another program's minute on the device does not cut."""
     faults = [[0, 3, "forward"], [0, 7, "backward"], [0, 11, "middle"]]
