@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from conftest import before_calls
 from samestep.state import state_hash
 
 SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
@@ -126,17 +127,36 @@ def test_what_is_state_counts_and_numbers_that_may_differ_between_processes_do_n
         assert state_hash.state_of({}, base | {name: value}) != state
 
 
-def test_parts_that_do_not_tile_their_tensor_are_refused(tmp_path):
-    """A resumed run would keep its first values in the gap."""
+@pytest.mark.parametrize("first", [0, 4])
+def test_parts_that_do_not_tile_their_tensor_are_refused(tmp_path, first):
+    """A resumed run would keep its first values in the gap. The second ends past the tensor."""
     files = write(tmp_path / "run", tensors(), {"model.a": 0})
     path = tmp_path / "run" / "rank-00001.safetensors"
     with safe_open(path, "pt") as opened:
         parts = {name: opened.get_tensor(name) for name in opened.keys()}
         places = json.loads(opened.metadata()[state_hash.PLACES])
-    places["model.a"]["saved_offsets"] = [0, 0]
+    places["model.a"]["saved_offsets"] = [first, 0]
     save_file(parts, path, {state_hash.PLACES: json.dumps(places)})
     with pytest.raises(ValueError, match="do not make whole tensors"):
         hash_of(tmp_path / "run", files)
+
+
+WRONG = {
+    "lost": "del share.parts[name], share.places[name]",
+    "moved": "share.places[name]['saved_offsets'][0] += 1",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_save_without_whole_tensors_ends_the_run(tiny, tmp_path, processes, wrong):
+    """No process wrote the weight, or one wrote it elsewhere."""
+    code = f"share, name = given[0], 'model.0.weight'\nif name in share.parts: {WRONG[wrong]}"
+    before = before_calls("samestep.state.tensor_files.write_share", code)
+    flags = ["--max_steps", 4, "--save_every", 2, "--output_dir", tmp_path / "run"]
+    printed = tiny.train(processes, *flags, before=before, codes=[2])
+    assert "/.step-00000002.partial do not make whole tensors\n" in printed
+    assert "step 3/4" not in printed and [*tmp_path.glob("run/checkpoints/step-*")] == []
 
 
 def test_each_value_shape_and_name_counts(tmp_path):

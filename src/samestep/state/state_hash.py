@@ -101,14 +101,15 @@ class Tree:
         self.count = -(-self.size // self.leaf)  # leaves
         self.nodes: dict[tuple[int, int], bytes] = {}  # by the first leaf, and their number
         self.pieces: dict[int, list[tuple[int, bytes]]] = {}  # by leaf: first byte, and bytes
-        self.overlaps = False
+        self.overlaps = False  # whether parts do, or one ends past the last value
 
     def read(self, part: Part) -> None:
         """Add a part."""
         for start, content in _runs(part, self.shape):
             end = start + len(content)
+            self.overlaps |= end > self.size
             at = start
-            while at < end:
+            while at < min(end, self.size):
                 number, offset = divmod(at, self.leaf)
                 whole = min(self.leaf, self.size - number * self.leaf)
                 values = content[at - start : at - start + whole - offset]
