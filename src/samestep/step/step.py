@@ -131,18 +131,18 @@ class Step:
             run.accelerator.backward(loss)
 
     def reduce(self) -> None:
-        """Read the loss where it is due, after the last batch, and bring the gradient of the whole
-        step to all processes."""
+        """Bring the gradient of the whole step to all processes, after its last batch, and read the
+        loss where it is due."""
         run, self.micro_batches = self.run, []
         run.loader.prefetch()  # the next step, while the device computes this one
+        run.gradients.reduce()
         # What the optimizer and the script draw from here on is the same on all processes.
         seed_micro_batch(run.seed, self.number)
+        self.gradient = "added up"
         if self.number % run.log_every == 0:
             run.metrics.monitor.read_losses(self)
             assert self.total is not None
             self.loss = self.total / self.items if self.items else math.nan
-        run.gradients.reduce()
-        self.gradient = "added up"
 
     # ---- The update
 
