@@ -25,8 +25,8 @@ def make_meter(processes=1, others=()):
     ranks = SimpleNamespace(
         layout=layout.Layout(processes),
         fail_together=contextlib.nullcontext,
-        gather=lambda value: [value, *others] if others else [value] * processes,
-        sum_arrays=lambda array: array,
+        gather=lambda value: [value] * processes,
+        sum_arrays=lambda array: np.array([array[0], *others]) if others else array,
     )
     meter = speed.SpeedMeter(accelerator, ranks, "tokens")
     model = torch.nn.Linear(1, 1)
