@@ -84,7 +84,7 @@ torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS
 faults: $(TESTS)  ## apply each of tests/faults/ to a copy, and print which quick tests catch it (ARGS=NAME)
 	@$(VENV)/bin/python tests/faults/run.py $(ARGS)
 
-bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 20 minutes
+bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
 
 bench-short: $(BENCH)  ## the same for the small step, three programs and few rounds: 2 minutes
