@@ -440,6 +440,19 @@ class by_hand(Kind):  # noqa: N801
         self.held.param_groups[0]["lr"] = 1e-2 / self.n
 
 
+class fleeting(by_hand):  # noqa: N801
+    """The same, with a number that is deleted."""
+
+    def prepared(self):
+        super().prepared()
+        self.first = 1
+
+    def after(self, step):
+        super().after(step)
+        if self.n == 2:
+            del self.first
+
+
 class cosine(Kind):  # noqa: N801
     total = 6
 

@@ -133,6 +133,7 @@ def test_an_accepted_schedule_is_the_new_one(tmp_path):
 def test_a_scheduler_written_by_hand_is_named_once(tmp_path):
     words = words_of(run("by_hand", tmp_path, 6))
     assert words.count("warning: by_hand.n has changed with the learning rate") == 1
+    assert "fleeting.n, fleeting.first has changed" in words_of(run("fleeting", tmp_path / "b", 6))
 
 
 def test_results_are_left_out_in_a_line(tmp_path):

@@ -2,7 +2,7 @@
 
 The code is task.py without the functions that only training calls, and every other .py file of the
 project but train.py and tests, by its bytes. Where the name of one of these functions stands
-anywhere else in this code, all of task.py counts.
+anywhere else in this code, all of task.py counts. A key has a lock.
 """
 
 import ast

@@ -166,7 +166,8 @@ class TrainingState:
         optimizers.check_all_in_optimizer(inner, self.parameters())
         if self.looks < 2:  # it searches all objects of the process
             held = optimizers.check_holders(self.accelerator, self.optimizer)
-            self.held = self.held or held
+            if not self.looks:
+                self.held = held
 
     def remarks(self) -> list[str]:
         """Return lines about what is left out: at the first look tensors that are results, at the
@@ -182,7 +183,7 @@ class TrainingState:
             ]
         changed, held, self.held = [], self.held, []
         for one, numbers in held if rates != self.rates else ():
-            moved = [name for name, value in numbers.items() if vars(one)[name] != value]
+            moved = [name for name, value in numbers.items() if vars(one).get(name) != value]
             changed += [f"{type(one).__name__}.{name}" for name in moved]
         return changed and [
             f"warning: {some(changed, 3)} has changed with the learning rate, and is in no "

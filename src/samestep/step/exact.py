@@ -81,7 +81,7 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
     rank, count = dist.get_rank(group), len(runs)
     sizes = [len(part) for part in total.tensor_split(count)]  # of each process's part
     split = [node.tensor_split(count) for node in nodes]
-    sent = nodes[0] if len(nodes) == 1 else total[:0]  # a process may have no node
+    sent = nodes[0] if nodes else total[:0]  # a process may have no node
     if len(nodes) > 1:
         sent = torch.cat([parts[peer] for peer in range(count) for parts in split])
     numbers = [len(nodes_of(run)) for run in runs]

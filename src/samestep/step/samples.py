@@ -146,8 +146,6 @@ class SampleDataset(torch.utils.data.Dataset):
         places = [max(i, 0) for i in ids]
         if hasattr(self.dataset, "__getitems__") and not _has_transform(self.dataset):
             return ids, self.dataset.__getitems__(places)
-        if type(self.dataset) is list:  # it runs no code that draws
-            return ids, [self.dataset[place] for place in places]
         rows = []
         for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
             seed_host(seed)
