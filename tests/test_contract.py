@@ -2,6 +2,7 @@
 where rows depend on each other, or labels are copies. What --check shows.
 """
 
+import gc
 import re
 import shutil
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import ROOT, copy_until, lines, train_module
+from conftest import ROOT, before_calls, copy_until, lines, train_module
 from refusals import cases, refused
 from samestep.contract import contract
 from samestep.prepared import preview
@@ -148,6 +149,15 @@ def test_a_rounded_loss_is_warned_of(quick, tmp_path, value, said):
     before = f"import task; task.loss_sum = lambda *a: {value}"
     printed = quick(*flags, before=before, env=env)
     assert said in printed and ("warning: task." in printed) == bool(said)
+
+
+def test_garbage_is_collected_as_usual_once_the_model_is_built(quick, tmp_path):
+    show = "import gc\nprint('collects after', gc.get_threshold()[0])"
+    places = "samestep.run.run.Run.new_model", "task.loss_sum"
+    before = "".join(before_calls(place, show) for place in places)
+    printed = quick("--output_dir", tmp_path, "--max_steps", 1, "--warmup_steps", 0, before=before)
+    first, *others = re.findall(r"collects after (\d+)", printed)
+    assert first == "10000" and {*others} == {str(gc.get_threshold()[0])} != {first}
 
 
 def test_scores_are_floats_and_may_need_more_rows_than_the_first_batch(quick, tmp_path):

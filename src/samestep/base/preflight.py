@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from samestep.base import garbage
 from samestep.base.launching import write_exit_code
 
 # torch reads both when it is imported. DDP advises against find_unused_parameters, also where a
@@ -28,6 +29,7 @@ def _other_library(project: Path) -> str:
     return f"{asks}, and {installed} is installed; run make setup"
 
 
+garbage.collect_seldom()  # until the model is built
 program = Path(sys.argv[0]).name.replace("__main__.py", "samestep")
 if problem := _other_library(Path.cwd()) or _other_library(Path(sys.argv[0]).parent):
     sys.stderr.write(f"{program}: {problem}\n")

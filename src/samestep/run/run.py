@@ -15,7 +15,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from samestep.base import files, run_folder
+from samestep.base import files, garbage, run_folder
 from samestep.base.console import print_json, print_on_main
 from samestep.base.errors import as_user_error, attempt, catch
 from samestep.base.workers import count_cores
@@ -153,6 +153,7 @@ class Run:
             self.set_accelerator(accelerator)
         layout = self.ranks.layout
         model = build_on_ranks(self.new_model, accelerator, self.ranks)
+        garbage.collect_as_usual()  # a model's libraries are imported
         if line := dtypes.describe(model):
             print_on_main(line)
         with self.ranks.fail_together():
