@@ -106,19 +106,35 @@ class Tree:
     def read(self, part: Part) -> None:
         """Add a part."""
         for start, content in _runs(part, self.shape):
+            self.overlaps |= start + len(content) > self.size
+            content = content[: max(self.size - start, 0)]
             end = start + len(content)
-            self.overlaps |= end > self.size
-            at = start
-            while at < min(end, self.size):
-                number, offset = divmod(at, self.leaf)
-                whole = min(self.leaf, self.size - number * self.leaf)
-                values = content[at - start : at - start + whole - offset]
-                if len(values) == whole:
-                    self.add(number, 1, _hash_leaf(values))
-                else:
-                    self.pieces.setdefault(number, []).append((at, values.tobytes()))
-                at += len(values)
+            low = min(-(-start // self.leaf) * self.leaf, end)  # where whole leaves begin
+            high = max(end // self.leaf * self.leaf, low)
+            if end == self.size:  # the last leaf may be shorter
+                high = end
+            self.add_leaves(low // self.leaf, content[low - start : high - start])
+            for first, last in ((start, low), (high, end)):
+                if first < last:
+                    values = content[first - start : last - start].tobytes()
+                    self.pieces.setdefault(first // self.leaf, []).append((first, values))
         self.join_pieces()
+
+    def add_leaves(self, first: int, content: memoryview) -> None:
+        """Add whole leaves, from number `first` on. Little is done between two hashes: each lets
+        other threads hash."""
+        places = range(0, len(content), self.leaf)
+        level = [hashlib.sha256(b"\0" + content[i : i + self.leaf]).digest() for i in places]
+        width = 1
+        while level:
+            if first & width:  # the right half of a node whose left one is not here
+                self.add(first, width, level.pop(0))
+                first += width
+            if len(level) % 2:
+                self.add(first + (len(level) - 1) * width, width, level.pop())
+            pairs = zip(level[::2], level[1::2], strict=True)
+            level = [hashlib.sha256(b"\1" + left + right).digest() for left, right in pairs]
+            width *= 2
 
     def add(self, first: int, width: int, digest: bytes) -> None:
         """Add a node: of `width` leaves, a power of two. Two halves become their parent at once."""
@@ -143,7 +159,7 @@ class Tree:
                 end = start + len(content)
             known = [(start, b"".join(contents)) for start, contents in joined]
             if len(known[0][1]) == min(self.leaf, self.size - number * self.leaf):
-                self.add(number, 1, _hash_leaf(known[0][1]))
+                self.add(number, 1, hashlib.sha256(b"\0" + known[0][1]).digest())
             else:
                 self.pieces[number] = known
 
@@ -170,12 +186,6 @@ class Tree:
         for _, left in reversed(nodes[:-1]):
             root = hashlib.sha256(b"\1" + left + root).digest()
         return hashlib.sha256(f"{self.dtype} {self.shape} ".encode() + root).hexdigest()
-
-
-def _hash_leaf(content: bytes | memoryview) -> bytes:
-    digest = hashlib.sha256(b"\0")
-    digest.update(content)
-    return digest.digest()
 
 
 def read_trees(folder: Path, files: list[str]) -> dict[str, Tree]:
