@@ -2,7 +2,6 @@
 where rows depend on each other, or labels are copies. What --check shows.
 """
 
-import gc
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from conftest import ROOT, before_calls, copy_until, lines, train_module
 from refusals import cases, refused
+from samestep.base import garbage
 from samestep.contract import contract
 from samestep.prepared import preview
 from samestep.processes import mesh
@@ -157,7 +157,7 @@ def test_garbage_is_collected_as_usual_once_the_model_is_built(quick, tmp_path):
     before = "".join(before_calls(place, show) for place in places)
     printed = quick("--output_dir", tmp_path, "--max_steps", 1, "--warmup_steps", 0, before=before)
     first, *others = re.findall(r"collects after (\d+)", printed)
-    assert first == "10000" and {*others} == {str(gc.get_threshold()[0])} != {first}
+    assert first == "10000" and {*others} == {str(garbage._USUAL[0])} != {first}
 
 
 def test_scores_are_floats_and_may_need_more_rows_than_the_first_batch(quick, tmp_path):
