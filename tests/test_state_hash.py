@@ -14,6 +14,7 @@ from samestep.state import state_hash
 
 SHAPES = {"model.a": (5, 4), "model.b": (), "state.a.exp_avg": (5, 4), "model.c": (3, 2, 4)}
 SHAPES |= {"model.d": (70, 30), "state.d.exp_avg": (7, 1100), "model.e": (3000,)}
+SHAPES |= {"model.f": (31, 1024)}  # a row is a leaf: parts begin with a right half
 DTYPES = {"model.b": torch.float64, "model.c": torch.bfloat16}
 
 
@@ -79,7 +80,7 @@ def expected_hash(values, dtype):
 
 
 @pytest.mark.parametrize(
-    "cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2, "model.d": 0}]
+    "cuts", [{}, {"model.a": 0, "state.a.exp_avg": 1, "model.c": 2, "model.d": 0, "model.f": 0}]
 )
 @pytest.mark.parametrize("shares", [1, 3])
 def test_a_state_has_one_hash_however_it_is_cut(tmp_path, cuts, shares):

@@ -111,8 +111,6 @@ class Tree:
             end = start + len(content)
             low = min(-(-start // self.leaf) * self.leaf, end)  # where whole leaves begin
             high = max(end // self.leaf * self.leaf, low)
-            if end == self.size:  # the last leaf may be shorter
-                high = end
             self.add_leaves(low // self.leaf, content[low - start : high - start])
             for first, last in ((start, low), (high, end)):
                 if first < last:
