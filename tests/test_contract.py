@@ -151,13 +151,15 @@ def test_a_rounded_loss_is_warned_of(quick, tmp_path, value, said):
     assert said in printed and ("warning: task." in printed) == bool(said)
 
 
-def test_garbage_is_collected_as_usual_once_the_model_is_built(quick, tmp_path):
-    show = "import gc\nprint('collects after', gc.get_threshold()[0])"
-    places = "samestep.run.run.Run.new_model", "task.loss_sum"
-    before = "".join(before_calls(place, show) for place in places)
+@pytest.mark.parametrize("chosen", [garbage.SELDOM, 5000])
+def test_garbage_is_collected_as_usual_or_as_task_py_says(quick, tmp_path, chosen):
+    """From the moment at which the model is built."""
+    show, place = "import gc; print('collects after', gc.get_threshold()[0])", "task.loss_sum"
+    build = f"import gc; gc.set_threshold(gc.get_threshold()[0] // {garbage.SELDOM} * {chosen})"
+    before = before_calls("task.build_model", build) + before_calls(place, show)
     printed = quick("--output_dir", tmp_path, "--max_steps", 1, "--warmup_steps", 0, before=before)
-    first, *others = re.findall(r"collects after (\d+)", printed)
-    assert first == "10000" and {*others} == {str(garbage._USUAL[0])} != {first}
+    wanted = garbage.USUAL[0] if chosen == garbage.SELDOM else chosen
+    assert {*re.findall(r"collects after (\d+)", printed)} == {str(wanted)}
 
 
 def test_scores_are_floats_and_may_need_more_rows_than_the_first_batch(quick, tmp_path):

@@ -2,15 +2,16 @@
 
 import gc
 
-_USUAL = gc.get_threshold()
+USUAL, SELDOM = gc.get_threshold(), 10_000  # new objects
 
 
 def collect_seldom() -> None:
-    """Look for garbage after 10,000 new objects, in place of 700: a start makes a million, by its
-    imports, and keeps nearly all; looking through them takes half a second."""
-    gc.set_threshold(10_000)
+    """A start makes a million objects, by its imports, and keeps nearly all: to look through them
+    again and again takes half a second."""
+    gc.set_threshold(SELDOM)
 
 
 def collect_as_usual() -> None:
-    """Look for garbage as Python does by itself: a cycle of objects may hold a device's memory."""
-    gc.set_threshold(*_USUAL)
+    """A cycle of objects may hold a device's memory. What task.py has set is left as it is."""
+    if gc.get_threshold()[0] == SELDOM:
+        gc.set_threshold(*USUAL)

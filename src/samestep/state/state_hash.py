@@ -122,7 +122,7 @@ class Tree:
         """Add whole leaves, from number `first` on. Little is done between two hashes: each lets
         other threads hash."""
         places = range(0, len(content), self.leaf)
-        level = [hashlib.sha256(b"\0" + content[i : i + self.leaf]).digest() for i in places]
+        level = [_hash_leaf(content[i : i + self.leaf]) for i in places]
         width = 1
         while level:
             if first & width:  # the right half of a node whose left one is not here
@@ -157,7 +157,7 @@ class Tree:
                 end = start + len(content)
             known = [(start, b"".join(contents)) for start, contents in joined]
             if len(known[0][1]) == min(self.leaf, self.size - number * self.leaf):
-                self.add(number, 1, hashlib.sha256(b"\0" + known[0][1]).digest())
+                self.add(number, 1, _hash_leaf(known[0][1]))
             else:
                 self.pieces[number] = known
 
@@ -184,6 +184,12 @@ class Tree:
         for _, left in reversed(nodes[:-1]):
             root = hashlib.sha256(b"\1" + left + root).digest()
         return hashlib.sha256(f"{self.dtype} {self.shape} ".encode() + root).hexdigest()
+
+
+def _hash_leaf(content: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(b"\0")
+    digest.update(content)  # not a copy: a row of many experts has hundreds of MB
+    return digest.digest()
 
 
 def read_trees(folder: Path, files: list[str]) -> dict[str, Tree]:
