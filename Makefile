@@ -123,7 +123,7 @@ gpu: $(TESTS)  ## check what only a GPU can show, in an hour at most (in ten min
 	@$(SOURCES) $(VENV)/bin/python benchmarks/gpu.py $(ARGS)
 
 # CS336 and ACCELERATE reach the program as variables of its environment.
-witness: $(WITNESS)/.installed  ## run tests of others on samestep: 14 minutes (one: ARGS=chaos; CS336=CLONE ACCELERATE=CLONE)
+witness: $(WITNESS)/.installed  ## run tests of others on samestep: 18 minutes (one: ARGS=chaos; CS336=CLONE ACCELERATE=CLONE)
 	@$(SOURCES) $(WITNESS)/bin/python witness/run.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.

@@ -34,7 +34,7 @@ from peers import PEERS
 from work import SIZES, Work
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = "torch accelerate transformers tokenizers lightning datasets trl".split()
+PACKAGES = "torch accelerate transformers tokenizers lightning datasets".split()
 # Prepares the data, as train.py would, and saves the rows and the order of the samples.
 PREPARE = """
 import sys

@@ -10,14 +10,12 @@ same source. The loss of a new head counts from equal probabilities of the class
 """
 
 import argparse
-import atexit
 import json
 import math
-import os
 import random
 import re
-import runpy
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -89,30 +87,13 @@ def write_rows(task: str, count: int, folder: Path) -> list[str]:
 
 
 def train(project: Path, *words: str) -> str:
-    """What train.py prints; each run is a fork of this process, which has imported torch."""
-    log = project / "log.txt"
-    if not (child := os.fork()):
-        atexit._clear()  # it would remove the folder of all runs
-        os.environ.update(compare.environment(NO_PICTURE="1"))
-        os.chdir(project)
-        with open(log, "w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        sys.path.insert(0, str(project))
-        sys.argv = ["train.py", *words]
-        code = 1
-        try:
-            runpy.run_path("train.py", run_name="__main__")
-        except SystemExit as end:
-            code = end.code or 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    text = log.read_text(errors="replace")
-    if status:
-        sys.exit(f"train.py {' '.join(words)} failed:\n{text[-3000:]}")
-    return text
+    """What train.py prints."""
+    env = compare.environment()
+    command = [sys.executable, "train.py", *words]
+    result = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"train.py {' '.join(words)} failed:\n{(result.stdout + result.stderr)[-3000:]}")
+    return result.stdout + result.stderr
 
 
 def loss_of(output: Path) -> float:
@@ -157,11 +138,6 @@ def measure_case(
 
 def measure(asked: argparse.Namespace, folder: Path) -> dict:
     """The losses of all cases, by name."""
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
-    import samestep.end.ending  # noqa: F401  # before the forks
-    import samestep.prepared.prepared  # noqa: F401
-
     projects = {}
     for task in (*BASES, "preference"):
         projects[task] = (asked.projects or folder / "projects").resolve() / task

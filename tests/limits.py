@@ -19,6 +19,7 @@ def rooms() -> dict[str, list[Path]]:
         if files:
             found[f"src/samestep/{folder.name}"] = files
     found["tests"] = sorted((ROOT / "tests").rglob("*.py"))
+    found["benchmarks"] = sorted((ROOT / "benchmarks").glob("*.py"))
     found["template"] = sorted([*ROOT.glob("local_extensions/*.py"), *ROOT.glob("hooks/*.py")])
     found["train.py"] = [PROJECT / "train.py"]
     for path in sorted((ROOT / "templates").glob("*/task.py")):

@@ -114,6 +114,28 @@ def port(work):
     yield f"{ported.strip().splitlines()[-1]}; it trained to step {evaluated[-1]}"
 
 
+def dpo(work):
+    """Ten steps of DPO from one model: TRL's DPOTrainer beside the task `preference`."""
+    import torch
+
+    answers = "--no-input", "--default-config", "--output-dir", work, "task=preference"
+    call(*PYTHON, "-m", "cookiecutter", HERE.parent, *answers, "tracker=none")
+    project = work / "my_training"
+    base = "--max_steps", 60, "--output_dir", "runs/base", "--eval_every", 0, "--save_every", 0
+    call(*PYTHON, "train.py", *base, cwd=project)
+    for loss in ("sigmoid", "ipo"):
+        sides = []
+        for side in ("ours", "trl"):
+            call(*PYTHON, HERE / "dpo.py", side, loss, work / loss, cwd=project)
+            sides.append(torch.load(work / loss / f"{side}.pt"))
+        found = []
+        for name in ("loss", "rewards", "grad_norm"):
+            ours, theirs = (torch.tensor(side[name]).double() for side in sides)
+            apart = float((ours - theirs).abs().max() / theirs.abs().max())
+            found.append(f"{name} {apart:.1e}")
+        yield f"{loss}, the largest difference of ten steps: {', '.join(found)}"
+
+
 def cs336(work):
     """The tests of assignment 2 that need no GPU, answered by cs336_adapters.py."""
     path = Path(os.environ["CS336"]).resolve()
@@ -133,6 +155,7 @@ def cs336(work):
 WITNESSES = {  # its function, the package whose version counts, and the variable with its clone
     "transformers": (transformers_resume, "transformers", ""),
     "accelerate": (accelerate_check, "accelerate", ""),
+    "dpo": (dpo, "trl", ""),
     "port": (port, "accelerate", "ACCELERATE"),
     "cs336": (cs336, "torch", "CS336"),
     "chaos": (chaos, "ckpt-chaos", ""),

@@ -1,32 +1,25 @@
-"""Compares the task `preference` with TRL's DPOTrainer: the same model, pairs, order and optimizer.
+"""Takes ten steps of DPO in a baked project: with its task `preference`, or with TRL's DPOTrainer.
 
-    python benchmarks/dpo_trl.py                  # in the template: a table, a .json; 5 minutes
+python dpo.py ours|trl LOSS FOLDER     run.py starts both, and compares what they leave in FOLDER
 
-TRL is not among benchmarks/requirements.txt: `pip install --no-deps trl` is enough. A baked project
-trains a small model. From it both take ten steps of 32 pairs in micro-batches of 8, in fp32; TRL
-gets the project's micro-batches, in its order. Losses, rewards and gradient norms are compared.
+The pretrained model, pairs, order and optimizer are the same: 32 pairs a step in micro-batches of
+8, in fp32. TRL gets the project's micro-batches, in its order.
 """
 
-import argparse
 import atexit
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-import compare
-
 PAIRS, MICRO, STEPS, RATE = 32, 8, 10, 5e-5
-COLUMNS = ["loss", "difference of losses", "of rewards", "of gradient norms"]
-NONE = "--eval_every 0 --save_every 0 --tracker none"
 OURS = (
     f"--max_steps {STEPS} --global_batch_size {PAIRS} --micro_batch_size {MICRO} --log_every 1 "
-    f"--learning_rate {RATE} --lr_schedule constant --warmup_steps 0 --weight_decay 0 {NONE} "
-    "--task.model_name_or_path runs/base/model --task.rpo_alpha 0"
+    f"--learning_rate {RATE} --lr_schedule constant --warmup_steps 0 --weight_decay 0 "
+    "--task.model_name_or_path runs/base/model --task.rpo_alpha 0 --eval_every 0 --save_every 0"
 )
 
 
@@ -106,36 +99,8 @@ def run_trl(loss: str, folder: Path) -> None:
     torch.save({**found, "rewards": rewards}, folder / "trl.pt")
 
 
-def measure(asked: argparse.Namespace, folder: Path) -> dict:
-    """For each loss the largest difference of a step, relative to the largest value."""
-    project, rows = compare.bake(folder, task="preference"), []
-
-    def run(*words: object) -> None:
-        command = [sys.executable, *map(str, words)]
-        subprocess.run(command, cwd=project, env=compare.environment(), check=True)
-
-    run("train.py", *f"--max_steps 60 --output_dir runs/base {NONE}".split())
-    for loss in ("sigmoid", "ipo"):
-        for side in SIDES:
-            run(__file__, side, loss, folder / loss)
-        ours, theirs = (torch.load(folder / loss / f"{side}.pt") for side in SIDES)
-        row = [loss]
-        for name in ("loss", "rewards", "grad_norm"):
-            own, other = (torch.tensor(each[name]).double() for each in (ours, theirs))
-            row.append(f"{float((own - other).abs().max() / other.abs().max()):.1e}")
-        rows.append(row)
-    return {"rows": rows}
-
-
-def describe(report: dict) -> str:
-    return compare.markdown(COLUMNS, report["rows"])
-
-
 SIDES = {"ours": run_ours, "trl": run_trl}
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1] in SIDES:  # a process of measure()
-        side, loss, folder = sys.argv[1:]
-        SIDES[side](loss, Path(folder))
-    else:
-        compare.publish(compare.parser_of(__doc__, "dpo").parse_args(), measure, describe)
+    side, loss, folder = sys.argv[1:]
+    SIDES[side](loss, Path(folder))
