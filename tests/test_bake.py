@@ -158,6 +158,15 @@ def test_no_room_grows():
         assert over <= 0, f"{room} exceeds tests/limits.json by {over} lines"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a repository")
+def test_no_file_of_the_repository_is_large():
+    """A wheel of 53 MB once came in with a merge; what is drawn or recorded has 200 kB at most."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    paths = [ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    assert len(paths) > 500
+    assert [path for path in paths if path.is_file() and path.stat().st_size > 500_000] == []
+
+
 def library_names(source):
     """What a file imports from the library, and what it uses of modules of the library."""
     found = set()

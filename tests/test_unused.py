@@ -28,11 +28,7 @@ USES = {
     "other rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 else 0)",
     "nine rows in ten": "(model.extra.sum() if int(batch['input_ids'].sum()) % 10 != 4 else 0)",
 }
-
-
 WORDS = "a weight that no row of this step has used gets no gradient and stays as it was".split()
-
-
 TASK_OF_SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "context_length": 32}
 SMALL = {"save_every": 2, "task": {**TASK_OF_SMALL, "data": "rows.jsonl"}}
 
