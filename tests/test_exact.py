@@ -16,12 +16,13 @@ from test_invariance import DROPOUT
 EXACT = ["--exact", "true", *DROPOUT]
 
 
-def train_all(project, folder, cases, *flags):
+def train_all(project, folder, cases, *flags, before=""):
     """Trains each case, (processes, *flags), into a folder of its own; gives the folders."""
     outputs = []
     for number, (processes, *own) in enumerate(cases):
         outputs.append(folder / str(number))
-        project.train(processes, *EXACT, *flags, *own, "--output_dir", outputs[-1])
+        words = [*EXACT, *flags, *own, "--output_dir", outputs[-1]]
+        project.train(processes, *words, before=before)
     return outputs
 
 
@@ -98,13 +99,17 @@ def build_model(cfg, build=build_model):
 """
 
 
+AT_ONCE = "from samestep.step import exact as e; e._deliver_in_pairs = e._deliver_at_once"
+
+
 @pytest.mark.slow
 def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
-    """In buckets of a few weights, and in one."""
+    """In buckets of a few weights, and in one; in pairs of processes, and as on GPUs."""
     project = tiny.copied(tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (2,)])
     project = with_ddp(project, tmp_path / "ddp", "bucket_cap_mb=1e-4")
-    check_same(*whole, *train_all(project, tmp_path / "parts", [(3,)]))
+    parts = train_all(project, tmp_path / "parts", [(3,)])
+    check_same(*whole, *parts, *train_all(project, tmp_path / "once", [(3,)], before=AT_ONCE))
     # As without exact: the optimizer skips it, and does not decay it.
     assert read_weights(newest(whole[0]))["never"].tolist() == [[1] * 3] * 3
 
@@ -137,8 +142,6 @@ BATCH_NORM = """
 def build_model(cfg, build=build_model):
     return build(cfg).insert(1, torch.nn.BatchNorm1d(cfg.width))
 """
-
-
 NOISY = """
 import torch
 class Noisy(torch.optim.AdamW):

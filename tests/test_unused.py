@@ -68,8 +68,6 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
 
 
 NAMED = "extra had no gradient, and on several processes DDP waits"
-
-
 ENDED = ["never", "nine rows in ten", pytest.param("other rows", marks=pytest.mark.slow)]
 
 
