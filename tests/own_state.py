@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
 )
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from samestep import Training
 
@@ -93,6 +93,31 @@ class Queue(Net):  # keys of before, in an attribute
         return y
 
 
+class Bank(Net):  # what batches have left, which the loss reads once there are six
+    def forward(self, x):
+        y = self.inner(x)
+        if self.training:
+            self.bank = [*self.bank, y.detach().mean()][-6:]
+        return y + (0.1 * sum(self.bank) if len(self.bank) == 6 else 0)
+
+
+class Branch(Net):  # a draw of the model's own that changes nothing yet
+    def forward(self, x):
+        return self.inner(x) * (2 if self.training and self.noise.random() < 1e-9 else 1)
+
+
+class Centered(Net):  # a buffer that each batch replaces
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("wide", torch.ones(1).expand(4), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * x.mean(0)
+        return self.inner(x * self.wide - self.center)
+
+
 class Kept(Net):  # activations that a hook keeps, and an auxiliary loss: results
     def forward(self, x):
         self.hidden = self.inner[0](x)
@@ -150,6 +175,8 @@ def wrapped(net, **values):
 count, queue = wrapped(Count, calls=int), wrapped(Queue, queue=lambda: torch.zeros(6))
 hooked = wrapped(Hooked, _hooked=bool)
 kept, rotary, observer = wrapped(Kept, hidden=type(None)), wrapped(Rotary), wrapped(Observer)
+bank, centered = wrapped(Bank, bank=list), wrapped(Centered)
+branch = wrapped(Branch, noise=lambda: np.random.default_rng(3))
 noisy = wrapped(Noisy, noise=lambda: torch.Generator().manual_seed(3))
 codebook = wrapped(Codebook, code=lambda: torch.nn.Parameter(torch.zeros(4), requires_grad=False))
 
@@ -199,6 +226,24 @@ class rate(Kind):  # noqa: N801
     def after(self, step):
         if step.number == 2:
             bare.inner[0].p = 0.1
+
+
+@dataclass(slots=True)
+class Heat:
+    value: float = 1.0
+
+
+class heated(Kind):  # noqa: N801
+    """A number of an object that has no __dict__."""
+
+    def model(self):
+        return Net(self.inner, heat=Heat())
+
+    def loss(self, model, x, y):
+        return super().loss(model, x, y) * bare.heat.value
+
+    def after(self, step):
+        bare.heat.value *= 1.5
 
 
 @dataclass(frozen=True)
@@ -304,6 +349,32 @@ class curriculum(Kind):  # noqa: N801
 
     def before(self, step):
         rows.level = 1 + 0.1 * step.number
+
+
+class late_curriculum(Kind):  # noqa: N801
+    """A level of a dataset inside, set when the next step has been read."""
+
+    def dataset(self, *tensors):
+        return Subset(Levels(*tensors), range(300))
+
+    def after(self, step):
+        rows.dataset.level *= 1.1
+
+
+class Caching(TensorDataset):
+    """Rows that keep what they drew when they were read first."""
+
+    kept: dict = {}  # noqa: RUF012
+
+    def __getitem__(self, place):
+        if place not in self.kept:
+            x, y = super().__getitem__(place)
+            self.kept[place] = x + torch.randn(4), y
+        return self.kept[place]
+
+
+class caching(Kind):  # noqa: N801
+    dataset = Caching
 
 
 class outside_draws(Kind):  # noqa: N801

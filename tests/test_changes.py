@@ -10,18 +10,29 @@ from test_core import script, words_of
 PROGRAM = (ROOT / "tests" / "own_state.py",)
 COME_BACK = [
     *("count", "queue", "noisy", "rotary", "observer", "codebook", "hooked"),  # changed by forward
-    *("teacher", "hidden_teacher", "rate", "flag", "graph", "history", "experiment"),
-    *("outside_draws", "curriculum", "unfreeze", "freeze", "turns", "joins", "own_optimizer"),
+    *("bank", "branch", "centered"),
+    *("teacher", "hidden_teacher", "rate", "heated", "flag", "graph", "history", "experiment"),
+    *(
+        "outside_draws",
+        "curriculum",
+        "late_curriculum",
+        "unfreeze",
+        "freeze",
+        "turns",
+        "joins",
+        "own_optimizer",
+    ),
     *("super_step", "plateau", "cosine", "lambdas", "kept", "penalty", "nan_setting"),
 ]
 # Of these the result depends on which process computes what.
-ONE_PROCESS = ("count", "queue", "noisy", "observer", "codebook")
+ONE_PROCESS = ("count", "queue", "noisy", "observer", "codebook", "bank", "branch", "centered")
 ENDS = {
     "odd_moment": "the optimizer's GG of 0.weight is a list",
     "complex_moment": "phase is of torch.complex128, and a checkpoint holds none of that type",
     "lost_plateau": "no checkpoint would hold ReduceLROnPlateau",
     "baseline": "is another the second time",
     "own_queue": "is another the second time",
+    "caching": "keeps what it drew, or has",
     "own_numpy": "is another the second time",
     "outside": "depends on a weight of shape () outside of the model",
     "outside_tensor": "depends on a weight of shape () outside of the model",
@@ -93,7 +104,7 @@ def test_what_would_be_lost_ends_the_run_with_its_name(kind, tmp_path):
     assert code == 2 and ENDS[kind] in errors and errors.count("\n") == 1, errors
 
 
-@pytest.mark.parametrize("kind", ["count", "queue", "codebook", "observer"])
+@pytest.mark.parametrize("kind", ["count", "queue", "codebook", "observer", "bank", "branch"])
 def test_with_exact_what_a_forward_pass_changes_ends_the_run(kind, tmp_path):
     ((code, _, errors),) = run(kind, tmp_path, 4, "exact")
     assert code == 2 and "exact: " in errors and " changes " in errors
@@ -102,6 +113,7 @@ def test_with_exact_what_a_forward_pass_changes_ends_the_run(kind, tmp_path):
 def test_what_is_state_and_differs_between_processes_ends_the_run(tmp_path):
     for said, kind, *options in (
         ("1 attribute.model.queue", "queue"),
+        ("1 attribute.model.bank", "bank"),
         ("1 registered.0", "average"),
         ("4 the buffer mean", "late_observer", "exact"),
     ):

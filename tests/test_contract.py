@@ -61,6 +61,15 @@ def test_what_a_function_gives_wrongly_is_one_line():
 
 
 OWN = torch.Generator()  # what nobody seeds
+SEEDED = lambda: torch.Generator().manual_seed(0)  # noqa: E731
+
+
+def kept(rows, name, make):
+    """What a dataset keeps by this name, made when it is asked for first."""
+    found = rows.__dict__.setdefault("kept", {})
+    return found[name] if name in found else found.setdefault(name, make())
+
+
 CHANGING = {"y": torch.ones(4), "counted": torch.ones(4), "poison": 0.0}
 CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("views", None, "task.py has no function prepare_data or views"),
@@ -75,6 +84,16 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
         "Numbers.__getitem__",
         lambda *_: CHANGING | {"x": torch.rand(8, generator=OWN)},
         "the same samples are another batch the second time",
+    ),
+    (
+        "Numbers.__getitem__",
+        lambda rows, _: CHANGING | {"x": torch.rand(8, generator=kept(rows, "own", SEEDED))},
+        "has a generator of its own",
+    ),
+    (
+        "Numbers.__getitem__",
+        lambda rows, i: kept(rows, i, lambda: CHANGING | {"x": torch.rand(8)}),
+        "keeps what it drew, or has",
     ),
     (  # those of the global generators are not seeded there
         "Numbers.__getitems__",

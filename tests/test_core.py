@@ -256,7 +256,7 @@ def test_evaluate_counts_each_row_once(tmp_path, processes):
 # What is trained, what is started then, and words of the line.
 REFUSED = [
     ("kept_rate", "other_rate", "optimizer group 0 lr: 0.01 -> 0.02"),
-    ("frozen", "unequal_frozen", "was trained with other pretrained weights"),
+    ("frozen", "unequal_frozen", "was trained with other frozen weights"),
     ("nothing", "settings", "was made with other settings (lr: 0.01 -> 0.02"),
 ]
 

@@ -64,7 +64,7 @@ def test_a_teacher_is_not_saved_and_its_bytes_are_known(tmp_path):
     changed.save_pretrained(project.path / "teacher")
     shutil.rmtree(whole / "checkpoints" / "step-00000006")
     said = project.train(1, *flags, "--output_dir", whole, codes=[2])
-    assert "was trained with other pretrained weights" in said
+    assert "was trained with other frozen weights" in said
 
 
 PAIRS = [(WORDS[i % 17], WORDS[i * (1 + i % 2) % 17]) for i in range(80)]

@@ -166,7 +166,7 @@ def test_a_start_and_a_step_take_little_memory_for_any_number_of_rows(tmp_path):
     task, data = SimpleNamespace(count=lambda batch: len(batch["x"])), View(rows, half, lengths)
     task.collate = lambda rows: {"x": torch.stack([tensor["x"] for _ in rows])}
     tracemalloc.start()
-    hash_batch(data, task, read_samples(data, task))
+    hash_batch(data, task, read_samples(data, task)[0])
     train = SampleDataset(data, task, seed=0)
     assert np.shares_memory(train.sizes, lengths)
     sampler = StepBatchSampler(StepPlan(64, 32, (2,)), 64, 10**12, train.sort)

@@ -190,6 +190,29 @@ def test_fields_of_the_model_do_not_count(texts):
     assert "prepare_data sets task.dropout, which is marked as the model's" in refused(texts)
 
 
+NESTED = """@dataclass
+class Inner:
+    names: set[str]
+    alpha: float = 0.5
+
+
+@dataclass
+class TaskConfig:
+    inner: Inner = field(default_factory=lambda: Inner({f"name {i}" for i in range(40)}))
+    \"\"\"Names and a number.\"\"\"
+"""
+
+
+def test_a_field_of_a_nested_dataclass_and_a_set_are_kept(texts):
+    """A set has another order in each process."""
+    change(texts, "@dataclass\nclass TaskConfig:\n", NESTED)
+    change(texts, HEAD, f"{HEAD}    cfg.inner.alpha = 0.25\n")
+    assert "PREPARES" in texts.train(1)
+    assert "PREPARES" not in texts.train(2, "--output_dir", "runs/two")
+    inner = manifest(texts.path / "runs/two" / CHECKPOINT)["config"]["task"]["inner"]
+    assert inner["alpha"] == 0.25 and inner["names"] == sorted(inner["names"])
+
+
 def test_a_file_of_the_same_size_and_time_counts_by_its_content(texts):
     assert prepares(texts) == 1
     file = texts.path / "texts.jsonl"

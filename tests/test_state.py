@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     wider.bf16 = torch.nn.Parameter(torch.zeros(8))
     thawed.base.requires_grad_(True)
     cases = [
-        (Odd(0, frozen=0.5 + 1j), None, "was trained with other pretrained weights"),
+        (Odd(0, frozen=0.5 + 1j), None, "was trained with other frozen weights"),
         (wider, None, "bf16 is (7,) in the checkpoint and (8,) in the model"),
         (thawed, manifest, "base is missing in the checkpoint and (3,) in the model"),
     ]

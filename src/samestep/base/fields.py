@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from samestep.base.console import one_line
 
@@ -54,6 +55,20 @@ def check_ignored_fields(
                     f"{section}{name} is {value}, which has no effect {circumstance}; leave it "
                     f"out, or give its default, {one_line(repr(defaults[name]), 60)}"
                 )
+
+
+def as_json(value: Any) -> Any:
+    """The value of a field as JSON holds it. A set is sorted: its own order is another in each
+    process."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return to_jsonable_python({key: as_json(entry) for key, entry in value.items()})
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(as_json, value), key=repr)
+    return to_jsonable_python(value)
 
 
 def local_path(text: str) -> Path:

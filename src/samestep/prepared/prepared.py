@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import datasets
@@ -32,7 +32,6 @@ from samestep.base.errors import some
 from samestep.base.files import DISK_FULL, fsync, read_json_object, remove, replace_text
 from samestep.data import views
 from samestep.prepared import prepared_key
-from samestep.settings.config import fields_of
 
 INDEX, ROWS, _WORK = "prepared.json", "rows", "work"  # names in a prepared folder
 
@@ -69,9 +68,9 @@ def prepare(task: Any, cfg: Any, kept: Path | None = None, stored: str = "") -> 
             with prepared_key.lock(cache, folder.name):
                 if not is_intact(folder):
                     build(task, cfg, folder, stamps, kept if wanted else None)
-    kinds = fields_of(type(cfg))
+    kinds = get_type_hints(type(cfg), include_extras=True)
     for name, value in _read_index(folder)["changed"].items():
-        object.__setattr__(cfg, name, TypeAdapter(kinds[name][0]).validate_python(value))
+        object.__setattr__(cfg, name, TypeAdapter(kinds[name]).validate_python(value))
     return load(folder)
 
 

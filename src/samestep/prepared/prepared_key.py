@@ -22,7 +22,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import filelock
 from pydantic_core import to_jsonable_python
 
-from samestep.base.fields import local_path
+from samestep.base.fields import as_json, local_path
 from samestep.base.files import read_json_object, replace_text
 from samestep.contract.contract import OPTIONAL, REQUIRED
 from samestep.data.files import files_below
@@ -44,7 +44,7 @@ def key_of(cfg: Any, task: Any, digests: dict[str, str], identity: str = "") -> 
 
     `identity`: of the files of a run that resumes, which lie in the folder beforehand.
     """
-    fields = to_jsonable_python(read_fields(cfg) | _call_all(cfg, "key_values"))
+    fields = as_json(read_fields(cfg) | _call_all(cfg, "key_values"))
     facts = [fields, code_of(task), _library_code(), digests, identity]
     return short_hash(json.dumps(facts, sort_keys=True).encode())
 

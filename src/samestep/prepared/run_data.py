@@ -51,12 +51,14 @@ def read_data(
         if isinstance(views[0], Stream):
             views[0].begin(cfg.seed, cfg.global_batch_size)
         seeds.seed_everything(1 + number)
-        train = read_samples(views[0], bound, 1 + number, training=True)
-        validation = read_samples(views[1], bound, 1 + number)
+        train, drew = read_samples(views[0], bound, 1 + number, training=True)
+        validation, _ = read_samples(views[1], bound, 1 + number)
         fingerprints = [hash_batch(views[0], bound, train)]
         fingerprints += [hash_batch(views[1], bound, validation)]
         built.append(fingerprints)
     check_repeated(*built)
+    if drew != "[]":
+        check_repeated(drew, read_samples(views[0], bound, 2, training=True)[1])
     probes = [choose_probes(each, bound) for each in (train, validation)]
     return data, bound, views, Samples(fingerprints, probes)
 

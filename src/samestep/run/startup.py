@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from pydantic_core import to_jsonable_python
 
 from samestep.base import run_folder
 from samestep.base.console import is_main, one_line, plural
 from samestep.base.errors import UserError
+from samestep.base.fields import as_json
 from samestep.base.files import read_json_object, read_text
 from samestep.contract import contract
 from samestep.launch import launched, shutdown
@@ -265,7 +265,7 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
     A path, an option of an Enum and the like become what they are read from.
     """
     saved = [f.name for f in dataclasses.fields(cfg) if f.metadata.get("saved", True)]
-    values = to_jsonable_python(dataclasses.asdict(cfg))
+    values = as_json(dataclasses.asdict(cfg))
     return {name: value for name, value in values.items() if name in saved}
 
 

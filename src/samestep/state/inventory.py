@@ -5,20 +5,22 @@ looked at: tensors, generators, numbers, texts, flags, and collections of these.
 the start of the run is in its checkpoints, under the path of the attribute, and comes back.
 
 A tensor that a forward pass sets may be a result, such as activations or an auxiliary loss: it is
-saved if the loss of the first batch is another with its old value; see training/trial.py.
+left out if a batch sets it to the same, whatever batch came before; see training/trial.py.
 """
 
 import enum
 import functools
 import hashlib
 import operator
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from samestep.base.errors import UserError, some
 from samestep.processes.alike import hash_bits, is_dense
@@ -49,7 +51,7 @@ class Slot(NamedTuple):
 
     def set(self, value: Any) -> None:
         """Set the value; one that is there is left, since an attribute may be read-only."""
-        if self._values().get(self.name, NOTHING) is value:
+        if self.values().get(self.name, NOTHING) is value:
             return
         if isinstance(self.owner, dict):
             self.owner[self.name] = value
@@ -57,10 +59,36 @@ class Slot(NamedTuple):
             setattr(self.owner, self.name, value)
 
     def remove(self) -> None:
-        self._values().pop(self.name, None)
+        if isinstance(self.owner, dict):
+            self.owner.pop(self.name, None)
+        elif self.name in self.values():
+            delattr(self.owner, self.name)
 
-    def _values(self) -> dict[Any, Any]:
-        return self.owner if isinstance(self.owner, dict) else vars(self.owner)
+    def values(self) -> dict[Any, Any]:
+        return self.owner if isinstance(self.owner, dict) else _attributes(self.owner)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those in `__slots__`, but for the standard
+    library's, which caches there what it computes."""
+    found = dict(getattr(value, "__dict__", {}))
+    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return found
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    own = [name for name in names if name not in ("__dict__", "__weakref__")]
+    return found | {name: getattr(value, name) for name in own if hasattr(value, name)}
+
+
+def _datasets(path: str, rows: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a dataset and those inside, as in Subset and ConcatDataset, by their paths."""
+    yield path, rows
+    for name, value in getattr(rows, "__dict__", {}).items():
+        if isinstance(value, Dataset):
+            yield from _datasets(f"{path}.{name}", value)
+        elif isinstance(value, list | tuple) and isinstance(next(iter(value), None), Dataset):
+            for number, each in enumerate(value):
+                yield from _datasets(f"{path}.{name}.{number}", each)
 
 
 @functools.cache
@@ -124,8 +152,8 @@ def list_slots(
             held = [(value, value)]
         elif isinstance(value, _LISTS):
             inside = [(f"{path}.{place}", entry) for place, entry in enumerate(value)]
-        elif hasattr(value, "__dict__"):
-            held = [(value, {n: v for n, v in vars(value).items() if n not in names})]
+        else:
+            held = [(value, {n: v for n, v in _attributes(value).items() if n not in names})]
         if is_module:
             held += [(each, each) for each in (value._parameters, value._buffers)
                      if value not in of_model]  # fmt: skip
@@ -220,13 +248,15 @@ class Inventory:
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
         self.rows, self.num_workers = None, 0  # see watch_rows
+        self.read: dict[str, Any] = {}  # see note_read
+        self.later: dict[str, Any] = {}
         # Whether the first batch, or an evaluation before it, installed hooks: private flags say
         # so, such as those of transformers' output_hidden_states, and are no state of the run.
         self.installs, self.hooks = False, count_hooks(model)
         self.first = self.texts()
         self.saved: set[str] = set()  # paths that checkpoints have
         self.hashed: set[str] = set()  # those of them that are state: the loss depends on them
-        self.results: set[str] = set()  # tensors that a forward pass sets, and nothing reads
+        self.results: set[str] = set()  # tensors that each batch sets anew
 
     def watch_rows(self, rows: Any, num_workers: int) -> None:
         """Look at the numbers, texts and flags of the rows, too, such as the level of a curriculum.
@@ -239,12 +269,28 @@ class Inventory:
     def list_now(self) -> dict[str, Slot]:
         """List the attributes as they are now, by path."""
         self.slots, self.objects = list_slots(self.roots, self.model, self.others())
-        for name, value in getattr(self.rows, "__dict__", {}).items():
-            if isinstance(value, _PLAIN):
-                self.slots[f"rows.{name}"] = Slot(self.rows, name)
+        self.slots |= self.slots_of_rows()
         if self.installs:
             self.slots = {p: slot for p, slot in self.slots.items() if not _is_private_flag(slot)}
         return self.slots
+
+    def slots_of_rows(self) -> dict[str, Slot]:
+        """List the numbers, texts and flags of the rows, by path."""
+        slots = {}
+        for path, dataset in _datasets("rows", self.rows) if self.rows is not None else ():
+            for name, value in getattr(dataset, "__dict__", {}).items():
+                if isinstance(value, _PLAIN):
+                    slots[f"{path}.{name}"] = Slot(dataset, name)
+        return slots
+
+    def note_read(self) -> None:
+        """Note the rows' numbers with which the next step was read; those that the loop had set
+        after that, before the checkpoint of which the run resumes, count from now on."""
+        slots = self.slots_of_rows()
+        self.read = {path: slot.get() for path, slot in slots.items()}
+        for path, value in self.later.items():
+            slots[path].set(value)
+        self.later = {}
 
     def keep(self) -> Callable[[], None]:
         """Return a function that puts all attributes back as they are now."""
@@ -292,9 +338,15 @@ class Inventory:
                 )
 
     def pack(self) -> tuple[dict[str, Any], packing.Tensors]:
-        """Pack what is saved: JSON, by path, and tensors. ValueError for what cannot be saved."""
-        paths = sorted(self.saved & self.slots.keys())
-        return packing.pack_all({f"attribute.{path}": self.slots[path].get() for path in paths})
+        """Pack what is saved: JSON, by path, and tensors. ValueError for what cannot be saved.
+
+        Of rows that is what the next step was read with, and in `rows` what the loop has set since.
+        """
+        now = {path: self.slots[path].get() for path in sorted(self.saved & self.slots.keys())}
+        read = {path: value for path, value in self.read.items() if path in now}
+        later = {path: now[path] for path, value in read.items() if now[path] != value}
+        states = {f"attribute.{path}": value for path, value in (now | read).items()}
+        return packing.pack_all(states | ({"rows": later} if later else {}))
 
     def restore(self, states: dict[str, Any], hashed: list[str]) -> None:
         """Restore what `pack` has saved, by path, of which `hashed` are state."""

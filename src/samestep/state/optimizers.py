@@ -127,7 +127,8 @@ def check_holders(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> 
     own. Raise UserError for a scheduler of torch that no checkpoint would hold."""
     known = [*accelerator._schedulers, *accelerator._custom_objects]
     known += [bare_scheduler(scheduler) for scheduler in known]
-    known += [part for each in known for part in getattr(each, "_schedulers", ())]  # SequentialLR's
+    for each in known:  # SequentialLR and ChainedScheduler have others, which are looked at, too
+        known += getattr(each, "_schedulers", ())
     others = [one for one in holders(optimizer) if one not in known]
     for scheduler in filter(is_scheduler, others):
         raise UserError(

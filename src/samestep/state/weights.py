@@ -18,8 +18,8 @@ from samestep.processes.alike import bit_sums, hash_bits
 from samestep.processes.mesh import Layout
 from samestep.processes.ranks import Ranks
 from samestep.processes.sharding import full_groups, is_dtensor
-from samestep.state import deepspeed, optimizers, packing
-from samestep.state.inventory import Inventory
+from samestep.state import deepspeed, inventory, optimizers, packing
+from samestep.state.inventory import Inventory, Slot
 from samestep.state.tensor_files import TensorReader, check_kind
 from samestep.step.model import bare_model, bare_name
 
@@ -178,8 +178,7 @@ class TrainingState:
             self.rates = rates
             results = sorted(self.inventory.results)
             return results and [
-                f"left out of checkpoints, since no loss depends on what they held before: "
-                f"{some(results, 3)}"
+                f"left out of checkpoints, since each batch sets them anew: {some(results, 3)}"
             ]
         changed, held, self.held = [], self.held, []
         for one, numbers in held if rates != self.rates else ():
@@ -203,12 +202,17 @@ class TrainingState:
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if sum(p.nbytes for p in frozen) > max(1e9, 2 * trained_bytes):
             frozen = []
-        kept = [(values, values.detach().clone()) for values in (*model.buffers(), *frozen)]
+        kept = [(values, values.detach().clone()) for values in frozen]
+        # A forward pass may fill a buffer, or put another tensor in its place.
+        places = [Slot(m._buffers, name) for m in model.modules() for name in m._buffers]
+        buffers = [(slot, slot.get(), inventory.copy_of(slot.get())) for slot in places]
 
         def put_all_back() -> None:
             put_back()
             for values, before in kept:
                 values.data.copy_(before)
+            for slot, buffer, before in buffers:
+                slot.set(inventory.fill(buffer, before))
 
         return put_all_back
 
@@ -427,6 +431,7 @@ class TrainingState:
         prefix = "attribute."
         attributes = {n[len(prefix) :]: v for n, v in states.items() if n.startswith(prefix)}
         self.inventory.restore(attributes, saved.get("hashed_attributes", []))
+        self.inventory.later = states.get("rows", {})
         return states
 
     def load_moments(self, reader: TensorReader) -> None:
@@ -471,8 +476,8 @@ def _check_frozen(path: Path, saved: dict, manifest: dict) -> None:
     now = manifest.get("frozen_weights")
     if now is not None and saved.get("frozen_weights", "") != now:
         raise ValueError(
-            f"{path} was trained with other pretrained weights; give those weights, or another "
-            "folder"
+            f"{path} was trained with other frozen weights, pretrained or drawn; give those (drawn "
+            "ones by the same seed), or another folder"
         )
 
 

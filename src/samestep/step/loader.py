@@ -64,9 +64,11 @@ class StepLoader:
     def prefetch(self) -> None:
         """Fetch the next step, if there is one, and start the communication about it."""
         if not self.left:
+            self.run.saver.state.inventory.note_read()
             return
         self.left -= 1
         micro_batches, self.problem = catch(self.read)
+        self.run.saver.state.inventory.note_read()
         self.micro_batches = micro_batches or []
         counts = self.ranks.layout.counts_items  # once a replica
         counted = self.micro_batches if counts else []

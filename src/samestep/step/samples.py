@@ -14,7 +14,7 @@ from samestep.base.errors import as_user_error
 from samestep.step import inputs
 from samestep.step.order import SampleOrder, hash64, hash_integers
 from samestep.step.plan import StepPlan, assign_micro_batches
-from samestep.step.seeds import AUGMENT, seed_host
+from samestep.step.seeds import AUGMENT, host_states, seed_host
 
 _SECONDS = 1  # to hash rows
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
@@ -85,6 +85,7 @@ class SampleDataset(torch.utils.data.Dataset):
                 f"sizes of the {len(dataset)} rows, shape ({len(dataset)},)"
             )
         self.augment = getattr(task, "augment", None) if seed is not None else None
+        self.draws: list[int] | None = None  # rows that drew while they were read, if it is asked
 
     def __len__(self):
         return len(self.dataset)
@@ -149,7 +150,10 @@ class SampleDataset(torch.utils.data.Dataset):
         rows = []
         for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
             seed_host(seed)
+            before = host_states() if self.draws is not None else None
             rows.append(self.dataset[place])
+            if self.draws is not None and host_states() != before:
+                self.draws.append(place)
         return ids, rows
 
 
@@ -226,11 +230,17 @@ def hash_entries(batch: Any, first: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
-def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False) -> list[tuple]:
-    """Read 64 evenly spread samples of a view, in one or two cuts: what reads many rows at once and
-    draws gives others then. A stream gives the first ones. In training `augment` changes them, each
-    with a generator of its own."""
+def read_samples(
+    dataset: Any, task: Any, cuts: int = 1, training: bool = False
+) -> tuple[list[tuple], str]:
+    """Read 64 evenly spread samples of a view; return them, and a text of those that drew.
+
+    cuts: 1, or 2, of which the second half is read first: what has a generator of its own, or reads
+        many rows at once and draws, gives others then. What keeps rows draws none the second time.
+    A stream gives the first ones. In training `augment` changes them, each with its generator.
+    """
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
+    rows.draws = []
     last = FINGERPRINT_ROWS - 1
     if not rows.is_stream:
         last = len(dataset) - 1
@@ -240,10 +250,12 @@ def read_samples(dataset: Any, task: Any, cuts: int = 1, training: bool = False)
     if cuts == 1 or rows.is_stream or not middle:
         samples = rows.__getitems__(places)
     else:
-        samples = rows.__getitems__(places[:middle]) + rows.__getitems__(places[middle:])
-    if not training or not hasattr(task, "augment"):
-        return samples
-    return [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+        samples = rows.__getitems__(places[middle:])
+        samples = rows.__getitems__(places[:middle]) + samples
+    if training and hasattr(task, "augment"):
+        seed_host(cuts)  # it should draw nothing of that
+        samples = [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
+    return samples, str(sorted(rows.draws))
 
 
 def digest_rows(dataset: Any, task: Any) -> dict[str, str]:
@@ -267,13 +279,14 @@ def digest_rows(dataset: Any, task: Any) -> dict[str, str]:
 
 
 def check_repeated(first: Any, second: Any) -> None:
-    """Raise ValueError unless hash_batch gives the same for the same samples twice."""
+    """Raise ValueError unless the same samples gave the same hash_batch, and drew, twice."""
     if first != second:
         raise ValueError(
             "the same samples are another batch the second time: views, a row, collate or augment "
-            "draws anew, or has a generator of its own; draw from torch, np.random or random, "
-            "which are seeded for views, for a row that is read alone and for collate, or in "
-            "augment, from its generator; what reads many rows at once (__getitems__) draws none"
+            "draws anew, keeps what it drew, or has a generator of its own; draw from torch, "
+            "np.random or random, which are seeded for views, for a row that is read alone and for "
+            "collate, or in augment, from its generator; what reads many rows at once "
+            "(__getitems__) draws none"
         )
 
 

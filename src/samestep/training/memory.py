@@ -183,7 +183,7 @@ class Memory:
 
     def keep(self) -> Callable[[], None]:
         """Return a function that puts back what forward passes change, as it is now."""
-        kept = [(s, s.name in s._values(), s.get(), inventory.copy_of(s.get())) for s in self.moved]
+        kept = [(s, s.name in s.values(), s.get(), inventory.copy_of(s.get())) for s in self.moved]
         size = sum(_bytes_of(copy) for *_, copy in kept)
         if size > _LARGEST_COPY:
             raise UserError(

@@ -116,8 +116,8 @@ class Script:
             hashes = []
             for number in range(2):
                 seeds.seed_everything(number)
-                read = samples.read_samples(rows, self.task, 1 + number, training=True)
-                hashes.append(samples.hash_batch(rows, self.task, read))
+                read, drew = samples.read_samples(rows, self.task, 1 + number, training=True)
+                hashes.append((samples.hash_batch(rows, self.task, read), drew))
             samples.check_repeated(*hashes)
             seeds.seed_everything(self.training.seed)
             # To try the loop on: the shortest first, the longest last.
@@ -128,7 +128,7 @@ class Script:
         on_gpu = accelerator.device.type == "cuda"
         manifest = provenance.describe(
             config=config,
-            data={"samples": len(rows), "fingerprint": hashes[0]},
+            data={"samples": len(rows), "fingerprint": hashes[0][0]},
             code=consistency.hash_project(self.project),
             versions=provenance.versions(accelerator.mixed_precision, on_gpu),
         )

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.base.console import print_on_main
 from samestep.base.errors import UserError, some
 from samestep.processes import alike, sharding
-from samestep.state import inventory, state_hash
+from samestep.state import inventory, packing, state_hash
 from samestep.state.weights import TrainingState
 from samestep.step import context_parallel, trial
 from samestep.step.exact import ExactGradients
@@ -110,7 +110,12 @@ def _try_twice(
         second = yield from try_batch(run, step, rows)
         _check_repeated(run, (first, gradients), (second, _gradients(model)))
         _check_leaves(run, leaves, step.leaves)
+        again = state.inventory.texts() if tensors else {}
     is_state = yield from _find_state(run, step, rows, values, second, put_back)
+    is_state |= {path for path, value in held.items() if isinstance(value, packing.GENERATORS)}
+    # What a device computes in another way the second time tells nothing.
+    left = [path for path in sorted(tensors - is_state) if again.get(path) == after[path]]
+    is_state |= yield from _find_memory(run, step, rows, left, after, put_back)
     state.inventory.results |= tensors - is_state
     _note_moved(run, moved, is_state)
     if run.memory and first.draws:
@@ -221,6 +226,28 @@ def _find_state(
     return (yield from find(sorted(values)))
 
 
+def _find_memory(
+    run: Any, step: Step, rows: list[tuple], paths: list[str], after: dict[str, str],
+    put_back: Callable[[], None],
+) -> Generator[Any, None, set[str]]:  # fmt: skip
+    """Return those of these attributes that a batch does not set anew: they are others after it
+    where they hold what another batch has left, such as a queue that fills. after: their texts."""
+    if not paths:
+        return set()
+    samples, known = run.run.samples, run.saver.state.inventory
+    other = samples[: len(rows)] if len(samples) > len(rows) else rows[:1] * len(rows)
+    with trial.nothing_changes(run.model, put_back):
+        yield from try_batch(run, step, other)
+        slots = {path: slot for path, slot in known.list_now().items() if path in paths}
+        left = [(slot, slot.get(), inventory.copy_of(slot.get())) for slot in slots.values()]
+    with trial.nothing_changes(run.model, put_back):
+        for slot, value, copy in left:
+            slot.set(inventory.fill(value, copy))
+        yield from try_batch(run, step, rows)
+        now = known.texts()
+    return {path for path in paths if now.get(path) != after[path]}
+
+
 def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
     """Note what the forward pass changes: what is saved, and what it does to the result."""
     known = run.saver.state.inventory
@@ -240,9 +267,12 @@ def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
             "depends on which process computes what; use GroupNorm or LayerNorm in place of "
             "BatchNorm, or set exact to false"
         )
-    if buffers and run.ranks.layout.processes > 1:
+    changed = sorted(is_state)
+    if run.ranks.layout.processes > 1:
+        changed += sorted(buffers)
+    if changed:
         print_on_main(
-            f"warning: training changes {some(sorted(buffers), 3)}, on each process by its own "
+            f"warning: training changes {some(changed, 3)}, on each process by its own "
             "batches: the result depends on the number of processes and on micro_batch_size"
         )
 
