@@ -30,6 +30,7 @@ def read_data(
     that is taken, if it is there, although files may have changed since.
 
     The way from task.views to a batch is built twice; ValueError unless 64 samples are the same.
+    Rows that draw are read once more, since they may keep what they drew.
     """
     contract.check_functions(task)
     if hasattr(task, "check_config"):
@@ -56,9 +57,8 @@ def read_data(
         fingerprints = [hash_batch(views[0], bound, train)]
         fingerprints += [hash_batch(views[1], bound, validation)]
         built.append(fingerprints)
-    check_repeated(*built)
-    if drew != "[]":
-        check_repeated(drew, read_samples(views[0], bound, 2, training=True)[1])
+    draws = [drew, read_samples(views[0], bound, 2, training=True)[1] if drew else drew]
+    check_repeated(built, draws)
     probes = [choose_probes(each, bound) for each in (train, validation)]
     return data, bound, views, Samples(fingerprints, probes)
 

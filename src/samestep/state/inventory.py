@@ -15,12 +15,11 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from samestep.base.errors import UserError, some
 from samestep.processes.alike import hash_bits, is_dense
@@ -56,13 +55,19 @@ class Slot(NamedTuple):
         if isinstance(self.owner, dict):
             self.owner[self.name] = value
         else:
-            setattr(self.owner, self.name, value)
+            try:
+                setattr(self.owner, self.name, value)
+            except AttributeError:  # of a frozen dataclass, whose cached_property has changed
+                object.__setattr__(self.owner, self.name, value)
 
     def remove(self) -> None:
-        if isinstance(self.owner, dict):
-            self.owner.pop(self.name, None)
-        elif self.name in self.values():
-            delattr(self.owner, self.name)
+        entries = (
+            self.owner if isinstance(self.owner, dict) else getattr(self.owner, "__dict__", {})
+        )
+        if self.name in entries:
+            del entries[self.name]
+        elif self.name in self.values():  # a slot
+            object.__delattr__(self.owner, self.name)
 
     def values(self) -> dict[Any, Any]:
         return self.owner if isinstance(self.owner, dict) else _attributes(self.owner)
@@ -74,21 +79,60 @@ def _attributes(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", {}))
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
         return found
-    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    own = [name for name in names if name not in ("__dict__", "__weakref__")]
-    return found | {name: getattr(value, name) for name in own if hasattr(value, name)}
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        for name in [names] if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                found[name] = getattr(value, name)
+    return found
 
 
-def _datasets(path: str, rows: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a dataset and those inside, as in Subset and ConcatDataset, by their paths."""
-    yield path, rows
-    for name, value in getattr(rows, "__dict__", {}).items():
-        if isinstance(value, Dataset):
-            yield from _datasets(f"{path}.{name}", value)
-        elif isinstance(value, list | tuple) and isinstance(next(iter(value), None), Dataset):
-            for number, each in enumerate(value):
-                yield from _datasets(f"{path}.{name}.{number}", each)
+def _list_datasets(rows: Any) -> dict[str, Any]:
+    """List a dataset and those inside, as in Subset and ConcatDataset, by their paths."""
+    found, seen, to_visit = {}, set(), [("rows", rows)]
+    while to_visit:
+        path, dataset = to_visit.pop()
+        if id(dataset) in seen or not hasattr(dataset, "__dict__"):
+            continue
+        seen.add(id(dataset))
+        found[path] = dataset
+        for name, value in vars(dataset).items():
+            parts = {f"{path}.{name}": value}
+            if isinstance(value, list | tuple) and value and _is_dataset(value[0]):
+                parts = {f"{path}.{name}.{i}": each for i, each in enumerate(value)}
+            to_visit += [part for part in parts.items() if _is_dataset(part[1])]
+    return found
+
+
+def _is_dataset(value: Any) -> bool:
+    """Return whether an object has len() and [i], and is no collection of Python's or torch's."""
+    kind = type(value)
+    others = (*COLLECTIONS, *_HOLDERS, torch.Tensor, torch.nn.Module)
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind not in others
+
+
+def numbers_of(datasets: dict[str, Any]) -> dict[str, Slot]:
+    """List the numbers, texts and flags of these datasets, by path."""
+    slots = {}
+    for path, dataset in datasets.items():
+        for name, value in vars(dataset).items():
+            if isinstance(value, _PLAIN):
+                slots[f"{path}.{name}"] = Slot(dataset, name)
+    return slots
+
+
+def moved_by(rows: Any, read: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """Call a function that reads rows; return what it returns, and the paths of the numbers of the
+    rows that it moved: those of a cache, or a count, and not of the loop."""
+
+    def texts() -> dict[str, str]:
+        slots = numbers_of(_list_datasets(rows))
+        return {path: _as_text(path, slot.get()) for path, slot in slots.items()}
+
+    before, result, after = texts(), read(), texts()
+    return result, {path for path, text in after.items() if before.get(path, NOTHING) != text}
 
 
 @functools.cache
@@ -248,6 +292,8 @@ class Inventory:
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
         self.rows, self.num_workers = None, 0  # see watch_rows
+        self.datasets: dict[str, Any] = {}  # the rows and the datasets inside, by path
+        self.by_reading: set[str] = set()
         self.read: dict[str, Any] = {}  # see note_read
         self.later: dict[str, Any] = {}
         # Whether the first batch, or an evaluation before it, installed hooks: private flags say
@@ -258,35 +304,32 @@ class Inventory:
         self.hashed: set[str] = set()  # those of them that are state: the loss depends on them
         self.results: set[str] = set()  # tensors that each batch sets anew
 
-    def watch_rows(self, rows: Any, num_workers: int) -> None:
+    def watch_rows(self, rows: Any, num_workers: int, by_reading: set[str]) -> None:
         """Look at the numbers, texts and flags of the rows, too, such as the level of a curriculum.
 
-        The rows themselves are compared at a resume. Workers have rows of their own.
+        The rows themselves are compared at a resume. Workers have rows of their own. by_reading:
+        what reading moves, which is left out.
         """
-        self.rows, self.num_workers = rows, num_workers
+        self.rows, self.num_workers, self.by_reading = rows, num_workers, by_reading
+        self.datasets = _list_datasets(rows)
         self.first |= {n: text for n, text in self.texts().items() if n.startswith("rows.")}
 
     def list_now(self) -> dict[str, Slot]:
         """List the attributes as they are now, by path."""
         self.slots, self.objects = list_slots(self.roots, self.model, self.others())
-        self.slots |= self.slots_of_rows()
+        self.slots |= self.slots_of_rows(_list_datasets(self.rows))
         if self.installs:
             self.slots = {p: slot for p, slot in self.slots.items() if not _is_private_flag(slot)}
         return self.slots
 
-    def slots_of_rows(self) -> dict[str, Slot]:
-        """List the numbers, texts and flags of the rows, by path."""
-        slots = {}
-        for path, dataset in _datasets("rows", self.rows) if self.rows is not None else ():
-            for name, value in getattr(dataset, "__dict__", {}).items():
-                if isinstance(value, _PLAIN):
-                    slots[f"{path}.{name}"] = Slot(dataset, name)
-        return slots
+    def slots_of_rows(self, datasets: dict[str, Any]) -> dict[str, Slot]:
+        """List the numbers, texts and flags of the rows that reading does not move, by path."""
+        return {p: slot for p, slot in numbers_of(datasets).items() if p not in self.by_reading}
 
     def note_read(self) -> None:
         """Note the rows' numbers with which the next step was read; those that the loop had set
         after that, before the checkpoint of which the run resumes, count from now on."""
-        slots = self.slots_of_rows()
+        slots = self.slots_of_rows(self.datasets)
         self.read = {path: slot.get() for path, slot in slots.items()}
         for path, value in self.later.items():
             slots[path].set(value)
@@ -316,8 +359,10 @@ class Inventory:
         """Add what moved since the start of the run to what is saved. Raises UserError for an
         optimizer inside of another one, whose state would be lost, and for rows that moved and of
         which workers have copies."""
+        read = {path: _as_text(path, value) for path, value in self.read.items()}
         for path, text in self.texts().items():
-            if text == self.first.get(path, NOTHING) or path in self.saved | self.results:
+            texts = {text, read.get(path, text)}
+            if texts == {self.first.get(path, NOTHING)} or path in self.saved | self.results:
                 continue
             self.saved.add(path)
             if has_tensors(self.slots[path].get()):
@@ -351,14 +396,15 @@ class Inventory:
     def restore(self, states: dict[str, Any], hashed: list[str]) -> None:
         """Restore what `pack` has saved, by path, of which `hashed` are state."""
         self.list_now()
+        objects = self.objects | self.datasets
         for path, value in states.items():
             owner, _, name = path.rpartition(".")
-            if path not in self.slots and owner not in self.objects:
+            if path not in self.slots and owner not in objects:
                 raise UserError(
                     f"the checkpoint has {path}, and this program has no {owner}; make the same "
                     "objects, or give another folder"
                 )
-            slot = self.slots.get(path) or Slot(self.objects[owner], name)
+            slot = self.slots.get(path) or Slot(objects[owner], name)
             slot.set(fill(slot.get(), value))
             self.saved.add(path)
         self.hashed |= {*hashed}

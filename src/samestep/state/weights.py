@@ -34,6 +34,7 @@ from samestep.step.model import bare_model, bare_name
 #   group.INDEX.KEY          a setting of a parameter group, since some optimizers keep state there
 #   optimizer.KEY            what the optimizer's `state` has beside that of weights
 #   attribute.PATH           of an object, that a step has changed: see inventory.py
+#   rows                     numbers of rows that the loop had set since the next step was read
 # Random numbers are functions of the step.
 
 
@@ -202,17 +203,19 @@ class TrainingState:
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if sum(p.nbytes for p in frozen) > max(1e9, 2 * trained_bytes):
             frozen = []
-        kept = [(values, values.detach().clone()) for values in frozen]
-        # A forward pass may fill a buffer, or put another tensor in its place.
-        places = [Slot(m._buffers, name) for m in model.modules() for name in m._buffers]
-        buffers = [(slot, slot.get(), inventory.copy_of(slot.get())) for slot in places]
+        kept = [(each, inventory.copy_of(each)) for each in (*model.buffers(), *frozen)]
+        # A forward pass may put another tensor in the place of a buffer. TorchScript's have none.
+        held = [module._buffers for module in model.modules() if isinstance(module._buffers, dict)]
+        places = [
+            (Slot(buffers, name), value) for buffers in held for name, value in buffers.items()
+        ]
 
         def put_all_back() -> None:
             put_back()
+            for slot, buffer in places:
+                slot.set(buffer)
             for values, before in kept:
-                values.data.copy_(before)
-            for slot, buffer, before in buffers:
-                slot.set(inventory.fill(buffer, before))
+                inventory.fill(values, before)
 
         return put_all_back
 
@@ -294,11 +297,12 @@ class TrainingState:
         """Hash what must be the same on all processes, by name: what `pack_others` gives, moments
         that are whole where weights are sharded, and with exact buffers.
 
-        Local parts may differ, numbers of registered objects, and attributes without effect.
+        Local parts may differ, numbers of registered objects and of rows, and attributes on which
+        the loss of the first batch does not depend.
         """
         hashed, digests = {f"attribute.{path}" for path in self.inventory.hashed}, {}
         for name, value in packed.items():
-            if name.startswith("attribute.") and name not in hashed:
+            if name == "rows" or (name.startswith("attribute.") and name not in hashed):
                 continue
             text = "" if name.startswith("registered.") else repr(value)
             replicated = [tensors[n] for n in packing.tensor_names(value)]

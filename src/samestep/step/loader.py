@@ -64,11 +64,11 @@ class StepLoader:
     def prefetch(self) -> None:
         """Fetch the next step, if there is one, and start the communication about it."""
         if not self.left:
-            self.run.saver.state.inventory.note_read()
+            self.note_read()
             return
         self.left -= 1
         micro_batches, self.problem = catch(self.read)
-        self.run.saver.state.inventory.note_read()
+        self.note_read()
         self.micro_batches = micro_batches or []
         counts = self.ranks.layout.counts_items  # once a replica
         counted = self.micro_batches if counts else []
@@ -78,6 +78,11 @@ class StepLoader:
         self.facts = torch.tensor([num_items, ids_hash, is_asked, self.problem is not None])
         if self.ranks.group:
             self.work = dist.all_reduce(self.facts, group=self.ranks.group, async_op=True)
+
+    def note_read(self) -> None:
+        """Note the numbers of the rows with which the next step was read."""
+        if not self.ranks.layout.deepspeed:
+            self.run.saver.state.inventory.note_read()
 
     def read(self) -> list[MicroBatch]:
         """Read this process's micro-batches of the next step; raise the error of a save."""

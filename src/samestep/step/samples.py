@@ -232,8 +232,8 @@ def hash_entries(batch: Any, first: str = "") -> str:
 
 def read_samples(
     dataset: Any, task: Any, cuts: int = 1, training: bool = False
-) -> tuple[list[tuple], str]:
-    """Read 64 evenly spread samples of a view; return them, and a text of those that drew.
+) -> tuple[list[tuple], set[int]]:
+    """Read 64 evenly spread samples of a view; return them, and the places of those that drew.
 
     cuts: 1, or 2, of which the second half is read first: what has a generator of its own, or reads
         many rows at once and draws, gives others then. What keeps rows draws none the second time.
@@ -255,7 +255,7 @@ def read_samples(
     if training and hasattr(task, "augment"):
         seed_host(cuts)  # it should draw nothing of that
         samples = [(i, task.augment(row, torch.Generator().manual_seed(i))) for i, row in samples]
-    return samples, str(sorted(rows.draws))
+    return samples, {*rows.draws}
 
 
 def digest_rows(dataset: Any, task: Any) -> dict[str, str]:
@@ -278,9 +278,10 @@ def digest_rows(dataset: Any, task: Any) -> dict[str, str]:
     return digests
 
 
-def check_repeated(first: Any, second: Any) -> None:
-    """Raise ValueError unless the same samples gave the same hash_batch, and drew, twice."""
-    if first != second:
+def check_repeated(hashes: list, draws: list[set[int]]) -> None:
+    """Raise ValueError unless the same samples gave the same hash_batch twice, and those that drew
+    the first time drew again: some may make what they need then, such as a network."""
+    if hashes[0] != hashes[1] or len(draws[0] - draws[1]) > FINGERPRINT_ROWS // 4:
         raise ValueError(
             "the same samples are another batch the second time: views, a row, collate or augment "
             "draws anew, keeps what it drew, or has a generator of its own; draw from torch, "

@@ -25,7 +25,7 @@ from samestep.processes import alike, exclusions, failures
 from samestep.processes.mesh import layout_of_accelerator
 from samestep.processes.ranks import Ranks
 from samestep.processes.stop import StopRequest, launcher_process
-from samestep.state import checkpoints, consistency, provenance, weights
+from samestep.state import checkpoints, consistency, inventory, provenance, weights
 from samestep.step import exact, samples, seeds
 from samestep.step.model import bare_model, form_of, is_compiled
 from samestep.step.plan import plan_step
@@ -113,12 +113,18 @@ class Script:
         drawn = provenance.short_hash(torch.get_rng_state().numpy().tobytes())
         with self.ranks.fail_together():
             config = json.loads(json.dumps(_plain_setting("settings", settings)))  # as read later
-            hashes = []
-            for number in range(2):
-                seeds.seed_everything(number)
-                read, drew = samples.read_samples(rows, self.task, 1 + number, training=True)
-                hashes.append((samples.hash_batch(rows, self.task, read), drew))
-            samples.check_repeated(*hashes)
+            hashes, draws = [], []
+
+            def read_twice() -> list[tuple]:
+                for number in range(2):
+                    seeds.seed_everything(number)
+                    read, drew = samples.read_samples(rows, self.task, 1 + number, training=True)
+                    hashes.append(samples.hash_batch(rows, self.task, read))
+                    draws.append(drew)
+                return read
+
+            read, self.by_reading = inventory.moved_by(rows, read_twice)
+            samples.check_repeated(hashes, draws)
             seeds.seed_everything(self.training.seed)
             # To try the loop on: the shortest first, the longest last.
             self.samples = read[:8]
@@ -128,7 +134,7 @@ class Script:
         on_gpu = accelerator.device.type == "cuda"
         manifest = provenance.describe(
             config=config,
-            data={"samples": len(rows), "fingerprint": hashes[0][0]},
+            data={"samples": len(rows), "fingerprint": hashes[0]},
             code=consistency.hash_project(self.project),
             versions=provenance.versions(accelerator.mixed_precision, on_gpu),
         )

@@ -158,7 +158,8 @@ class Training:
             options = run.optimizer_settings, run.sets_lr, self.exact
             state = TrainingState(*prepared, self.ranks, *options)
             if run.watches_rows:
-                state.inventory.watch_rows(self.rows.dataset, self.num_workers)
+                rows = self.rows.dataset
+                state.inventory.watch_rows(rows, self.num_workers, run.by_reading)
         self.manifest |= built.describe(state)
         saver = Saver(
             self.folder, self.ranks, state, self.manifest, self.lock, self.mirror,

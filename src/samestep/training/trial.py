@@ -115,16 +115,16 @@ def _try_twice(
     is_state |= {path for path, value in held.items() if isinstance(value, packing.GENERATORS)}
     # What a device computes in another way the second time tells nothing.
     left = [path for path in sorted(tensors - is_state) if again.get(path) == after[path]]
-    is_state |= yield from _find_memory(run, step, rows, left, after, put_back)
-    state.inventory.results |= tensors - is_state
-    _note_moved(run, moved, is_state)
+    memory = yield from _find_memory(run, step, rows, left, after, put_back)
+    state.inventory.results |= tensors - is_state - memory
+    _note_moved(run, moved, is_state, memory)
     if run.memory and first.draws:
         print_on_main(
             "micro_batch_size auto: what the model or the collate draws, such as masks of dropout, "
             "follows the cut: another size gives others"
         )
     if run.memory:
-        run.memory.watch(moved, slots, tensors - is_state)
+        run.memory.watch(moved, slots, tensors - is_state - memory)
     exchanges = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
     if exchanges and run.run.tries_backward and waits:
         with trial.nothing_changes(model, put_back, exchanges=True):
@@ -232,6 +232,7 @@ def _find_memory(
 ) -> Generator[Any, None, set[str]]:  # fmt: skip
     """Return those of these attributes that a batch does not set anew: they are others after it
     where they hold what another batch has left, such as a queue that fills. after: their texts."""
+    paths = sorted({*paths}.union(*run.ranks.gather(paths)))
     if not paths:
         return set()
     samples, known = run.run.samples, run.saver.state.inventory
@@ -245,13 +246,14 @@ def _find_memory(
             slot.set(inventory.fill(value, copy))
         yield from try_batch(run, step, rows)
         now = known.texts()
-    return {path for path in paths if now.get(path) != after[path]}
+    return {path for path in paths if now.get(path) != after.get(path)}
 
 
-def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
-    """Note what the forward pass changes: what is saved, and what it does to the result."""
+def _note_moved(run: Any, moved: list[str], is_state: set[str], memory: set[str]) -> None:
+    """Note what the forward pass changes: what is saved, and what it does to the result. memory:
+    what the loss of the first batch does not depend on, but perhaps one later."""
     known = run.saver.state.inventory
-    known.saved |= is_state
+    known.saved |= is_state | memory
     known.hashed |= is_state
     weights = [name.removeprefix("weight ") for name in moved if name.startswith("weight ")]
     buffers = [name.removeprefix("buffer ") for name in moved if name.startswith("buffer ")]
@@ -274,6 +276,13 @@ def _note_moved(run: Any, moved: list[str], is_state: set[str]) -> None:
         print_on_main(
             f"warning: training changes {some(changed, 3)}, on each process by its own "
             "batches: the result depends on the number of processes and on micro_batch_size"
+        )
+    if memory:
+        print_on_main(
+            f"warning: a forward pass adds to {some(sorted(memory), 3)}, which the loss of the "
+            "first batch does not depend on: if one later does, or an evaluation, the result "
+            "depends on the number of processes and on micro_batch_size, and a checkpoint has "
+            "what is on the first process"
         )
 
 
