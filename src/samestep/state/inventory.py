@@ -61,11 +61,9 @@ class Slot(NamedTuple):
                 object.__setattr__(self.owner, self.name, value)
 
     def remove(self) -> None:
-        entries = (
-            self.owner if isinstance(self.owner, dict) else getattr(self.owner, "__dict__", {})
-        )
-        if self.name in entries:
-            del entries[self.name]
+        held = self.owner if isinstance(self.owner, dict) else getattr(self.owner, "__dict__", {})
+        if self.name in held:
+            del held[self.name]
         elif self.name in self.values():  # a slot
             object.__delattr__(self.owner, self.name)
 
@@ -331,8 +329,8 @@ class Inventory:
         after that, before the checkpoint of which the run resumes, count from now on."""
         slots = self.slots_of_rows(self.datasets)
         self.read = {path: slot.get() for path, slot in slots.items()}
-        for path, value in self.later.items():
-            slots[path].set(value)
+        for path in self.later.keys() & slots.keys():
+            slots[path].set(self.later[path])
         self.later = {}
 
     def keep(self) -> Callable[[], None]:
