@@ -96,8 +96,8 @@ def exchange(total: torch.Tensor, nodes: Tensors, runs: Sequence[range], group: 
 
 
 def _deliver_in_pairs(sent: Sequence[Tensors], received: Sequence[Tensors], group: Any) -> None:
-    """Send each other process of the group its tensors, and receive those of each. On CPUs this
-    takes half the time of a collective, which copies them."""
+    """Send each other process of the group its tensors, and receive those of each. On CPUs this is
+    faster than a collective, which copies them."""
     works = []
     for peer in range(len(sent)):
         if peer != dist.get_rank(group):
