@@ -71,20 +71,28 @@ class Slot(NamedTuple):
         return self.owner if isinstance(self.owner, dict) else _attributes(self.owner)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, also those in `__slots__`, but for the standard
-    library's, which caches there what it computes."""
-    found = dict(getattr(value, "__dict__", {}))
-    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
-        return found
-    for kind in type(value).__mro__:
-        names = getattr(kind, "__slots__", ())
+def _attributes(value: object) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those in `__slots__`."""
+    held, slots = getattr(value, "__dict__", {}), _slots_of(type(value))
+    if not slots:
+        return held
+    return held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names in `__slots__`, but for the standard library's, which caches there what it
+    computes."""
+    found: list[str] = []
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return ()
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
         for name in [names] if isinstance(names, str) else names:
             if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                found[name] = getattr(value, name)
-    return found
+                name = f"_{base.__name__.lstrip('_')}{name}"
+            found.append(name)
+    return tuple(name for name in dict.fromkeys(found) if name not in ("__dict__", "__weakref__"))
 
 
 def _list_datasets(rows: Any) -> dict[str, Any]:
@@ -106,12 +114,12 @@ def _list_datasets(rows: Any) -> dict[str, Any]:
 
 def _is_dataset(value: Any) -> bool:
     """Return whether an object has len() and [i], and is no collection of Python's or torch's."""
-    kind = type(value)
     others = (*COLLECTIONS, *_HOLDERS, torch.Tensor, torch.nn.Module)
-    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind not in others
+    has_rows = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return has_rows and not isinstance(value, others)
 
 
-def numbers_of(datasets: dict[str, Any]) -> dict[str, Slot]:
+def _numbers_of(datasets: dict[str, Any]) -> dict[str, Slot]:
     """List the numbers, texts and flags of these datasets, by path."""
     slots = {}
     for path, dataset in datasets.items():
@@ -126,7 +134,7 @@ def moved_by(rows: Any, read: Callable[[], Any]) -> tuple[Any, set[str]]:
     rows that it moved: those of a cache, or a count, and not of the loop."""
 
     def texts() -> dict[str, str]:
-        slots = numbers_of(_list_datasets(rows))
+        slots = _numbers_of(_list_datasets(rows))
         return {path: _as_text(path, slot.get()) for path, slot in slots.items()}
 
     before, result, after = texts(), read(), texts()
@@ -289,7 +297,7 @@ class Inventory:
         others: Callable[[], Iterable[torch.Tensor]],
     ):  # fmt: skip
         self.roots, self.model, self.others = roots, model, others
-        self.rows, self.num_workers = None, 0  # see watch_rows
+        self.num_workers = 0  # see watch_rows
         self.datasets: dict[str, Any] = {}  # the rows and the datasets inside, by path
         self.by_reading: set[str] = set()
         self.read: dict[str, Any] = {}  # see note_read
@@ -308,26 +316,27 @@ class Inventory:
         The rows themselves are compared at a resume. Workers have rows of their own. by_reading:
         what reading moves, which is left out.
         """
-        self.rows, self.num_workers, self.by_reading = rows, num_workers, by_reading
+        self.num_workers, self.by_reading = num_workers, by_reading
         self.datasets = _list_datasets(rows)
         self.first |= {n: text for n, text in self.texts().items() if n.startswith("rows.")}
 
     def list_now(self) -> dict[str, Slot]:
         """List the attributes as they are now, by path."""
         self.slots, self.objects = list_slots(self.roots, self.model, self.others())
-        self.slots |= self.slots_of_rows(_list_datasets(self.rows))
+        self.slots |= self.slots_of_rows()
         if self.installs:
             self.slots = {p: slot for p, slot in self.slots.items() if not _is_private_flag(slot)}
         return self.slots
 
-    def slots_of_rows(self, datasets: dict[str, Any]) -> dict[str, Slot]:
+    def slots_of_rows(self) -> dict[str, Slot]:
         """List the numbers, texts and flags of the rows that reading does not move, by path."""
-        return {p: slot for p, slot in numbers_of(datasets).items() if p not in self.by_reading}
+        slots = _numbers_of(self.datasets)
+        return {path: slot for path, slot in slots.items() if path not in self.by_reading}
 
     def note_read(self) -> None:
         """Note the rows' numbers with which the next step was read; those that the loop had set
         after that, before the checkpoint of which the run resumes, count from now on."""
-        slots = self.slots_of_rows(self.datasets)
+        slots = self.slots_of_rows()
         self.read = {path: slot.get() for path, slot in slots.items()}
         for path in self.later.keys() & slots.keys():
             slots[path].set(self.later[path])

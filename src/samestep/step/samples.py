@@ -11,10 +11,10 @@ import torch
 from accelerate.utils.operations import honor_type
 
 from samestep.base.errors import as_user_error
-from samestep.step import inputs
+from samestep.step import inputs, trial
 from samestep.step.order import SampleOrder, hash64, hash_integers
 from samestep.step.plan import StepPlan, assign_micro_batches
-from samestep.step.seeds import AUGMENT, host_states, seed_host
+from samestep.step.seeds import AUGMENT, seed_host
 
 _SECONDS = 1  # to hash rows
 FINGERPRINT_ROWS = 64  # that are read at the start; of data whose rows are not all compared
@@ -150,9 +150,12 @@ class SampleDataset(torch.utils.data.Dataset):
         rows = []
         for place, seed in zip(places, self.seeds(positions, ids).tolist(), strict=True):
             seed_host(seed)
-            before = host_states() if self.draws is not None else None
+            if self.draws is None:
+                rows.append(self.dataset[place])
+                continue
+            before = trial.random_state(torch.device("cpu"))
             rows.append(self.dataset[place])
-            if self.draws is not None and host_states() != before:
+            if trial.random_state(torch.device("cpu")) != before:
                 self.draws.append(place)
         return ids, rows
 

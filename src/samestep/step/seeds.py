@@ -1,7 +1,6 @@
 """Seeds the global generators: whatever is drawn has a seed of its own (seed, step, place)."""
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +35,6 @@ def seed_everything(seed: int) -> None:
     """Seed all that a model may draw from, on devices that are not initialized yet, too."""
     seed_host(seed)
     torch.manual_seed(seed)
-
-
-def host_states() -> tuple:
-    """Return where the generators of the CPU stand, to be compared."""
-    numpy: Any = np.random.get_state(legacy=False)
-    of_numpy = numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"]
-    return random.getstate(), of_numpy, torch.default_generator.get_state().numpy().tobytes()
 
 
 def seed_host(seed: int) -> None:
