@@ -71,9 +71,9 @@ class Slot(NamedTuple):
         return self.owner if isinstance(self.owner, dict) else _attributes(self.owner)
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, also those in `__slots__`."""
-    held, slots = getattr(value, "__dict__", {}), _slots_of(type(value))
+    held, slots = getattr(value, "__dict__", {}), _slots_of(value.__class__)
     if not slots:
         return held
     return held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
